@@ -1,0 +1,219 @@
+"""The recipe's schema: every field, its default and its meaning. Frozen, strict about keys, no torch.
+
+What one field can tell is checked here; what several fields, the model folder or the data decide is checked by
+`recipe.load`, which turns both into the same one-page error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A part of the recipe: immutable, and a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder of the Hugging Face model that training starts from: config.json, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights and of the matrix products, in the trainer and in the engine alike."""
+
+
+class ClusterConfig(Section):
+    launcher: Literal["local"] = "local"
+    """Who starts the ranks: `local` spawns them on this machine."""
+    nodes: PositiveInt = 1
+    """Machines in the job."""
+    ranks_per_node: PositiveInt = 1
+    """Ranks on each machine: one per GPU, or one per CPU slot."""
+    start_timeout_seconds: PositiveFloat = 300.0
+    """Give up if the ranks are not all connected after this long."""
+    collective_timeout_seconds: PositiveFloat = 1800.0
+    """A collective that waits longer than this ends the run."""
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class TrainerConfig(Section):
+    tp: PositiveInt = 1
+    """Tensor-parallel size: heads, feed-forward and vocabulary are split over so many ranks."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel size: the layers are split over so many stages."""
+    dp: PositiveInt | None = None
+    """Data-parallel size; left out, what remains of the world: ranks / (tp * pp)."""
+    sequence_parallel: bool | None = None
+    """Split norms and residuals over the tensor-parallel ranks too; left out, on where tp > 1."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Cap on the padded tokens of one packed row of one data-parallel rank."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits are alive at once."""
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Fields of Megatron-Core's TransformerConfig to set besides, by their own names."""
+
+
+class OptimizerConfig(Section):
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: flat, or a fall to `min_learning_rate` at the last step."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up from zero."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where linear and cosine schedules end."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (AdamW) on matrices; norms and biases have none."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Adam's decay rates of the first and second moment."""
+    epsilon: PositiveFloat = 1e-8
+    """Adam's denominator term."""
+    clip_grad_norm: NonNegativeFloat = 1.0
+    """Scale the gradient down to this global norm; 0 leaves it."""
+
+
+class SamplingConfig(Section):
+    max_new_tokens: PositiveInt = 1024
+    """Longest completion."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature; 0 is greedy. The trainer's log-probs use the same."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus mass; 1 keeps all tokens."""
+    top_k: NonNegativeInt = 0
+    """Sample among the k most likely tokens; 0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; they stay part of it."""
+
+
+class RolloutConfig(Section):
+    tp: PositiveInt = 1
+    """Tensor-parallel size of each vLLM engine; the world holds ranks / tp replicas."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How training completions are sampled."""
+    max_concurrent_requests: PositiveInt = 256
+    """Completions that one engine decodes at once."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """Memory of one rank's KV cache."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Fields of vLLM's EngineArgs to set besides, by their own names."""
+
+
+class DataConfig(Section):
+    train: str
+    """JSONL file of training records: {"messages": {...} or [...], "gt_answer": "..."}."""
+    validation: dict[str, str] = Field(default_factory=dict)
+    """Held-out JSONL files by name; the name is the metric's: val/NAME/accuracy."""
+    answer_field: str = "gt_answer"
+    """Field of a record that holds the gold answer."""
+    system_prompt: str | None = None
+    """System message put before each conversation that has none."""
+    max_prompt_tokens: PositiveInt = 1024
+    """A record whose rendered prompt is longer is an error."""
+    shuffle: bool = True
+    """New order each epoch, from the run's seed; otherwise the file's order."""
+
+
+class RewardConfig(Section):
+    functions: tuple[str, ...] = ("boxed",)
+    """Reward functions whose scores are added: names of `megarl.rewards`, or `package.module:function`."""
+    num_workers: PositiveInt = 2
+    """Processes that score completions while others are still sampled."""
+    timeout_seconds: PositiveFloat = 5.0
+    """A completion that takes longer to score gets zero, and its process is replaced."""
+    correct_score: float = 1.0
+    """Score of a right answer (ColossalRL: 10)."""
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo"] = "grpo"
+    """Advantage estimator of `algorithms.advantages`."""
+    normalize_by_std: bool = True
+    """Divide the group's advantages by its standard deviation (GRPO); without, Dr. GRPO."""
+    policy_loss: Literal["clipped"] = "clipped"
+    """Per-token loss of `algorithms.policy_losses`."""
+    clip_low: PositiveFloat = 0.2
+    """The ratio counts down to 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio counts up to 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """Bound of the loss for negative advantages (dual-clip PPO)."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the k3 KL to the reference model in the loss; 0 loads no reference model."""
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
+    ] = "token_mean"
+    """How token losses become one number, over the whole batch (`algorithms.reduction`)."""
+    old_logprobs: Literal["rollout", "trainer"] = "trainer"
+    """Whose log-probs the ratio starts from: the engine's, or the trainer's before the update."""
+
+
+class TrainConfig(Section):
+    steps: PositiveInt = 100
+    """Steps to train: rollouts in `rl`, optimizer updates in `sft`."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts sampled in one rl step; conversations in one sft step."""
+    samples_per_prompt: PositiveInt = 8
+    """Completions per prompt (rl): the group that a sample is compared with."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer updates that one rl step's samples are split into."""
+
+
+class EvaluationConfig(Section):
+    every_steps: NonNegativeInt = 0
+    """Evaluate the validation sets at each such step, and always before the first and after the last; 0: only those."""
+    max_problems: PositiveInt | None = None
+    """Use the first so many problems of each set; left out, all."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """How completions are sampled for evaluation; `max_new_tokens` and `stop` are those of `rollout.sampling`
+    unless set."""
+
+
+class WeightsConfig(Section):
+    bucket_mib: PositiveInt = 256
+    """Staging memory of one reshard bucket; two are alive at most."""
+
+
+class Recipe(Section):
+    """One run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run and of its folder."""
+    loop: Literal["rl", "sft"]
+    """What to run: reinforcement learning or supervised fine-tuning."""
+    seed: NonNegativeInt = 0
+    """Decides data order, sampling and initialisation."""
+    runs_folder: str = "runs"
+    """Where run folders are made; relative to the current folder, as all paths here."""
+    samples_every_steps: PositiveInt = 1
+    """Write prompts, completions and rewards to samples/ at each such step."""
+    model: ModelConfig
+    """The model."""
+    data: DataConfig
+    """The data."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The machines."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Megatron: parallel sizes and memory."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Adam and its schedule."""
+    rollout: RolloutConfig = RolloutConfig()
+    """vLLM: parallel size and sampling."""
+    reward: RewardConfig = RewardConfig()
+    """What is good."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages and loss."""
+    train: TrainConfig = TrainConfig()
+    """Batch sizes and length of the run."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+    weights: WeightsConfig = WeightsConfig()
+    """The reshard."""

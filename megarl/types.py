@@ -1,0 +1,128 @@
+"""The vocabulary that driver and workers exchange: requests, completions, sequences.
+
+All of it is plain data (tuples, numpy arrays), small enough to travel over a control connection.
+Arrays of a sequence are indexed by the token they speak of: entry t of a log-prob, weight or advantage belongs
+to predicting token t from the tokens before it, so entry 0 is never trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class MegarlError(Exception):
+    """An error for the person at the terminal: one message that names field or file, value and remedy."""
+
+    exit_code = 70
+
+
+class ConfigError(MegarlError):
+    """The recipe cannot be run as written."""
+
+    exit_code = 2
+
+
+class DataError(MegarlError):
+    """A data file or model folder is missing, broken or does not fit."""
+
+    exit_code = 65
+
+
+class RunFolderLockedError(MegarlError):
+    """Another run owns the run folder."""
+
+    exit_code = 73
+
+
+class PeerLostError(MegarlError):
+    """A worker, an engine or a reward process died or stopped answering."""
+
+    exit_code = 76
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One line of an RL data set, rendered to prompt tokens.
+
+    `index` is its place in the file (stable over epochs), `answer` the gold answer, `record` the line as read.
+    """
+
+    index: int
+    messages: tuple[Mapping[str, Any], ...]
+    prompt_token_ids: tuple[int, ...]
+    answer: str
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How to sample one completion. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to sample, from exactly these prompt tokens, with a seed of its own."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingSettings
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled for one request.
+
+    Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs are those of the sampled tokens under the
+    sampling distribution (after temperature). The end-of-sequence token, if sampled, is the last token.
+    `weight_version` counts the reshards the engine had seen when the completion began.
+    """
+
+    request_id: str
+    token_ids: NDArray[np.int64]
+    rollout_logprobs: NDArray[np.float32]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What a reward function says of one completion: the score that is trained on, and two rates that are logged."""
+
+    score: float
+    format_valid: bool
+    answer_correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """Tokens to train on, and what is known of each (see the module docstring for the indexing).
+
+    All arrays are [tokens]; `loss_mask` is True where a token's prediction is trained. `token_weights` are the
+    weights of the global batch (`algorithms.reduction.token_weights`), zero where the mask is False.
+    """
+
+    token_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    token_weights: NDArray[np.float32] | None = None
+    advantages: NDArray[np.float32] | None = None
+    old_logprobs: NDArray[np.float32] | None = None
+    rollout_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
