@@ -1,0 +1,95 @@
+"""What a Hugging Face config.json says of a model's size: integers and flags, no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.types import DataError
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+"""Architecture of config.json -> family of `weights.families`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of one model, under the names of config.json where those are clear."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Bias of the attention's output projection."""
+    mlp_bias: bool
+    qk_norm: bool
+    norm_epsilon: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    """`rope_type` and its parameters where it is not the plain one."""
+    max_position_embeddings: int
+    initializer_range: float
+
+
+def read_model_shape(model_folder: str | Path) -> ModelShape:
+    """The shape of the model in a folder. Raises DataError for a missing, broken or unsupported config.json."""
+    path = Path(model_folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found. model.path must be a Hugging Face model folder with a config.json.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Copy the model folder again.") from None
+    try:
+        return shape_from_config(config)
+    except KeyError as error:
+        raise DataError(f"{path}: field {error} is missing. Copy the model folder again.") from None
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def shape_from_config(config: dict[str, Any]) -> ModelShape:
+    """The shape a config.json of transformers 4 or 5 describes. Raises DataError, KeyError."""
+    architecture = (config.get("architectures") or ["none"])[0]
+    family = ARCHITECTURES.get(architecture)
+    if family is None:
+        raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}.")
+    if config.get("hidden_act", "silu") != "silu":
+        raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise DataError("sliding-window attention is not supported; set use_sliding_window to false.")
+    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelShape(
+        family=family,
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocab_size=config["vocab_size"],
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        rope_theta=float(theta),
+        rope_scaling=rope if rope_type == "llama3" else None,
+        max_position_embeddings=config.get("max_position_embeddings", 2048),
+        initializer_range=config.get("initializer_range", 0.02),
+    )
