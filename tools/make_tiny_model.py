@@ -1,0 +1,168 @@
+"""Make a tiny language model folder with random weights: config, safetensors, tokenizer, chat template.
+
+    python tools/make_tiny_model.py --out runs/tiny_model --hidden-size 128 --num-layers 4
+
+The architecture is a real one (Qwen3, Qwen2 or Llama), so Megatron-Core, vLLM and transformers treat the folder as they
+treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below: any text round-trips,
+each digit is its own token, and the words of the quickstart's prompts are single tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging
+
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+# Qwen's rule: words keep their leading space, each digit stands alone.
+PRE_TOKENS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+TRAINING_TEXT = [
+    "system\nuser\nassistant\ntool\n",
+    "\\boxed{ } {- <think>\n</think>\n<answer> </answer>",
+    "You are a helpful assistant. Please reason step by step, and put your final answer within \\boxed{}.",
+    "State the final answer to the following arithmetic problem: + - * / = ( ) .",
+    "Calculate. What is the sum, the product, the difference, the number, the word? Sort these numbers.",
+    "The answer is",
+]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a ChatML template; the same one on every call."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_tiny_model(
+    out: str | Path,
+    *,
+    family: str = "qwen3",
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate_size: int = 256,
+    tie_word_embeddings: bool = True,
+    vocab_size: int | None = None,
+    max_position_embeddings: int = 2048,
+    initializer_range: float = 0.02,
+    seed: int = 0,
+) -> Path:
+    """Write the model folder `out` (float32) and return it; equal arguments give equal bytes.
+
+    `head_dim` left out is hidden_size / num_heads; `vocab_size` left out is the tokenizer's, and may be larger.
+    Norm weights and biases are drawn as well, close to one and zero, so that a permuted or skipped one shows.
+    """
+    tokenizer = make_tokenizer()
+    vocab_size = vocab_size or len(tokenizer)
+    head_dim = head_dim or hidden_size // num_heads
+    if vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size {vocab_size} is smaller than the tokenizer's {len(tokenizer)}")
+    if family == "qwen2" and head_dim * num_heads != hidden_size:
+        raise ValueError(f"qwen2 has head_dim = hidden_size / num_heads, not {head_dim}")
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        tie_word_embeddings=tie_word_embeddings,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+        **({} if family == "qwen2" else {"head_dim": head_dim}),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
+    )
+    out = Path(out)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3")
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--num-kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, help="left out: hidden size / heads")
+    parser.add_argument("--intermediate-size", type=int, default=256)
+    parser.add_argument("--tie-word-embeddings", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--vocab-size", type=int, help="left out: the tokenizer's")
+    parser.add_argument("--max-position-embeddings", type=int, default=2048)
+    parser.add_argument("--initializer-range", type=float, default=0.02, help="spread of the random weights")
+    parser.add_argument("--seed", type=int, default=0)
+    logging.disable_progress_bar()
+    out = make_tiny_model(**vars(parser.parse_args()))
+    print(f"wrote {out}: {sum(file.stat().st_size for file in out.iterdir()):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
