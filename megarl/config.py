@@ -1,7 +1,7 @@
 """The recipe's schema: every field, its default and its meaning. Frozen, strict about keys, no torch.
 
 What one field can tell is checked here; what several fields, the model folder or the data decide is checked by
-`recipe.load`, which turns both into the same one-page error.
+`preflight.check`; both end in the same one-page error.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Section(BaseModel):
     """A part of the recipe: immutable, and a key it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class ModelConfig(Section):
@@ -73,7 +76,7 @@ class OptimizerConfig(Section):
     """Where linear and cosine schedules end."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay (AdamW) on matrices; norms and biases have none."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Adam's decay rates of the first and second moment."""
     epsilon: PositiveFloat = 1e-8
     """Adam's denominator term."""
@@ -110,7 +113,7 @@ class RolloutConfig(Section):
 class DataConfig(Section):
     train: str
     """JSONL file of training records: {"messages": {...} or [...], "gt_answer": "..."}."""
-    validation: dict[str, str] = Field(default_factory=dict)
+    validation: dict[Name, str] = Field(default_factory=dict)
     """Held-out JSONL files by name; the name is the metric's: val/NAME/accuracy."""
     answer_field: str = "gt_answer"
     """Field of a record that holds the gold answer."""
@@ -148,9 +151,9 @@ class AlgorithmConfig(Section):
     """Bound of the loss for negative advantages (dual-clip PPO)."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the k3 KL to the reference model in the loss; 0 loads no reference model."""
-    aggregation: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
-    ] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"] = (
+        "token_mean"
+    )
     """How token losses become one number, over the whole batch (`algorithms.reduction`)."""
     old_logprobs: Literal["rollout", "trainer"] = "trainer"
     """Whose log-probs the ratio starts from: the engine's, or the trainer's before the update."""
@@ -167,14 +170,26 @@ class TrainConfig(Section):
     """Optimizer updates that one rl step's samples are split into."""
 
 
+class EvaluationSamplingConfig(Section):
+    max_new_tokens: PositiveInt | None = None
+    """Longest completion; left out, that of `rollout.sampling`."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus mass; 1 keeps all tokens."""
+    top_k: NonNegativeInt = 0
+    """Sample among the k most likely tokens; 0 keeps all."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a completion; left out, those of `rollout.sampling`."""
+
+
 class EvaluationConfig(Section):
     every_steps: NonNegativeInt = 0
     """Evaluate the validation sets at each such step, and always before the first and after the last; 0: only those."""
     max_problems: PositiveInt | None = None
     """Use the first so many problems of each set; left out, all."""
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """How completions are sampled for evaluation; `max_new_tokens` and `stop` are those of `rollout.sampling`
-    unless set."""
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    """How completions are sampled for evaluation."""
 
 
 class WeightsConfig(Section):
@@ -185,7 +200,7 @@ class WeightsConfig(Section):
 class Recipe(Section):
     """One run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Name
     """Name of the run and of its folder."""
     loop: Literal["rl", "sft"]
     """What to run: reinforcement learning or supervised fine-tuning."""
@@ -217,3 +232,9 @@ class Recipe(Section):
     """Held-out accuracy."""
     weights: WeightsConfig = WeightsConfig()
     """The reshard."""
+
+    @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """`evaluation.sampling`, and from `rollout.sampling` what it leaves out."""
+        own = self.evaluation.sampling.model_dump(exclude_none=True)
+        return SamplingConfig(**self.rollout.sampling.model_dump() | own)
