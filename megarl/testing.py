@@ -1,0 +1,132 @@
+"""Functions on real gloo ranks: `run_ranks` in fresh processes, `RankPool` in processes kept for many functions."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import importlib.util
+import inspect
+import operator
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megarl.workers.process_group import ProcessGroup
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call `function(*args)` in `world_size` fresh processes with `torch.distributed` on gloo; results by rank.
+
+    The function is one of a module's own (it travels as file and name); arguments and results are picklable.
+    Errors are those of `WorkerGroup.call`, a time-out among them; no process is left behind.
+    """
+    with RankPool(world_size, environment=environment) as pool:
+        return pool.run(function, *args, timeout_seconds=timeout_seconds)
+
+
+class RankPool:
+    """`world_size` processes that run one function after the other, each in a fresh gloo world. A context.
+
+    Starts at the first `run`, and anew after a failure. What functions leave in module globals stays.
+    """
+
+    def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
+        self.world_size = world_size
+        self._environment = {"OMP_NUM_THREADS": "1", **(environment or {})}
+        self._runner = asyncio.Runner()
+        self._group: ProcessGroup | None = None
+        self._logs = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
+        """Call `function(*args)` on all ranks; results by rank. See `run_ranks`."""
+        if "<" in function.__qualname__:
+            raise ValueError(f"{function.__qualname__} is local: ranks can only run functions of a module's own")
+        address = (function.__module__, os.path.abspath(inspect.getfile(function)), function.__qualname__)
+        return self._runner.run(self._run(address, args, timeout_seconds))
+
+    async def _run(self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float) -> list[Any]:
+        if self._group is None:
+            self._group = await ProcessGroup.start(
+                "megarl.testing:FunctionRunner",
+                {},
+                world_size=self.world_size,
+                log_folder=Path(self._logs.name),
+                environment=self._environment,
+                answer_timeout_seconds=timeout_seconds,
+            )
+        self._group.answer_timeout_seconds = timeout_seconds
+        try:
+            await self._group.call("load", *address)
+            return await self._group.call("run", args, timeout_seconds)
+        except BaseException:
+            await self._group.close()
+            self._group = None
+            raise
+
+    def close(self) -> None:
+        """End the processes; may be called again."""
+        if self._group is not None:
+            self._runner.run(self._group.close())
+            self._group = None
+        self._runner.close()
+        self._logs.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class FunctionRunner:
+    """The worker of a `RankPool`."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+        port = int(os.environ["MASTER_PORT"])
+        self._rank, self._world_size, self._num_runs = rank, world_size, 0
+        self._store = TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=rank == 0)
+
+    def load(self, module_name: str, file: str, qualname: str) -> None:
+        """Import the function's file under the name it has in the driver, so that its classes pickle both ways."""
+        module_name = "driver_main" if module_name == "__main__" else module_name
+        if module_name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(module_name, file)
+            assert spec is not None and spec.loader is not None
+            sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        self._function: Any = operator.attrgetter(qualname)(sys.modules[module_name])
+
+    def run(self, args: Sequence[Any], timeout_seconds: float) -> Any:
+        """Call the loaded function in a gloo world of its own."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+        self._num_runs += 1
+        torch.manual_seed(0)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"run{self._num_runs}", self._store),
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+        )
+        result = self._function(*args)
+        for name in ("vllm.distributed.parallel_state", "megatron.core.parallel_state"):
+            if name in sys.modules:
+                sys.modules[name].destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return result
