@@ -1,0 +1,76 @@
+"""Dialogues for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.data.chat import encode, render
+from megarl.data.records import read_records
+from megarl.types import TrainingSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+def read_conversations(
+    path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int
+) -> list[TrainingSequence]:
+    """The conversations of a JSONL file, with the assistant's tokens marked for training.
+
+    Raises DataError, with the line, for a faulty record, one without an assistant turn, one longer than `max_tokens`
+    (conversations are never cut), and a chat template that rewrites earlier turns.
+    """
+    sequences = []
+    for record in read_records(path):
+        try:
+            sequence = train_on_assistant(tokenizer, record.messages(system_prompt))
+        except ValueError as error:
+            raise record.error(str(error)) from error
+        if len(sequence) > max_tokens:
+            raise record.error(
+                f"the conversation has {len(sequence)} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
+                f"raise it or remove the line"
+            )
+        sequences.append(sequence)
+    return sequences
+
+
+def train_on_assistant(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> TrainingSequence:
+    """A conversation up to its last assistant turn; the mask covers what the assistant says and its end-of-turn token.
+
+    Each turn follows exactly the tokens that sampling would show the model, the messages before it with a generation
+    prompt; so prompt and turn are encoded apart, and no token spans their border. White space that the template puts after
+    the end of turn (a newline, in ChatML) belongs to the next prompt.
+
+    Raises ValueError if there is no assistant turn, or if the template renders earlier messages differently once more
+    follow (it drops old reasoning, say): then no single sequence shows every turn its own prompt.
+    """
+    text, tokens, mask = "", [], []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(tokenizer, messages[:place], generation_prompt=True)
+        turn = _without_trailing_space(tokenizer, render(tokenizer, messages[: place + 1], generation_prompt=False))
+        if not prompt.startswith(text) or not turn.startswith(prompt):
+            raise ValueError(
+                f"the chat template rewrites what stands before messages[{place}] once that message is there; "
+                f"give each assistant turn a record of its own, or use a template that only appends"
+            )
+        for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], True)):
+            piece_tokens = encode(tokenizer, piece)
+            tokens += piece_tokens
+            mask += [trained] * len(piece_tokens)
+        text = turn
+    if not tokens:
+        raise ValueError("no message is the assistant's; fine-tuning needs an answer to learn")
+    return TrainingSequence(np.array(tokens, dtype=np.int64), np.array(mask, dtype=np.bool_))
+
+
+def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:
+    """The text up to its end-of-turn token, where it has one."""
+    stripped = text.rstrip()
+    return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else text

@@ -1,0 +1,98 @@
+"""JSONL records, each fault named by file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.types import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of a data file: where it stands, and what it says."""
+
+    path: Path
+    line: int
+    fields: Mapping[str, Any]
+
+    def error(self, problem: str) -> DataError:
+        """A DataError that names this line."""
+        return DataError(f"{self.path}, line {self.line}: {problem}")
+
+    def text(self, field: str) -> str:
+        """A field that must be there and hold text; a number counts as its text."""
+        if field not in self.fields:
+            raise self.error(
+                f"the record has no field '{field}', only {', '.join(map(repr, self.fields)) or 'none at all'}; "
+                f"add it, or name the field that holds the answer in data.answer_field"
+            )
+        value = self.fields[field]
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
+        if not (text := str(value)).strip():
+            raise self.error(f"'{field}' is empty; give the answer, or remove the line")
+        return text
+
+    def messages(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
+        """The conversation, from one message or a list of them; `system_prompt` goes first unless one is there."""
+        value = self.fields.get("messages")
+        if isinstance(value, Mapping):
+            value = [value]
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            raise self.error(
+                f"'messages' is {'missing' if value is None else shown(value)}; give one message "
+                f'{{"role": "user", "content": "..."}} or a list of them'
+            )
+        for place, message in enumerate(value):
+            self._check_message(place, message)
+        if system_prompt is not None and value[0]["role"] != "system":
+            value = [{"role": "system", "content": system_prompt}, *value]
+        return tuple(value)
+
+    def _check_message(self, place: int, message: Any) -> None:
+        if not isinstance(message, Mapping):
+            raise self.error(f"messages[{place}] is {shown(message)}; give an object with 'role' and 'content'")
+        if message.get("role") not in ROLES:
+            raise self.error(f"messages[{place}] has role {shown(message.get('role'))}; use one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise self.error(f"messages[{place}] has content {shown(message.get('content'))}; give a string")
+        if message["role"] == "system" and place > 0:
+            raise self.error(f"messages[{place}] is a system message; only the first message may be one")
+
+
+def read_records(path: str | Path) -> Iterator[Record]:
+    """The records of a JSONL file in order; blank lines are skipped.
+
+    Raises DataError where the file is missing, holds no record, or a line is not a JSON object in UTF-8.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; check the path in data.train or data.validation")
+    line = 0
+    empty = True
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            empty = False
+            try:
+                fields = json.loads(raw)
+            except ValueError as error:
+                raise DataError(f"{path}, line {line}: not JSON ({error}); each line must be one JSON object") from None
+            if not isinstance(fields, dict):
+                raise DataError(f"{path}, line {line}: {shown(fields)} is not a JSON object with fields")
+            yield Record(path, line, fields)
+    if empty:
+        raise DataError(f"{path}: holds no record; write one JSON object per line")
+
+
+def shown(value: Any) -> str:
+    """A value as an error message quotes it: as JSON, cut to a few words."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."

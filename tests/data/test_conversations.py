@@ -1,0 +1,97 @@
+import json
+
+import numpy as np
+import pytest
+
+from megarl.data.chat import load_tokenizer
+from megarl.data.conversations import read_conversations, train_on_assistant
+from megarl.types import DataError
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+DIALOGUE = [
+    said("system", "Be brief."),
+    said("user", "12 + 3?"),
+    said("assistant", "15"),
+    said("tool", "ok"),
+    said("user", "twice?"),
+    said("assistant", "\n\n30 "),
+    said("user", "unanswered"),
+]
+
+# Drops what an earlier assistant turn thought, as reasoning models' templates do.
+FORGETFUL = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('|')[-1] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model())
+
+
+def test_only_what_the_assistant_says_is_trained(tokenizer):
+    sequence = train_on_assistant(tokenizer, DIALOGUE)
+    pieces, start = [], 0
+    for end in [*(np.flatnonzero(np.diff(sequence.loss_mask)) + 1), len(sequence)]:
+        pieces.append((bool(sequence.loss_mask[start]), tokenizer.decode(sequence.token_ids[start:end])))
+        start = end
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert pieces == [
+        (False, system + "<|im_start|>user\n12 + 3?<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "15<|im_end|>"),
+        (False, "\n<|im_start|>tool\nok<|im_end|>\n<|im_start|>user\ntwice?<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "\n\n30 <|im_end|>"),
+    ]
+
+
+def test_each_turn_follows_the_prompt_that_sampling_shows(tokenizer):
+    sequence = train_on_assistant(tokenizer, DIALOGUE)
+    starts = np.flatnonzero(np.diff(sequence.loss_mask.astype(int)) == 1) + 1
+    for place, start in zip([2, 5], starts, strict=True):
+        prompt = tokenizer.apply_chat_template(DIALOGUE[:place], add_generation_prompt=True, return_dict=True)
+        assert sequence.token_ids[:start].tolist() == prompt["input_ids"]
+
+
+def test_a_template_that_rewrites_history_is_refused_only_where_it_does(tokenizer):
+    tokenizer.chat_template = FORGETFUL
+    plain = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "think|d")]
+    sequence = train_on_assistant(tokenizer, plain)
+    assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b<|im_end|>think|d<|im_end|>"
+    with pytest.raises(ValueError, match=r"rewrites what stands before messages\[3\]"):
+        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "think|b"), *plain[2:]])
+
+
+def test_a_template_without_an_end_token_keeps_its_white_space(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    sequence = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+    assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b\n\n"
+
+
+def read(tmp_path, tokenizer, *conversations, max_tokens=100):
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return read_conversations(path, tokenizer, system_prompt="Hi.", max_tokens=max_tokens)
+
+
+def test_a_file_of_conversations(tmp_path, tokenizer):
+    pair = [said("user", "a"), said("assistant", "b")]
+    first, second = read(tmp_path, tokenizer, DIALOGUE, pair)
+    assert tokenizer.decode(first.token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert tokenizer.decode(second.token_ids).startswith("<|im_start|>system\nHi.<|im_end|>")
+    assert second.token_ids.dtype == np.int64 and second.loss_mask.dtype == np.bool_
+    with pytest.raises(DataError, match=rf"line 1: the conversation has {len(first)} tokens"):
+        read(tmp_path, tokenizer, DIALOGUE, max_tokens=len(first) - 1)
+
+
+def test_a_record_without_an_answer(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="line 2: no message is the assistant's"):
+        read(tmp_path, tokenizer, DIALOGUE, [said("user", "a")])

@@ -1,0 +1,104 @@
+import json
+
+import pytest
+
+from megarl.data.records import read_records
+from megarl.types import DataError
+
+USER = {"role": "user", "content": "2 + 3?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def write(path, *lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def only_record(tmp_path, fields):
+    (record,) = read_records(write(tmp_path / "data.jsonl", fields))
+    return record
+
+
+def test_records_come_in_order_with_their_lines(tmp_path):
+    path = write(tmp_path / "data.jsonl", {"n": 2}, "", {"n": 3}, "   ", {"n": 5})
+    assert [(record.line, record.fields["n"]) for record in read_records(path)] == [(1, 2), (3, 3), (5, 5)]
+
+
+@pytest.mark.parametrize("messages", [USER, [USER]], ids=["ColossalRL's single message", "list"])
+def test_one_message_or_a_list(tmp_path, messages):
+    record = only_record(tmp_path, {"messages": messages, "gt_answer": "5"})
+    assert record.messages() == (USER,)
+    assert record.messages("Be brief.") == (SYSTEM, USER)
+    assert record.text("gt_answer") == "5"
+
+
+def test_a_record_keeps_its_own_system_message(tmp_path):
+    own = {"role": "system", "content": "Be long."}
+    assert only_record(tmp_path, {"messages": [own, USER]}).messages("Be brief.") == (own, USER)
+
+
+@pytest.mark.parametrize(("answer", "text"), [("05", "05"), (5, "5"), (0, "0"), (2.5, "2.5")])
+def test_answers_are_text_or_numbers(tmp_path, answer, text):
+    assert only_record(tmp_path, {"gt_answer": answer}).text("gt_answer") == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        pytest.param({"answer": "5"}, "line 1: the record has no field 'gt_answer', only 'answer'", id="missing"),
+        pytest.param({}, "no field 'gt_answer', only none at all", id="no fields"),
+        pytest.param({"gt_answer": None}, "line 1: 'gt_answer' is null", id="null"),
+        pytest.param({"gt_answer": True}, "'gt_answer' is true", id="boolean"),
+        pytest.param({"gt_answer": ["5"]}, r"'gt_answer' is \[\"5\"\]", id="list"),
+        pytest.param({"gt_answer": " "}, "'gt_answer' is empty", id="empty"),
+    ],
+)
+def test_faulty_answers(tmp_path, fields, message):
+    with pytest.raises(DataError, match=message):
+        only_record(tmp_path, fields).text("gt_answer")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        pytest.param(None, "'messages' is missing", id="missing"),
+        pytest.param([], r"'messages' is \[\]", id="no messages"),
+        pytest.param("2 + 3?", "'messages' is \"2", id="text"),
+        pytest.param(["2 + 3?"], r"messages\[0\] is \"2", id="text in a list"),
+        pytest.param([USER, {"role": "bot", "content": "5"}], r"messages\[1\] has role \"bot\"; use one of", id="role"),
+        pytest.param([{"content": "5"}], r"messages\[0\] has role null", id="no role"),
+        pytest.param([{"role": "user"}], r"messages\[0\] has content null", id="no content"),
+        pytest.param([{"role": "user", "content": [1]}], r"messages\[0\] has content \[1\]", id="content of parts"),
+        pytest.param([USER, SYSTEM], r"messages\[1\] is a system message", id="late system message"),
+    ],
+)
+def test_faulty_messages(tmp_path, messages, message):
+    record = only_record(tmp_path, {} if messages is None else {"messages": messages})
+    with pytest.raises(DataError, match=r"data\.jsonl, line 1: " + message):
+        record.messages()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        pytest.param(['{"a": 1}', '{"a": '], "line 2: not JSON", id="cut line"),
+        pytest.param(['{"a": 1}', "", "[1]"], r"line 3: \[1\] is not a JSON object", id="list"),
+        pytest.param([], "holds no record", id="empty file"),
+        pytest.param(["", "  "], "holds no record", id="blank lines only"),
+    ],
+)
+def test_faulty_files(tmp_path, lines, message):
+    with pytest.raises(DataError, match=message) as raised:
+        list(read_records(write(tmp_path / "data.jsonl", *lines)))
+    assert raised.value.exit_code == 65
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(DataError, match="line 2: not JSON"):
+        list(read_records(tmp_path / "data.jsonl"))
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        list(read_records(tmp_path / "none.jsonl"))
