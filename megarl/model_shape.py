@@ -12,6 +12,9 @@ from megarl.types import DataError
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 """Architecture of config.json -> family of `weights.families`."""
 
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron-Core's llama3 scaling assumes beside its factor."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -27,9 +30,6 @@ class ModelShape:
     vocab_size: int
     tie_word_embeddings: bool
     qkv_bias: bool
-    output_bias: bool
-    """Bias of the attention's output projection."""
-    mlp_bias: bool
     qk_norm: bool
     norm_epsilon: float
     rope_theta: float
@@ -72,7 +72,13 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
-    attention_bias = bool(config.get("attention_bias", False))
+    if rope_type == "llama3":
+        for name, expected in LLAMA3_ROPE.items():
+            if rope.get(name, expected) != expected:
+                raise DataError(f"rope parameter {name} {rope[name]} is not supported; only {expected} is.")
+    for bias in ("attention_bias", "mlp_bias"):
+        if config.get(bias) and family != "qwen2":
+            raise DataError(f"{bias} is not supported for {architecture}.")
     return ModelShape(
         family=family,
         hidden_size=config["hidden_size"],
@@ -83,9 +89,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         vocab_size=config["vocab_size"],
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or attention_bias,
-        output_bias=family != "qwen2" and attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         norm_epsilon=config.get("rms_norm_eps", 1e-6),
         rope_theta=float(theta),

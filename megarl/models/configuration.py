@@ -1,0 +1,70 @@
+"""Megatron's TransformerConfig from a model's shape and the trainer's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.transformer import TransformerConfig
+
+from megarl.model_shape import ModelShape
+from megarl.parallel_layout import ParallelLayout
+from megarl.types import ConfigError
+
+
+def transformer_config(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    overrides: Mapping[str, Any],
+) -> TransformerConfig:
+    """The config of one rank's model. Raises ConfigError for an override that TransformerConfig does not know."""
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name in overrides.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
+    settings: dict[str, Any] = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.intermediate_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=shape.initializer_range,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        sequence_parallel=sequence_parallel,
+        # The fused rotary and softmax kernels come with Transformer Engine or are not used.
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Packed rows differ in length; Megatron sends such between stages only with this dispatcher named.
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",
+        deallocate_pipeline_outputs=torch.cuda.is_available() and layout.pp > 1,
+        calculate_per_token_loss=True,
+    )
+    try:
+        return TransformerConfig(**(settings | dict(overrides)))
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None

@@ -1,0 +1,111 @@
+"""The model that is trained: Megatron's GPTModel with log-probs for an output instead of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+
+from megarl.model_shape import ModelShape
+from megarl.models.attention import PackedAttention, PackedRow
+from megarl.models.logprobs import vocab_parallel_logprobs
+from megarl.models.norm import RMSNorm
+
+
+def uses_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers are used: where it is installed and CUDA is there."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
+    """Transformer Engine's layers where they can be used, else Megatron's local ones with our norm and attention."""
+    if uses_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    modules = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm  # type: ignore[union-attr]
+    attention = modules.self_attention.submodules  # type: ignore[union-attr]
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+class PolicyModel(GPTModel):
+    """One pipeline stage of a policy. The last stage returns log-probs and entropies, the others hidden states."""
+
+    def __init__(
+        self, config: TransformerConfig, shape: ModelShape, *, temperature: float, logprob_chunk_tokens: int
+    ) -> None:
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        scaling = shape.rope_scaling or {}
+        super().__init__(
+            config,
+            layer_spec(config),  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(shape.vocab_size, tp),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            rope_scaling=bool(scaling),
+            rope_scaling_factor=scaling.get("factor", 1.0),
+        )
+        self.temperature = temperature
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+        self.qkv_format = "thd" if uses_transformer_engine() else "packed"
+        rows = self.vocab_size // tp
+        self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
+        self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> Any:
+        if packed_seq_params.qkv_format != "packed":
+            return super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
+        # One angle per token. Megatron's own way for packed rows, without Transformer Engine's kernel, is a Python
+        # loop over the sequences in every layer.
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        angles = self.rotary_pos_emb(self.max_sequence_length)[packed_seq_params.positions]
+        return embedded, angles, None, None, None, None
+
+    def _postprocess(self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Log-probs and entropies [2, tokens] of `labels` [1, tokens] on the last stage, hidden states before it."""
+        if not self.post_process:
+            return hidden_states
+        tp_group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp_group)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return torch.stack(
+            vocab_parallel_logprobs(
+                hidden_states.squeeze(1),
+                weight[: self.num_local_tokens],
+                labels.squeeze(0),
+                first_token_id=self.first_token_id,
+                group=tp_group,
+                temperature=self.temperature,
+                chunk_tokens=self.logprob_chunk_tokens,
+            )
+        )
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 128 per rank."""
+    return -(-vocab_size // (128 * tp)) * 128 * tp

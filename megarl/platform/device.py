@@ -1,0 +1,34 @@
+"""The device of this rank, and the process groups over it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+
+
+def current() -> torch.device:
+    """The accelerator of this rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def init_world(timeout_seconds: float) -> None:
+    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe."""
+    device = current()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
+    )
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this rank has held: on the accelerator, or resident on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,90 @@
+"""Lets the unmodified Megatron-Core 0.16.1 run on a CPU over gloo.
+
+Megatron asks for device "cuda" by name, for CUDA's random state and for tensor types called `torch.cuda.*`. On a
+machine without CUDA this module answers those questions with the CPU. Nothing of Megatron is edited, and a machine
+with CUDA is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+_FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
+"""The torch functions that Megatron calls with device="cuda"."""
+
+
+class _NoStream:
+    """A stream or event of a device that has none: everything is in order already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def prepare() -> None:
+    """Install the substitutes once, before Megatron is imported. Does nothing where CUDA is."""
+    if torch.cuda.is_available() or getattr(torch.Tensor.cuda, "_megarl", False):
+        return
+    # Megatron's jit_fuser is torch.compile, which would build C++ for every tiny function.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # `with torch.device(...)` knows the factories by identity: let it remember the originals, which still run below.
+    _device_constructors()
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _replace_tensor_methods()
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cpu": torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.Stream = torch.cuda.Event = _NoStream  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _NoStream()  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: _NoStream()  # type: ignore[assignment]
+
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _on_cpu(factory: Any) -> Any:
+    """The factory, with a CUDA device read as the CPU and without pinned memory."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _replace_tensor_methods() -> None:
+    type_of = torch.Tensor.type
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # The optimizer and the gradient clipping recognise their parameters by the string `torch.cuda.FloatTensor`.
+        if args or kwargs:
+            return type_of(self, *args, **kwargs)
+        return type_of(self).replace("torch.", "torch.cuda.", 1)
+
+    cuda._megarl = True  # type: ignore[attr-defined]
+    torch.Tensor.cuda = cuda  # type: ignore[assignment]
+    torch.Tensor.type = type_name  # type: ignore[assignment]

@@ -1,0 +1,118 @@
+"""vLLM on a machine without CUDA: weights stay plain, ranks talk over gloo, the process stays as it was.
+
+Stock vLLM repacks weights for its CPU kernels, so writing into a live parameter would be lost or, worse, unseen. Here linear
+layers and experts compute from the parameters themselves, which also makes float32 log-probs equal to Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def prepare() -> None:
+    """Make vLLM fit for tests and laptops; call it before vLLM is first imported. Without effect where CUDA is."""
+    if not torch.cuda.is_available():
+        _adapt_to_cpu()
+
+
+def engine_arguments(max_model_len: int) -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs that this machine needs; none where CUDA is.
+
+    Prefill in one piece: sampling with a seed rewinds its generator after a partial prefill, which CPU generators
+    cannot. Small blocks: the CPU default is longer than a short prompt, whose prefix would never be reused.
+    """
+    if torch.cuda.is_available():
+        return {}
+    return {
+        "enforce_eager": True,
+        "enable_sleep_mode": False,
+        "moe_backend": "auto",
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_len, 8192),
+        "block_size": 32,
+    }
+
+
+@functools.cache
+def _adapt_to_cpu() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning)
+
+    import torch._dynamo
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers import utils as linear_layers
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    torch._dynamo.config.disable = True  # torch may have been imported before the environment said so
+    linear_layers.dispatch_cpu_unquantized_gemm = _keep_plain_weight
+    CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = _apply_plain_experts
+    # The shared-memory communicator spins, and its segments outlive a crash.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    # It would bind all memory of the process, the trainer's too, to one NUMA node.
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    CPUWorker.init_device = _keeping_thread_control(CPUWorker.init_device)
+
+
+def _keep_plain_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+    layer.cpu_linear = F.linear
+
+
+def _keeping_thread_control(init_device):
+    @functools.wraps(init_device)
+    def wrapped(worker) -> None:
+        set_num_threads = torch.set_num_threads
+        try:
+            init_device(worker)
+        finally:
+            torch.set_num_threads = set_num_threads
+
+    return wrapped
+
+
+def _apply_plain_experts(
+    experts,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    *args: Any,
+    apply_router_weight_on_input: bool = False,
+    **kwargs: Any,
+) -> None:
+    """One matrix product per local expert, from the parameters as they lie: gate rows above up rows in `w1`."""
+    if activation.value != "silu" or experts.w1_bias is not None or apply_router_weight_on_input:
+        raise NotImplementedError(f"experts with {activation.value}, biases or input weights have no plain CPU path")
+    output.zero_()
+    for expert in range(global_num_experts):
+        local = expert if expert_map is None else int(expert_map[expert])
+        tokens, slots = torch.where(topk_ids == expert)
+        if local < 0 or len(tokens) == 0:
+            continue
+        gate, up = F.linear(hidden_states[tokens], w1[local]).chunk(2, dim=-1)
+        values = F.linear(F.silu(gate) * up, w2[local])
+        output.index_add_(0, tokens, (values * topk_weights[tokens, slots, None]).to(output.dtype))
