@@ -1,0 +1,173 @@
+"""Reading and printing of recipes: a YAML file, overrides from the command line, one page of errors.
+
+OmegaConf and pydantic are imported where they are used, so that `megarl --help` waits for neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.types import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from megarl.config import Recipe, Section
+
+SECRET_ENDINGS = ("token", "secret", "password", "passwd", "api_key", "access_key", "credentials")
+"""A field whose name ends so is not written to run folders or terminals."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a YAML file with `section.field=value` overrides on top.
+
+    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`); `???` is a value
+    that an override must give. Raises one ConfigError that lists all that is wrong.
+    """
+    from pydantic import ValidationError
+
+    from megarl.config import Recipe
+
+    values = _merged(Path(path), overrides)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(e["type"], e["loc"], e["input"], e["msg"]) for e in error.errors(include_url=False)]
+        raise ConfigError(error_page(path, lines)) from None
+
+
+def error_page(title: str | Path, problems: Sequence[str]) -> str:
+    """All problems under one title, a line each."""
+    return f"{title}: {len(problems)} error{'s' if len(problems) > 1 else ''}\n" + textwrap.indent(
+        "\n".join(problems), "  "
+    )
+
+
+def to_yaml(section: Section, comments: bool = False) -> str:
+    """The section with all its fields as YAML that `load` reads back; the values of secret fields are hidden.
+
+    With `comments` each field comes after its description.
+    """
+    import yaml
+
+    parts = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if comments:
+            doc = " ".join((field.description or "").split())
+            parts.append(textwrap.fill(doc, 110, initial_indent="# ", subsequent_indent="# ") + "\n")
+        if hasattr(value, "model_fields_set"):
+            parts.append(f"{name}:\n{textwrap.indent(to_yaml(value, comments), '  ')}")
+        else:
+            plain = {name: _printable(value, name)}
+            parts.append(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6))
+    return "".join(parts)
+
+
+def _printable(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _printable(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item, key) for item in value]
+    if isinstance(value, str):
+        # `load` would take a bare ${...} for a reference.
+        return "<hidden>" if key.lower().endswith(SECRET_ENDINGS) else value.replace("${", "\\${")
+    return value
+
+
+def _merged(path: Path, overrides: Sequence[str]) -> Any:
+    """File and overrides as plain values, references resolved. Raises ConfigError."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: recipe not found. Give the path of a YAML file.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}. Mend this line.") from None
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: recipe cannot be read ({_one_line(error)}).") from None
+    if not OmegaConf.is_dict(tree):
+        raise ConfigError(f"{path}: a recipe is made of `section:` and `field: value` lines; this is a list.")
+    problems = []
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not all(part and part == part.strip() for part in key.split(".")):
+            problems.append(f"{override!r}: not an override; write section.field=value, no spaces around the =")
+            continue
+        try:
+            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+        except (OmegaConfBaseException, TypeError, yaml.YAMLError) as error:
+            problems.append(f"{override!r}: {_one_line(error)}; give a value in YAML, text with signs in quotes")
+    if problems:
+        raise ConfigError(error_page("command line", problems))
+    try:
+        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        place = getattr(error, "full_key", None) or "value"
+        raise ConfigError(
+            f"{path}: {place}: {_one_line(error)}. Set it here or as {place}=VALUE on the command line; "
+            "${section.field} refers to another field of the recipe, \\${ is the text itself."
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n    full_key")[0].split())
+
+
+def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str) -> str:
+    """One line for one error of pydantic: field, value, what is wrong, remedy."""
+    from megarl.config import Recipe
+
+    known = dict(_fields(Recipe))
+    is_key = loc[-1:] == ("[key]",)
+    place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
+    shown = f"{place} = {textwrap.shorten(repr(_printable(value, place)), 80)}"
+    if kind == "missing":
+        required = [name for name, field in known.items() if name.startswith(place + ".") and field.is_required()]
+        return "\n".join(f"{name}: missing; add it: {_doc(known[name])}" for name in required or [place])
+    if kind == "extra_forbidden":
+        return f"{shown}: unknown key; {_hint(place, known)}"
+    if kind == "model_type":
+        children = [name for name in known if name.rpartition(".")[0] == place]
+        return f"{shown}: is a section; leave it out or set {', '.join(children)}"
+    if is_key:
+        return f"{place}: bad name {value!r}; use letters, digits, dots, dashes and underscores"
+    wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
+    field = known.get(place) or known.get(".".join(str(part) for part in loc[:-1]))
+    return f"{shown}: {wrong}" + (f". {_doc(field)}" if field else "")
+
+
+def _hint(place: str, known: Mapping[str, Any]) -> str:
+    """Where an unknown key may have been meant to stand."""
+    section, _, key = place.rpartition(".")
+    names = {name: name.rpartition(".")[2] for name in known}
+    siblings = [leaf for name, leaf in names.items() if name.rpartition(".")[0] == section]
+    prefix = section + "." if section else ""
+    if elsewhere := [name for name, leaf in names.items() if leaf == key]:
+        parents = [name.rpartition(".")[0] or "the top level" for name in elsewhere]
+        return f"it belongs under {' or '.join(parents)}: {', '.join(elsewhere)}"
+    if close := difflib.get_close_matches(key, siblings, n=1):
+        return f"did you mean {prefix}{close[0]}?"
+    if close := difflib.get_close_matches(key, list(names.values()), n=1):
+        return f"did you mean {' or '.join(name for name, leaf in names.items() if leaf == close[0])}?"
+    return f"known are {', '.join(prefix + leaf for leaf in siblings)}"
+
+
+def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of the schema by dotted name, sections included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if hasattr(field.annotation, "model_fields"):
+            yield from _fields(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _doc(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())

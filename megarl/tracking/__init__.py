@@ -1,0 +1,9 @@
+"""What a run leaves behind for people and programs to read.
+
+`run_folder` owns the folder of a run: one owner at a time, `config.yaml`, `status.json`. `metrics` are numbers that
+know how they combine over ranks. `tracker` writes a step: TensorBoard, `metrics.jsonl`, a console line, sample texts.
+
+A metric's name is `group/what[/mean|max|min]`, documented where it is made. Groups: `reward/` `rollout/` `train/` `kl/`
+`logprob_gap/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name:
+`_seconds`, `_bytes`, `_tokens`.
+"""

@@ -1,0 +1,123 @@
+"""The folder of one run: its lock, its recipe as it was run, its state."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from megarl.config import Recipe
+from megarl.recipe import to_yaml
+from megarl.types import ConfigError, MegarlError, RunFolderLockedError
+
+State = Literal["starting", "running", "done", "failed", "interrupted"]
+
+
+class RunFolder:
+    """`RUNS_FOLDER/NAME/`, owned by this process until it closes the folder or dies.
+
+    Holds `lock`, `config.yaml` (the recipe with every field; secrets hidden), `status.json`, `metrics.jsonl`,
+    `tensorboard/`, `samples/`, `hf/` (the trained model) and `logs/`. As a context manager it writes the state the run
+    ended in.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Make and lock the folder. Raises ConfigError where it cannot be made or holds an earlier run already,
+        RunFolderLockedError where another process owns it.
+        """
+        self.path = Path(recipe.runs_folder) / recipe.name
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.tensorboard_folder = self.path / "tensorboard"
+        self.samples_folder = self.path / "samples"
+        self.model_folder = self.path / "hf"
+        self.logs_folder = self.path / "logs"
+        self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
+        self._lock = self._acquire()
+        try:
+            self._refuse_earlier_run()
+            for folder in (self.samples_folder, self.logs_folder):
+                folder.mkdir(exist_ok=True)
+            (self.path / "config.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+            self.set_status()
+        except BaseException:
+            self.close()
+            raise
+
+    def set_status(
+        self,
+        state: State | None = None,
+        *,
+        step: int | None = None,
+        cause: str | None = None,
+        exit_code: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Write status.json, whole or not at all; what is left out stays as it was.
+
+        `cause` says in words why a run ended, `exit_code` what the process returns, `rank` who failed first.
+        """
+        new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
+        self._status |= {field: value for field, value in new.items() if value is not None}
+        temporary = self.path / "status.json.new"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(self._status) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path / "status.json")
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.set_status("done", exit_code=0)
+            elif isinstance(error, KeyboardInterrupt):
+                self.set_status("interrupted", cause="interrupted from the keyboard", exit_code=130)
+            else:
+                code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
+                self.set_status("failed", cause=f"{type(error).__name__}: {error}", exit_code=code)
+        finally:
+            self.close()
+
+    def _acquire(self) -> int:
+        """The descriptor of the locked lock file; the kernel frees the lock when the process ends, however it ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"runs_folder: {self.path} cannot be made ({error.strerror}). Choose another with runs_folder=FOLDER."
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(lock, 4096).decode(errors="replace").strip()
+            os.close(lock)
+            raise RunFolderLockedError(
+                f"{self.path}: in use by {owner or 'another process'}. Wait for its end, or choose another name=NAME."
+            ) from None
+        os.ftruncate(lock, 0)
+        os.write(lock, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode())
+        return lock
+
+    def _refuse_earlier_run(self) -> None:
+        path = self.path / "status.json"
+        if not path.exists():
+            return
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            told = f"which is {earlier['state']} at step {earlier['step']}"
+        except (ValueError, KeyError, TypeError):
+            told = "whose status.json cannot be read"
+        raise ConfigError(
+            f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, or remove the folder."
+        )

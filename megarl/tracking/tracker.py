@@ -1,0 +1,154 @@
+"""One step, written to all who read along: TensorBoard, metrics.jsonl, the console, sample texts."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from megarl.tracking.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Tracker:
+    """Writes the metrics and samples of a run into its folder, and a line a step to the console.
+
+    Adds to each step's scalars, in seconds:
+      `time/step_seconds`: wall time since the step before (or since the tracker was made)
+      `time/PHASE_seconds`: wall time spent in `phase(PHASE)` during the step
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        headlines: Sequence[str] = (),
+        steps: int | None = None,
+        console: Console | None = None,
+    ) -> None:
+        """`headlines` are the metrics of the console line, beside held-out accuracy; `steps` is the run's length."""
+        self._folder = folder
+        self._headlines = tuple(headlines)
+        self._steps = steps
+        self._console = console or Console(highlight=False)
+        self._metrics = folder.metrics_file.open("a", encoding="utf-8", buffering=1)
+        self._tensorboard = self._open_tensorboard()
+        self._phase_seconds: dict[str, float] = {}
+        self._step_started = time.monotonic()
+        self._first_logged: tuple[int, float] | None = None
+        self._last_step: int | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of the block to `time/NAME_seconds` of the step that is logged next."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"time/{name}_seconds"
+            self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write a step's scalars; steps only grow. A value that is not finite is null in metrics.jsonl."""
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"step {step} is logged after step {self._last_step}; a step is logged once")
+        now = time.monotonic()
+        timing = {"time/step_seconds": now - self._step_started, **self._phase_seconds}
+        row = {name: float(value) for name, value in {**scalars, **timing}.items()}
+        self._phase_seconds, self._step_started = {}, now
+        self._metrics.write(_json_line({"step": step, **row}))
+        self._to_tensorboard(lambda writer: [writer.add_scalar(name, value, step) for name, value in row.items()])
+        self._first_logged = self._first_logged or (step, now)
+        self._last_step = step
+        self._print(step, row, now)
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]], shown: int = 4) -> None:
+        """Add records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl; TensorBoard gets the first few."""
+        path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(_json_line(record) for record in records)
+
+        def write(writer: SummaryWriter) -> None:
+            for place, record in enumerate(records[:shown]):
+                writer.add_text(f"samples/{place}", _markdown(record), step)
+
+        self._to_tensorboard(write)
+
+    def close(self) -> None:
+        """Write out what is still buffered."""
+        self._metrics.close()
+        self._to_tensorboard(lambda writer: writer.close())
+
+    def _open_tensorboard(self) -> SummaryWriter | None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10)
+        except OSError as error:
+            self._warn_of_tensorboard(error)
+            return None
+
+    def _to_tensorboard(self, write: Callable[[SummaryWriter], object]) -> None:
+        """Curves are not worth a run: on the first failure say so, and go on without."""
+        if self._tensorboard is None:
+            return
+        try:
+            write(self._tensorboard)
+        except OSError as error:
+            self._tensorboard = None
+            self._warn_of_tensorboard(error)
+
+    def _warn_of_tensorboard(self, error: OSError) -> None:
+        self._console.print(
+            f"warning: {self._folder.tensorboard_folder}: cannot be written ({error}); going on without TensorBoard, "
+            f"{self._folder.metrics_file} has the same numbers",
+            style="yellow",
+            soft_wrap=True,
+            markup=False,
+        )
+
+    def _print(self, step: int, row: Mapping[str, float], now: float) -> None:
+        accuracies = [name for name in row if name.startswith("val/") and name.endswith("/accuracy")]
+        words = [f"step {step}" + (f"/{self._steps}" if self._steps else "")]
+        words += [f"{name} {row[name]:.4g}" for name in dict.fromkeys((*self._headlines, *accuracies)) if name in row]
+        words.append(f"{row['time/step_seconds']:.1f} s")
+        # The first logged step carries what is only done once: the pace is that of the steps after it.
+        if self._steps and self._first_logged and step > self._first_logged[0]:
+            pace = (now - self._first_logged[1]) / (step - self._first_logged[0])
+            words.append(f"{timedelta(seconds=round(pace * (self._steps - step)))} left")
+        line = Text("  ".join(words))
+        line.stylize("bold", 0, len(words[0]))
+        self._console.print(line, soft_wrap=True)
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can say it: arrays as lists, numbers that are not finite as null."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _markdown(record: Mapping[str, Any]) -> str:
+    """A record as TensorBoard renders it: each field a heading and, untouched, its text."""
+    fields = ((name, value if isinstance(value, str) else repr(value)) for name, value in _plain(record).items())
+    return "\n\n".join(f"**{name}**\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in fields)
