@@ -1,7 +1,8 @@
 """vLLM on a machine without CUDA: weights stay plain, ranks talk over gloo, the process stays as it was.
 
-Stock vLLM repacks weights for its CPU kernels, so writing into a live parameter would be lost or, worse, unseen. Here linear
-layers and experts compute from the parameters themselves, which also makes float32 log-probs equal to Hugging Face's.
+Stock vLLM repacks weights for its CPU kernels, so writing into a live parameter would be lost or, worse, unseen. Here
+linear layers and experts compute from the parameters themselves, which also makes float32 log-probs equal to Hugging
+Face's.
 """
 
 from __future__ import annotations

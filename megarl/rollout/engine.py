@@ -1,0 +1,236 @@
+"""One rank's share of a vLLM engine: sample completions for a while, then hand the rank back to its trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import gc
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.config import RolloutConfig
+from megarl.platform import device, vllm_on_cpu
+from megarl.rollout.random_state import preserved_random_state
+from megarl.types import Completion, ConfigError, FinishReason, Request
+
+vllm_on_cpu.prepare()
+
+from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from megarl.rollout.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
+
+OWN_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "rollout.tp",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "max_num_seqs": "rollout.max_concurrent_requests",
+    "max_model_len": "data.max_prompt_tokens and rollout.sampling.max_new_tokens",
+}
+"""Fields of EngineArgs that other fields of the recipe decide."""
+
+
+class RolloutEngine:
+    """A vLLM engine spread over `config.tp` consecutive ranks, in the processes that also train.
+
+    Making one is a collective over the world: its ranks make all replicas together. Each method is called on all ranks
+    of a replica; only the leader's requests count.
+
+    `weight_version` counts `weights_updated`; `model` is this rank's live vLLM module, `replica` the engine's number.
+    """
+
+    def __init__(self, model_path: str, config: RolloutConfig, *, max_model_len: int, dtype: str, seed: int) -> None:
+        arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
+        rank = dist.get_rank()
+        self.replica = rank // config.tp
+        self.is_leader = rank % config.tp == 0
+        self.weight_version = 0
+        self._can_sleep = arguments.enable_sleep_mode
+        self._running: dict[str, tuple[str, int]] = {}
+        self._channel = _open_channel(config.tp)
+        with preserved_random_state():
+            vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+            self._worker = start_worker(vllm_config, device.current().index or 0)
+            self._engine: LLMEngine | None = None
+            if self.is_leader:
+                executor_class = functools.partial(LeaderExecutor, worker=self._worker, channel=self._channel)
+                self._engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
+                self._channel.release()
+            else:
+                serve(self._worker, self._channel)
+        self.model: torch.nn.Module = self._worker.get_model()
+
+    def advance(
+        self, new_requests: Sequence[Request], aborts: Sequence[str], budget_seconds: float
+    ) -> list[Completion]:
+        """Sample until nothing is unfinished or the budget has passed, and return what finished in this call.
+
+        An aborted request comes back with the tokens it has; an id that is not running is passed over. Followers
+        return nothing, when their leader does.
+        """
+        with preserved_random_state():
+            if self._engine is None:
+                serve(self._worker, self._channel)
+                return []
+            try:
+                return self._sample(self._engine, new_requests, aborts, time.monotonic() + budget_seconds)
+            finally:
+                self._channel.release()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are running or wait; zero on followers."""
+        return len(self._running)
+
+    def weights_updated(self) -> None:
+        """Say that the live weights were rewritten: nothing computed with the old ones is reused."""
+        self.weight_version += 1
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached keys and values; those of unfinished requests are computed anew when they go on."""
+        if self._engine is not None and not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM kept its prefix cache: some request still holds blocks")
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back to the trainer; the weights' contents are lost. No-op on CPU."""
+        self.reset_prefix_cache()
+        if self._can_sleep:
+            self._worker.sleep(level=2)
+
+    def wake(self, tags: Iterable[str] = ("weights", "kv_cache")) -> None:
+        """Take memory again, at the same addresses; the weights must then be written. No-op on CPU."""
+        if self._can_sleep:
+            self._worker.wake_up(tags=list(tags))
+
+    def close(self) -> None:
+        """End the engine and free its memory; the world's process group stays. A collective over the world."""
+        # Not through the engine's own shutdown: it would destroy the default process group too.
+        self._worker.shutdown()
+        del self.model, self._worker, self._engine
+        parallel_state.destroy_model_parallel()
+        parallel_state.get_world_group().destroy()
+        parallel_state._WORLD = None
+        if self._channel.group is not None:
+            dist.destroy_process_group(self._channel.group)
+        gc.unfreeze()
+        gc.collect()
+
+    def _sample(
+        self, engine: LLMEngine, new_requests: Sequence[Request], aborts: Sequence[str], deadline: float
+    ) -> list[Completion]:
+        completions = [self._abort(engine, request_id) for request_id in aborts if request_id in self._running]
+        for request in new_requests:
+            self._add(engine, request)
+        while engine.has_unfinished_requests():
+            completions += (self._finish(output) for output in engine.step())
+            if time.monotonic() >= deadline:
+                break
+        return completions
+
+    def _add(self, engine: LLMEngine, request: Request) -> None:
+        if request.request_id in self._running:
+            raise ValueError(f"request {request.request_id} is running already")
+        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        internal_id = engine.add_request(request.request_id, prompt, sampling_params(request))
+        self._running[request.request_id] = (internal_id, self.weight_version)
+
+    def _finish(self, output: Any) -> Completion:
+        (sampled,) = output.outputs
+        _, version = self._running.pop(output.request_id)
+        return _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version)
+
+    def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
+        internal_id, version = self._running.pop(request_id)
+        # vLLM gives no output for an aborted request; what it has so far stands in its output state.
+        state = engine.output_processor.request_states[internal_id]
+        token_ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+        engine.abort_request([internal_id], internal=True)
+        return _completion(request_id, token_ids, logprobs, "abort", version)
+
+
+def engine_arguments(
+    model_path: str, config: RolloutConfig, *, max_model_len: int, dtype: str, seed: int
+) -> EngineArgs:
+    """vLLM's arguments for this recipe; a field of `rollout.vllm` that vLLM does not know is a ConfigError."""
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for key in config.vllm:
+        if key in OWN_ARGUMENTS:
+            raise ConfigError(f"rollout.vllm.{key}: set {OWN_ARGUMENTS[key]} instead")
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; the nearest is {nearest[0]}")
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": config.tp,
+        "max_num_seqs": config.max_concurrent_requests,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "distributed_executor_backend": LeaderExecutor,
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": True,
+        "moe_backend": "triton",  # the only one on CUDA whose experts lie as they were loaded
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+    return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
+
+
+def sampling_params(request: Request) -> SamplingParams:
+    """vLLM's form of a request: its own seed, so that all ranks of a group draw alike, and sampled log-probs only."""
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _open_channel(tp: int) -> CommandChannel:
+    """This rank's command channel; every rank takes part in making the group of every replica."""
+    mine = None
+    for first in range(0, dist.get_world_size(), tp):
+        ranks = tuple(range(first, first + tp))
+        group = dist.new_group(list(ranks), backend="gloo") if tp > 1 else None
+        if dist.get_rank() in ranks:
+            mine = CommandChannel(group, ranks)
+    assert mine is not None
+    return mine
+
+
+def _completion(
+    request_id: str, token_ids: Sequence[int], logprobs: Any, finish_reason: str | None, version: int
+) -> Completion:
+    # Asked for no alternatives, vLLM's flat log-probs hold one entry per token: the sampled one's.
+    return Completion(
+        request_id=request_id,
+        token_ids=np.asarray(token_ids, dtype=np.int64),
+        rollout_logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
+        finish_reason=cast(FinishReason, finish_reason),
+        weight_version=version,
+    )
