@@ -1,0 +1,35 @@
+"""Estimators per token of the KL divergence of the policy from the reference, on tokens the policy sampled.
+
+All take `policy_logprobs` and `reference_logprobs`, both [tokens], and return [tokens]; both may carry gradient.
+Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.log_ratio import log_ratio
+
+
+def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Log-ratio: unbiased, of either sign."""
+    return policy_logprobs - reference_logprobs
+
+
+def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Half the squared log-ratio: biased, but its gradient is that of the KL."""
+    return 0.5 * (policy_logprobs - reference_logprobs).square()
+
+
+def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """exp(d) - d - 1 of d = reference - policy: unbiased and never negative (GRPO: arXiv 2402.03300, eq. 4)."""
+    difference = log_ratio(reference_logprobs, policy_logprobs)
+    return difference.expm1() - difference
+
+
+def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Size of the log-ratio."""
+    return (policy_logprobs - reference_logprobs).abs()
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "absolute": absolute}

@@ -1,0 +1,51 @@
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.kl import KL_ESTIMATORS, absolute, k1, k2, k3
+
+LOG_2 = math.log(2.0)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "difference", "value", "gradient"),
+    [
+        # difference = policy - reference; the gradient is with respect to the policy's log-prob.
+        pytest.param(k1, LOG_2, LOG_2, 1.0, id="k1_policy_twice_as_likely"),
+        pytest.param(k1, -LOG_2, -LOG_2, 1.0, id="k1_policy_half_as_likely"),
+        pytest.param(k2, 3.0, 4.5, 3.0, id="k2"),
+        pytest.param(k2, -3.0, 4.5, -3.0, id="k2_other_sign"),
+        pytest.param(k3, LOG_2, LOG_2 - 0.5, 0.5, id="k3_policy_twice_as_likely"),
+        pytest.param(k3, -LOG_2, 1.0 - LOG_2, -1.0, id="k3_policy_half_as_likely"),
+        pytest.param(k3, 0.0, 0.0, 0.0, id="k3_equal"),
+        pytest.param(absolute, -2.0, 2.0, -1.0, id="absolute"),
+    ],
+)
+def test_closed_forms(estimator, difference, value, gradient):
+    reference = torch.tensor([-1.5], dtype=torch.float64)
+    policy = (reference + difference).requires_grad_()
+    estimate = estimator(policy, reference)
+    estimate.sum().backward()
+    assert estimate.item() == pytest.approx(value, abs=1e-15)
+    assert policy.grad is not None
+    assert policy.grad.item() == pytest.approx(gradient, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_unbiased_estimators_average_to_the_exact_divergence(name):
+    policy = torch.log_softmax(torch.tensor([0.3, -1.0, 2.0, 0.7], dtype=torch.float64), 0)
+    reference = torch.log_softmax(torch.tensor([1.1, 0.2, 0.4, -0.5], dtype=torch.float64), 0)
+    exact = torch.nn.functional.kl_div(reference, policy, log_target=True, reduction="sum")
+    torch.testing.assert_close((policy.exp() * KL_ESTIMATORS[name](policy, reference)).sum(), exact)
+
+
+def test_k3_of_nearby_logprobs_keeps_its_digits_in_float32():
+    estimate = k3(torch.tensor([0.0]), torch.tensor([1e-3]))
+    assert estimate.item() == pytest.approx(5.0e-7, rel=1e-3)
+
+
+def test_placeholder_reference_stays_finite_in_float32():
+    policy = torch.tensor([-300.0], requires_grad=True)
+    (0.0 * k3(policy, torch.tensor([0.0]))).sum().backward()
+    assert policy.grad is not None and policy.grad.item() == 0.0
