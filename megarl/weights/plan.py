@@ -49,11 +49,15 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class RankBucket:
-    """One rank's part of a bucket. Sends are grouped by receiving rank and receives by sending rank, both ascending."""
+    """One rank's part of a bucket. Sends are grouped by receiving rank and receives by sending rank, both ascending.
+
+    `is_exchanged` says whether any two ranks exchange something in this bucket: then all ranks take part.
+    """
 
     local: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
+    is_exchanged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +344,7 @@ def _split_by_rank(bucket: tuple[Transfer, ...], num_ranks: int) -> list[RankBuc
             tuple(local[rank]),
             tuple(sorted(sends[rank], key=lambda t: t.destination_rank)),
             tuple(sorted(receives[rank], key=lambda t: t.source_rank)),
+            any(sends),
         )
         for rank in range(num_ranks)
     ]
