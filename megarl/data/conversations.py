@@ -43,8 +43,8 @@ def train_on_assistant(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any
     """A conversation up to its last assistant turn; the mask covers what the assistant says and its end-of-turn token.
 
     Each turn follows exactly the tokens that sampling would show the model, the messages before it with a generation
-    prompt; so prompt and turn are encoded apart, and no token spans their border. White space that the template puts after
-    the end of turn (a newline, in ChatML) belongs to the next prompt.
+    prompt; so prompt and turn are encoded apart, and no token spans their border. White space that the template puts
+    after the end of turn (a newline, in ChatML) belongs to the next prompt.
 
     Raises ValueError if there is no assistant turn, or if the template renders earlier messages differently once more
     follow (it drops old reasoning, say): then no single sequence shows every turn its own prompt.

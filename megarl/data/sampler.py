@@ -13,8 +13,8 @@ class DataOrder:
     """An endless stream of item indices, cut into equal batches; the batch of a step is a function of (seed, step).
 
     The stream is one epoch after another, each holding every item once: in an order of its own with `shuffle`, else in
-    the file's. A batch that meets the end of an epoch goes on into the next, so nothing is dropped. There is no state but
-    the step count, which makes resuming trivial.
+    the file's. A batch that meets the end of an epoch goes on into the next, so nothing is dropped. The step count is
+    all the state there is.
     """
 
     num_items: int
