@@ -48,7 +48,7 @@ def train(
     if not dry_run:
         from megarl.loops import run
 
-        run(loaded)
+        run(loaded, layout)
 
 
 @app.command()

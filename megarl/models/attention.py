@@ -56,7 +56,14 @@ class PackedAttention(nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5  # type: ignore[operator]
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedRow, **_: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedRow,
+        **_: Any,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -89,7 +96,9 @@ class PackedAttention(nn.Module):
         sequences, longest = row.cu_seqlens_q.numel() - 1, row.max_seqlen_q
         # Padding follows the tokens of its sequence, so the causal mask alone hides it.
         q, k, v = (_to_padded(x, row.padded_index, sequences, longest) for x in (q, k, v))  # type: ignore[arg-type]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
+        )
         return out.transpose(1, 2).flatten(0, 1)[row.padded_index]
 
 

@@ -32,7 +32,14 @@ def vocab_parallel_logprobs(
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, first_token_id: int, group: Any, temperature: float, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first_token_id: int,
+        group: Any,
+        temperature: float,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         # Rows of the result: the target's logit, the sum of exponentials, the mean logit; each summed over ranks.
         target_logit, total, mean_logit = torch.zeros(3, len(targets), dtype=torch.float32, device=hidden.device)

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -73,7 +76,9 @@ class PolicyModel(GPTModel):
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any) -> Any:
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
+    ) -> Any:
         if packed_seq_params.qkv_format != "packed":
             return super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
         # One angle per token. Megatron's own way for packed rows, without Transformer Engine's kernel, is a Python
@@ -82,7 +87,9 @@ class PolicyModel(GPTModel):
         angles = self.rotary_pos_emb(self.max_sequence_length)[packed_seq_params.positions]
         return embedded, angles, None, None, None, None
 
-    def _postprocess(self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
         """Log-probs and entropies [2, tokens] of `labels` [1, tokens] on the last stage, hidden states before it."""
         if not self.post_process:
             return hidden_states

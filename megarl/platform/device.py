@@ -15,6 +15,12 @@ def current() -> torch.device:
     return torch.device("cpu")
 
 
+def rank_environment(ranks_per_node: int) -> dict[str, str]:
+    """Environment of each rank, to be set before it imports torch: its share of the cores, Megatron's one queue."""
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
+    return {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 def init_world(timeout_seconds: float) -> None:
     """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe."""
     device = current()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def prepare() -> None:
         return
     # Megatron's jit_fuser is torch.compile, which would build C++ for every tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    warnings.filterwarnings("ignore", r"(?s).*(Transformer Engine|Apex).* not installed.*", UserWarning)
     # `with torch.device(...)` knows the factories by identity: let it remember the originals, which still run below.
     _device_constructors()
     for name in _FACTORIES:

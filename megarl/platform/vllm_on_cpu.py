@@ -63,18 +63,22 @@ def _adapt_to_cpu() -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     torch._dynamo.config.disable = True  # torch may have been imported before the environment said so
-    linear_layers.dispatch_cpu_unquantized_gemm = _keep_plain_weight
-    CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, moe_config: (True, None))
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = _apply_plain_experts
-    # The shared-memory communicator spins, and its segments outlive a crash.
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-    # It would bind all memory of the process, the trainer's too, to one NUMA node.
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
-    CPUWorker.init_device = _keeping_thread_control(CPUWorker.init_device)
+    replacements: list[tuple[Any, str, Any]] = [
+        (linear_layers, "dispatch_cpu_unquantized_gemm", _keep_plain_weight),
+        (CPUUnquantizedExperts, "_supports_grouped_gemm", classmethod(lambda cls, moe_config: (True, None))),
+        (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
+        (CPUUnquantizedExperts, "apply", _apply_plain_experts),
+        # The shared-memory communicator spins, and its segments outlive a crash.
+        (CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
+        # It would bind all memory of the process, the trainer's too, to one NUMA node.
+        (torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
+        (CPUWorker, "init_device", _keeping_thread_control(CPUWorker.init_device)),
+    ]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
 
 
-def _keep_plain_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
 
 

@@ -4,3 +4,7 @@
 into rows. The loss of a step is a sum of weight x token loss over the global batch, the weights coming with the
 data, so a gradient does not depend on how the batch is cut.
 """
+
+from megarl.platform import megatron_on_cpu
+
+megatron_on_cpu.prepare()

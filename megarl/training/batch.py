@@ -33,7 +33,9 @@ PER_TOKEN = ("token_weights", "advantages", "old_logprobs", "rollout_logprobs", 
 """The optional arrays of a TrainingSequence."""
 
 
-def pack_row(sequences: Sequence[TrainingSequence], *, multiple: int, qkv_format: str, device: torch.device) -> Microbatch:
+def pack_row(
+    sequences: Sequence[TrainingSequence], *, multiple: int, qkv_format: str, device: torch.device
+) -> Microbatch:
     """The row of these sequences, the last one padded so that the row's tokens are a multiple of `multiple`."""
     lengths = [len(sequence) for sequence in sequences]
     padding = -sum(lengths) % multiple

@@ -20,7 +20,7 @@ from megarl.models.configuration import transformer_config
 from megarl.models.policy import PolicyModel
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
-from megarl.tracking.metrics import Max, Mean, Metric, Sum
+from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 from megarl.training.batch import Microbatch, pack_row, unpack_row
 from megarl.training.objective import Objective, policy_objective, supervised
 from megarl.training.optimizer import build_optimizer, build_schedule
@@ -128,14 +128,21 @@ class TrainingEngine:
         if not self.reports:
             return {}
         metrics = {"train/grad_norm": Max(float(grad_norm)), "train/learning_rate": Max(float(learning_rate))}
-        return _merge_rows([metrics, *losses])
+        return merge([metrics, *losses])
 
     def _run(
-        self, rows: Sequence[Row], model: torch.nn.Module, reduce: Callable[[Tensor, Microbatch], Any], *, forward_only: bool
+        self,
+        rows: Sequence[Row],
+        model: torch.nn.Module,
+        reduce: Callable[[Tensor, Microbatch], Any],
+        *,
+        forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule over the rows; on the last stage, one result of `reduce` a row."""
         multiple = self.config.tensor_model_parallel_size if self.sequence_parallel else 1
-        batches = (pack_row(row, multiple=multiple, qkv_format=self.policy.qkv_format, device=self.device) for row in rows)
+        batches = (
+            pack_row(row, multiple=multiple, qkv_format=self.policy.qkv_format, device=self.device) for row in rows
+        )
 
         def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             batch: Microbatch = next(iterator)
@@ -161,7 +168,9 @@ class TrainingEngine:
             )
 
 
-def _collect(output: Tensor, batch: Microbatch, reduce: Callable[[Tensor, Microbatch], Any], non_loss_data: bool = False) -> Any:
+def _collect(
+    output: Tensor, batch: Microbatch, reduce: Callable[[Tensor, Microbatch], Any], non_loss_data: bool = False
+) -> Any:
     return reduce(output, batch)
 
 
@@ -174,11 +183,11 @@ def _weighted_loss(output: Tensor, batch: Microbatch, objective: Objective) -> t
     count = int(batch.mask.sum())
     logged: dict[str, Metric] = {"train/loss": Sum(loss.item()), "train/tokens": Sum(float(count))}
     for name, values in metrics.items():
-        logged[name] = Mean.of(values.detach()[batch.mask].sum().item(), count)
+        logged[name] = _mean(values.detach()[batch.mask])
     if (rollout_logprobs := batch.known.get("rollout_logprobs")) is not None and count:
         gap = (logprobs.detach() - rollout_logprobs)[batch.mask].abs()
         logged["logprob_gap/max"] = Max(gap.max().item())
-        logged["logprob_gap/mean"] = Mean.of(gap.sum().item(), count)
+        logged["logprob_gap/mean"] = _mean(gap)
     return loss, torch.ones((), dtype=torch.int, device=loss.device), logged
 
 
@@ -191,7 +200,5 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs:
     finalize_model_grads(model, None, **kwargs)
 
 
-def _merge_rows(metrics: list[dict[str, Metric]]) -> dict[str, Metric]:
-    from megarl.tracking.metrics import merge
-
-    return merge(metrics)
+def _mean(values: Tensor) -> Mean:
+    return Mean(values.mean().item() if len(values) else 0.0, len(values))

@@ -31,7 +31,9 @@ def build_optimizer(
     return get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
 
 
-def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, num_updates: int) -> OptimizerParamScheduler:
+def build_schedule(
+    config: OptimizerConfig, optimizer: MegatronOptimizer, *, num_updates: int
+) -> OptimizerParamScheduler:
     """Linear warm-up, then constant, linear or cosine to the last update. Step it before each update."""
     return OptimizerParamScheduler(
         optimizer,

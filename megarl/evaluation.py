@@ -1,0 +1,103 @@
+"""Held-out accuracy: greedy answers to the validation sets, scored as in training."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.parallel_layout import ParallelLayout
+from megarl.rewards.scoring import RewardPool
+from megarl.types import Completion, Problem, Request, Reward, SamplingSettings
+from megarl.workers.group import WorkerGroup
+from megarl.workers.sampling import sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A problem, one completion of it as tokens and as text, and its reward. `group` numbers the prompts asked."""
+
+    problem: Problem
+    group: int
+    completion: Completion
+    text: str
+    reward: Reward
+
+    def record(self) -> dict[str, object]:
+        """The line of samples/."""
+        return {
+            "prompt": self.problem.messages,
+            "completion": self.text,
+            "answer": self.problem.answer,
+            "reward": self.reward.score,
+            "answer_correct": self.reward.answer_correct,
+            "format_valid": self.reward.format_valid,
+            "finish_reason": self.completion.finish_reason,
+            "tokens": len(self.completion.token_ids),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Respondents:
+    """Engines and reward processes together: problems in, answered problems out, scored while others are sampled."""
+
+    group: WorkerGroup
+    layout: ParallelLayout
+    tokenizer: Tokenizer
+    rewards: RewardPool
+    max_running: int
+
+    async def answer(
+        self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
+    ) -> list[Answered]:
+        """`samples_per_prompt` answers to each problem, grouped by problem in the given order.
+
+        A completion's seed is a function of `seed`, the problem's index and the sample's number: not of which
+        engine draws it or when.
+        """
+        requests = [
+            Request(f"{group}.{number}", problem.prompt_token_ids, sampling, _seed(seed, problem.index, number))
+            for group, problem in enumerate(problems)
+            for number in range(samples_per_prompt)
+        ]
+        place = {request.request_id: index for index, request in enumerate(requests)}
+        scored = [
+            asyncio.create_task(self._score(completion, problems, samples_per_prompt, place))
+            async for completion in self._sample(requests)
+        ]
+        return [answered for _, answered in sorted(await asyncio.gather(*scored), key=lambda pair: pair[0])]
+
+    def _sample(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        return sample(self.group, self.layout, requests, max_running=self.max_running)
+
+    async def _score(
+        self, completion: Completion, problems: Sequence[Problem], per_prompt: int, place: dict[str, int]
+    ) -> tuple[int, Answered]:
+        index = place[completion.request_id]
+        group = index // per_prompt
+        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        reward = await self.rewards.score(text, problems[group].answer)  # type: ignore[arg-type]
+        return index, Answered(problems[group], group, completion, text, reward)  # type: ignore[arg-type]
+
+
+async def accuracy(
+    respondents: Respondents, problems: Sequence[Problem], sampling: SamplingSettings
+) -> tuple[dict[str, float], list[Answered]]:
+    """Share of right answers, of valid formats, and the mean length, of one validation set; and the answers."""
+    answered = await respondents.answer(problems, sampling, seed="evaluation")
+    count = len(answered)
+    return {
+        "accuracy": sum(a.reward.answer_correct for a in answered) / count,
+        "format_valid": sum(a.reward.format_valid for a in answered) / count,
+        "completion_tokens/mean": sum(len(a.completion.token_ids) for a in answered) / count,
+    }, answered
+
+
+def _seed(*parts: object) -> int:
+    """31 bits that look random and depend on nothing but the parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

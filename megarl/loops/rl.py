@@ -1,0 +1,39 @@
+"""Reinforcement learning: sample groups of completions, score them, update the policy, reshard; again."""
+
+from __future__ import annotations
+
+from megarl.data.sampler import DataOrder
+from megarl.loops.batches import first_gap, reward_metrics, split, to_sequences
+from megarl.loops.session import Session, sampling_settings
+from megarl.tracking.metrics import merge, values
+
+
+async def train(session: Session) -> None:
+    """One step: roll out -> log-probs -> update -> reshard -> evaluate."""
+    recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
+    problems = session.read_problems(recipe.data.train)
+    order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
+    sampling = sampling_settings(recipe.rollout.sampling)
+    tracker.log(0, await session.evaluate(0))
+    for step in range(1, recipe.train.steps + 1):
+        with tracker.phase("rollout"):
+            answered = await session.respondents.answer(
+                [problems[index] for index in order.batch(step - 1)],
+                sampling,
+                samples_per_prompt=recipe.train.samples_per_prompt,
+                seed=f"{recipe.seed} {step}",
+            )
+        await ranks.call("sleep_engine")
+        with tracker.phase("logprobs"):
+            sequences = await session.add_logprobs(to_sequences(answered, recipe))
+        with tracker.phase("train"):
+            updates = [await session.trainer.update(batch) for batch in split(sequences, recipe)]
+        with tracker.phase("reshard"):
+            scalars = await session.reshard()
+        scalars |= values(merge(updates)) | first_gap(updates) | reward_metrics(answered)
+        if session.evaluates_at(step):
+            scalars |= await session.evaluate(step)
+        if step % recipe.samples_every_steps == 0:
+            tracker.samples(step, [answer.record() for answer in answered])
+        tracker.log(step, scalars)
+        session.folder.set_status(step=step)

@@ -1,0 +1,32 @@
+"""Supervised fine-tuning: the assistant's tokens of conversations, one update a step."""
+
+from __future__ import annotations
+
+from megarl.data.conversations import read_conversations
+from megarl.data.sampler import DataOrder
+from megarl.loops.batches import weigh
+from megarl.loops.session import Session
+from megarl.tracking.metrics import values
+
+
+async def train(session: Session) -> None:
+    """Metrics: `train/loss` (nats a trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
+    recipe, tracker = session.recipe, session.tracker
+    conversations = read_conversations(
+        recipe.data.train,
+        session.tokenizer,
+        system_prompt=recipe.data.system_prompt,
+        max_tokens=recipe.trainer.max_tokens_per_microbatch,
+    )
+    order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
+    tracker.log(0, await session.evaluate(0))
+    for step in range(1, recipe.train.steps + 1):
+        batch = weigh([conversations[index] for index in order.batch(step - 1)], recipe.algorithm)
+        with tracker.phase("train"):
+            scalars = values(await session.trainer.update(batch))
+        if session.evaluates_at(step):
+            with tracker.phase("reshard"):
+                scalars |= await session.reshard()
+            scalars |= await session.evaluate(step)
+        tracker.log(step, scalars)
+        session.folder.set_status(step=step)

@@ -1,0 +1,55 @@
+"""The driver's side of the trainer: sequences out to its replicas in packed rows, results back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.data.packing import pack
+from megarl.parallel_layout import ParallelLayout
+from megarl.tracking.metrics import Metric, merge
+from megarl.types import TrainingSequence
+from megarl.workers.group import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRanks:
+    """The trainer as the driver sees it: one call for the whole batch."""
+
+    group: WorkerGroup
+    layout: ParallelLayout
+    max_tokens_per_microbatch: int
+
+    async def update(self, sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
+        """One optimizer step on all sequences. Returns the metrics of the whole batch."""
+        rows = self._pack(sequences)
+        results = await self._scatter("update", [[[sequences[i] for i in row] for row in rank] for rank in rows])
+        return merge(results)
+
+    async def logprobs(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:
+        """Log-probs of every token under the `policy` or the `reference`: float32 [tokens] per sequence, in order."""
+        rows = self._pack(sequences)
+        results = await self._scatter("logprobs", [[[sequences[i] for i in row] for row in rank] for rank in rows], of)
+        found = {
+            index: values
+            for rank, result in zip(rows, results, strict=True)
+            for row, row_values in zip(rank, result, strict=True)
+            for index, values in zip(row, row_values, strict=True)
+        }
+        return [found[index] for index in range(len(sequences))]
+
+    def _pack(self, sequences: Sequence[TrainingSequence]) -> list[list[list[int]]]:
+        """Indices of the sequences in each row of each data-parallel replica."""
+        lengths = [len(sequence) for sequence in sequences]
+        return pack(
+            lengths, max_tokens=self.max_tokens_per_microbatch, num_ranks=self.layout.dp, multiple=self.layout.tp
+        )
+
+    async def _scatter(self, method: str, per_replica: Sequence[object], *args: object) -> list:
+        """Give every rank its replica's share; collect from the rank of each replica that reports."""
+        layout = self.layout
+        per_rank = [per_replica[layout.coordinates(rank).dp] for rank in range(layout.world_size)]
+        results = await self.group.scatter(method, per_rank, *args)
+        return [results[layout.rank(tp=0, dp=replica, pp=layout.pp - 1)] for replica in range(layout.dp)]

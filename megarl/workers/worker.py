@@ -1,0 +1,131 @@
+"""One rank: the trainer's shard, the engine's shard, and the plan that copies one into the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config import Recipe
+from megarl.model_shape import read_model_shape
+from megarl.models.policy import padded_vocab_size, uses_transformer_engine
+from megarl.parallel_layout import ParallelLayout
+from megarl.platform import device
+from megarl.rollout.engine import RolloutEngine
+from megarl.tracking.metrics import Metric
+from megarl.training.engine import Row, TrainingEngine
+from megarl.types import Completion, Request
+from megarl.weights.families import hf_tensors
+from megarl.weights.layouts import safetensors
+from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+from megarl.weights.layouts.vllm import record_layout
+from megarl.weights.reshard import Reshard
+
+
+class Worker:
+    """What the driver calls, on all ranks at once; see each part's own description."""
+
+    def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelLayout) -> None:
+        self.recipe, self.layout, self.rank = recipe, layout, rank
+        device.init_world(recipe.cluster.collective_timeout_seconds)
+        self.shape = read_model_shape(recipe.model.path)
+        self.megatron_layouts = megatron_layouts(
+            self.shape,
+            layout,
+            padded_vocab_size=padded_vocab_size(self.shape.vocab_size, layout.tp),
+            transformer_engine=uses_transformer_engine(),
+        )
+        # The engine first: what it needs of memory must be free before the trainer takes its share.
+        self.engine = self._build_engine() if recipe.loop == "rl" or recipe.data.validation else None
+        self.trainer = TrainingEngine(recipe, layout, self.shape, self._load_weights)
+        self.reshard_plan = self._plan_reshard(self.engine) if self.engine else None
+        if self.engine:
+            self.reshard()
+
+    def advance(self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float) -> list[Completion]:
+        """Sample for a while: new requests and aborts in, finished completions out (leaders only)."""
+        assert self.engine is not None
+        return self.engine.advance(*work, budget_seconds)
+
+    def sleep_engine(self) -> None:
+        """Hand the engine's memory to the trainer until the next reshard."""
+        if self.engine:
+            self.engine.sleep()
+
+    def logprobs(self, rows: Sequence[Row], of: str) -> list[list[np.ndarray]] | None:
+        """Log-probs of this replica's rows; see `TrainingEngine.logprobs`."""
+        return self.trainer.logprobs(rows, of=of)
+
+    def update(self, rows: Sequence[Row]) -> dict[str, Metric]:
+        """One optimizer step; see `TrainingEngine.update`."""
+        return self.trainer.update(rows)
+
+    def reshard(self) -> dict[str, float]:
+        """Copy the trainer's weights into the engine's live parameters. Returns seconds and bytes by stage."""
+        assert self.engine is not None and self.reshard_plan is not None
+        self.engine.wake(["weights"])
+        report = self.reshard_plan.run()
+        self.engine.wake(["kv_cache"])
+        self.engine.weights_updated()
+        return report
+
+    def export(self, folder: Path) -> None:
+        """Write the trainer's weights as a Hugging Face model folder."""
+        safetensors.export(
+            folder,
+            self.recipe.model.path,
+            self.shape,
+            self.megatron_layouts,
+            self.rank,
+            self.trainer.parameters,
+            dtype=self.trainer.dtype,
+            bucket_bytes=self.recipe.weights.bucket_mib << 20,
+        )
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory this rank has held."""
+        return device.peak_memory_bytes()
+
+    def _build_engine(self) -> RolloutEngine:
+        recipe = self.recipe
+        longest = max(recipe.rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
+        return RolloutEngine(
+            recipe.model.path,
+            recipe.rollout,
+            max_model_len=recipe.data.max_prompt_tokens + longest,
+            dtype=recipe.model.dtype,
+            seed=recipe.seed,
+        )
+
+    def _load_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        shapes = parameter_shapes(
+            self.shape,
+            self.layout,
+            self.layout.coordinates(self.rank),
+            padded_vocab_size=padded_vocab_size(self.shape.vocab_size, self.layout.tp),
+            transformer_engine=uses_transformer_engine(),
+        )
+        check_against(shapes, parameters)
+        safetensors.load(self.recipe.model.path, self.shape, self.megatron_layouts[self.rank], parameters)
+
+    def _plan_reshard(self, engine: RolloutEngine) -> Reshard:
+        tensors = {name: (shape, self.trainer.dtype) for name, shape in hf_tensors(self.shape).items()}
+        live = dict(engine.model.named_parameters())
+        return Reshard(
+            self.megatron_layouts,
+            record_layout(engine.model, tensors),
+            self.trainer.parameters,
+            live,
+            dtype=self.trainer.dtype,
+            bucket_bytes=self.recipe.weights.bucket_mib << 20,
+            ranks_per_node=self.recipe.cluster.ranks_per_node,
+        )
+
+    def close(self) -> None:
+        """End the engine and leave the world."""
+        if self.engine:
+            self.engine.close()
+        dist.destroy_process_group()
