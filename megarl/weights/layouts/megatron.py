@@ -6,7 +6,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from megarl.model_shape import ModelShape
@@ -67,13 +67,6 @@ def parameter_shapes(
         storage: _local_shape(rule, _cut(rule, parallel.tp, padded_vocab_size))
         for rule, _, storage in _parameters(model, parallel, coordinates, transformer_engine)
     }
-
-
-def live_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a rank's model chunks by layout name, whatever wraps the chunk (DDP, Float16Module)."""
-    if len(chunks) != 1:
-        raise ConfigError(f"trainer: {len(chunks)} model chunks on a rank; interleaved pipelines are not supported.")
-    return {name.removeprefix("module.").removeprefix("module."): value for name, value in chunks[0].named_parameters()}
 
 
 def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,167 @@
+"""The computed layout against live Megatron models: their names, their shapes and their own global coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megarl.model_shape import ModelShape, read_model_shape
+from megarl.parallel_layout import ParallelLayout
+from megarl.testing import RankPool
+from megarl.types import ConfigError
+from megarl.weights.layouts.megatron import check_against, megatron_layout, parameter_shapes
+from megarl.weights.layouts.safetensors import load
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:
+    """Megatron's global tensors by key and layer, assembled from the checkpoint's by reshape and concatenation."""
+    groups, width = model.num_kv_heads, model.head_dim
+    made = {
+        ("embedding.word_embeddings.weight", -1): tensors["model.embed_tokens.weight"],
+        ("decoder.final_layernorm.weight", -1): tensors["model.norm.weight"],
+        ("output_layer.weight", -1): tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]),
+    }
+    for layer in range(model.num_layers):
+        own = {
+            name.removeprefix(f"model.layers.{layer}."): value
+            for name, value in tensors.items()
+            if name.startswith(f"model.layers.{layer}.")
+        }
+        for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+            grouped = [
+                x.reshape(groups, -1, width, *x.shape[1:]) for x in (own[f"self_attn.{n}_proj.{kind}"] for n in "qkv")
+            ]
+            made[f"decoder.layers.self_attention.linear_qkv.{kind}", layer] = torch.cat(grouped, 1).flatten(0, 2)
+        made["decoder.layers.mlp.linear_fc1.weight", layer] = torch.cat(
+            [own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]]
+        )
+        plain = {
+            "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+            "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+            "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+            "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+            "input_layernorm.weight": "input_layernorm.weight",
+            "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+        }
+        if model.qk_norm:
+            plain |= {f"self_attention.{n}_layernorm.weight": f"self_attn.{n}_norm.weight" for n in "qk"}
+        made |= {(f"decoder.layers.{key}", layer): own[name] for key, name in plain.items()}
+    return made
+
+
+def load_and_compare(folder: str, tp: int, pp: int) -> int:
+    """Fill a live model through the layout; compare with what its sharded_state_dict says each shard is."""
+    from megarl.platform import megatron_on_cpu
+
+    megatron_on_cpu.prepare()
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megarl.models.configuration import transformer_config
+    from megarl.models.policy import PolicyModel, padded_vocab_size
+
+    model = read_model_shape(folder)
+    parallel = ParallelLayout(tp=tp, pp=pp, dp=4 // (tp * pp), rollout_tp=1)
+    parallel_state.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+    config = transformer_config(model, parallel, dtype=torch.float32, sequence_parallel=tp > 1, overrides={})
+    policy = PolicyModel(config, model, temperature=1.0, logprob_chunk_tokens=64)
+    live = dict(policy.named_parameters())
+    at = parallel.coordinates(dist.get_rank())
+    padded = padded_vocab_size(model.vocab_size, tp)
+    check_against(parameter_shapes(model, parallel, at, padded_vocab_size=padded), live)
+    load(folder, model, megatron_layout(model, parallel, at, padded_vocab_size=padded), live)
+
+    globals_ = megatron_tensors(model, load_file(Path(folder) / "model.safetensors"))
+    state = policy.sharded_state_dict(metadata={"dp_cp_group": parallel_state.get_data_parallel_group(True)})
+    apply_factories(state)
+    compared = 0
+    for shard in (value for value in nested_values(state) if isinstance(value, ShardedTensor)):
+        layer = shard.global_offset[0] if shard.prepend_axis_num else -1
+        expected = globals_[shard.key, layer]
+        offsets = shard.global_offset[shard.prepend_axis_num :]
+        for dim, (offset, length) in enumerate(zip(offsets, shard.local_shape, strict=True)):
+            expected = expected.narrow(
+                dim, min(offset, expected.shape[dim]), min(length, max(0, expected.shape[dim] - offset))
+            )
+        assert torch.equal(shard.data[: len(expected)], expected), shard.key
+        compared += expected.numel()
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp"), [pytest.param(4, 1, id="tp4"), pytest.param(2, 2, id="tp2 pp2"), pytest.param(1, 2, id="pp2 dp2")]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"family": "qwen3", "tie_word_embeddings": True, "head_dim": 8}, id="qwen3 tied"),
+        pytest.param({"family": "qwen2", "tie_word_embeddings": False}, id="qwen2 untied"),
+        pytest.param({"family": "llama", "tie_word_embeddings": True, "num_kv_heads": 4}, id="llama tied"),
+    ],
+)
+def test_live_model_agrees(ranks: RankPool, tiny_model: Callable[..., Path], shape: dict, tp: int, pp: int) -> None:
+    folder = tiny_model(**shape, hidden_size=32, num_layers=2, num_heads=8, intermediate_size=48)
+    model = read_model_shape(folder)
+    compared = ranks.run(load_and_compare, str(folder), tp, pp)
+    copies = 4 // (tp * pp)
+    stored = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
+    embedding = model.vocab_size * model.hidden_size
+    small = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    replicated = (tp - 1) * (model.num_layers * small + model.hidden_size)
+    assert sum(compared) == copies * (stored + replicated + (embedding if model.tie_word_embeddings and pp > 1 else 0))
+
+
+def test_transformer_engine_names_replace_the_norms(tiny_model: Callable[..., Path]) -> None:
+    model = read_model_shape(tiny_model(family="qwen3", num_layers=2))
+    parallel = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    at = parallel.coordinates(0)
+    local, fused = (
+        parameter_shapes(model, parallel, at, padded_vocab_size=1 << 20, transformer_engine=flag)
+        for flag in (False, True)
+    )
+    assert {name for name in fused if "layers.0" in name} - local.keys() == {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
+    }
+    assert sorted(local.values()) == sorted(fused.values())
+
+
+@pytest.mark.parametrize(
+    ("live", "message"),
+    [
+        pytest.param({"a": (2, 3), "extra": (1,)}, r"extra \(1,\) has no rule", id="no rule"),
+        pytest.param({"a": (3, 2)}, r"a is \(3, 2\); the family's rule says \(2, 3\)", id="shape"),
+        pytest.param({}, "a is in the family's table but not in the model", id="absent"),
+    ],
+)
+def test_a_model_that_differs_is_refused(live: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_against({"a": (2, 3)}, {name: torch.empty(shape) for name, shape in live.items()})
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "message"),
+    [
+        pytest.param(1, 3, "trainer.pp=3 does not divide the model's 2 layers", id="layers"),
+        pytest.param(3, 1, "trainer.tp=3 does not divide", id="rows"),
+    ],
+)
+def test_sizes_that_do_not_divide(tiny_model: Callable[..., Path], tp: int, pp: int, message: str) -> None:
+    model = read_model_shape(tiny_model(family="qwen3", num_layers=2))
+    parallel = ParallelLayout(tp=tp, pp=pp, dp=1, rollout_tp=1)
+    with pytest.raises(ConfigError, match=message):
+        megatron_layout(model, parallel, parallel.coordinates(0), padded_vocab_size=3 << 18)
