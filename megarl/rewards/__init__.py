@@ -1,0 +1,57 @@
+"""Rewards: what is good, decided by functions of a completion's text and the gold answer.
+
+A reward function is `(completion_text, answer, *, correct_score) -> megarl.types.Reward`, pure and free to be slow: it
+runs in a process of its own that is killed at a deadline (`scoring.RewardPool`). A recipe names functions of the table
+below, or its own as `package.module:function`.
+
+Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `scoring` (processes).
+Importing this package imports no reward function; a function's module is imported where it is resolved.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+
+from megarl.types import ConfigError, Reward
+
+REWARDS = {
+    "boxed": "megarl.rewards.boxed:boxed",
+    "think_answer_tags": "megarl.rewards.think_answer_tags:think_answer_tags",
+}
+
+
+def locate(name: str) -> str:
+    """The `package.module:function` that a recipe's reward name stands for; imports nothing.
+
+    Raises ConfigError if `name` is neither a key of the table nor of that form.
+    """
+    module, colon, function = REWARDS.get(name, name).partition(":")
+    if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
+        return f"{module}:{function}"
+    nearest = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    known = ", ".join(REWARDS)
+    raise ConfigError(
+        f"reward.functions: unknown reward {name!r}.{hint} Known: {known}; your own: package.module:function."
+    )
+
+
+def resolve(name: str) -> Callable[..., Reward]:
+    """The reward function of that name; imports its module.
+
+    Raises ConfigError if there is no such function, or its module cannot be imported.
+    """
+    module_name, _, function_name = locate(name).partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"reward.functions: {name!r}: cannot import {module_name}: {cause}") from error
+    function: Callable[..., Reward] | None = getattr(module, function_name, None)
+    if callable(function):
+        return function
+    nearest = difflib.get_close_matches(function_name, [key for key in vars(module) if not key.startswith("_")], n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    raise ConfigError(f"reward.functions: {name!r}: module {module_name} has no function {function_name!r}{hint}")

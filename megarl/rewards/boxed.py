@@ -1,0 +1,39 @@
+"""The reward for an answer in \\boxed{}."""
+
+from __future__ import annotations
+
+from megarl.rewards.math_equivalence import agreement
+from megarl.types import Reward
+
+_OPENING = r"\boxed{"
+
+
+def boxed(completion_text: str, answer: str, *, correct_score: float) -> Reward:
+    """Score the last \\boxed{} of the completion against the gold answer.
+
+    The format is valid if there is such a box and it is closed. The score is `correct_score` for the right answer, half
+    of it for one that is right as text but no mathematics, else zero.
+    """
+    prediction = last_boxed(completion_text)
+    if prediction is None:
+        return Reward(score=0.0, format_valid=False, answer_correct=False)
+    agreed = agreement(prediction, answer)
+    return Reward(score=agreed * correct_score, format_valid=True, answer_correct=agreed > 0)
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{}, its braces balanced; None without a box or if the last is never closed."""
+    start = text.rfind(_OPENING)
+    if start < 0:
+        return None
+    start = position = start + len(_OPENING)
+    depth = 1
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 1  # an escaped brace is a character, not a group
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[start:position]
+        position += 1
+    return None

@@ -1,0 +1,34 @@
+"""The reward for reasoning in <think> tags and an answer in <answer> tags."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.rewards.math_equivalence import agreement
+from megarl.types import Reward
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def think_answer_tags(completion_text: str, answer: str, *, correct_score: float) -> Reward:
+    """Score the last <answer>...</answer> of the completion against the gold answer.
+
+    The format is valid if each of the four tags occurs exactly once, in order, and the completion ends with </answer>.
+    The score is zero unless it is; otherwise as in `boxed`. `answer_correct` does not ask for the format.
+    """
+    format_valid = has_valid_format(completion_text)
+    predictions = _ANSWER.findall(completion_text)
+    agreed = agreement(predictions[-1], answer) if predictions else 0.0
+    score = agreed * correct_score if format_valid else 0.0
+    return Reward(score=score, format_valid=format_valid, answer_correct=agreed > 0)
+
+
+def has_valid_format(completion_text: str) -> bool:
+    """Whether each tag occurs exactly once, in order, and the text ends with the last."""
+    places = [completion_text.find(tag) for tag in _TAGS]
+    return (
+        all(completion_text.count(tag) == 1 for tag in _TAGS)
+        and places == sorted(places)
+        and completion_text.endswith(_TAGS[-1])
+    )

@@ -1,0 +1,41 @@
+import pytest
+
+from megarl.rewards.boxed import boxed, last_boxed
+from megarl.types import Reward
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(r"so \boxed{3}", "3", id="plain"),
+        pytest.param(r"\boxed{3} or rather \boxed{4}.", "4", id="last_one"),
+        pytest.param(r"\boxed{\frac{1}{2}} done}", r"\frac{1}{2}", id="balanced"),
+        pytest.param(r"\boxed{3} then \boxed{4", None, id="last_unclosed"),
+        pytest.param(r"\boxed{\frac{1}{2}", None, id="inner_closed_only"),
+        pytest.param(r"\boxed{\{1, 2\}}", r"\{1, 2\}", id="escaped_braces"),
+        pytest.param(r"\boxed{\left\{ x \right.} tail", r"\left\{ x \right.", id="lone_escaped_brace"),
+        pytest.param(r"\boxed{1 \\}", r"1 \\", id="escaped_backslash_before_brace"),
+        pytest.param(r"\boxed{}", "", id="empty"),
+        pytest.param("boxed{3}", None, id="no_command"),
+        pytest.param("\\boxed{3\\", None, id="ends_in_backslash"),
+        pytest.param("", None, id="nothing"),
+    ],
+)
+def test_last_boxed(text, expected):
+    assert last_boxed(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        pytest.param(r"It is \boxed{\frac{1}{2}}.", "0.5", Reward(10.0, True, True), id="right"),
+        pytest.param(r"It is \boxed{3}.", "4", Reward(0.0, True, False), id="wrong"),
+        pytest.param("It is 4.", "4", Reward(0.0, False, False), id="no_box"),
+        pytest.param(r"It is \boxed{4", "4", Reward(0.0, False, False), id="unclosed"),
+        pytest.param(r"It is \boxed{}", "4", Reward(0.0, True, False), id="empty_box"),
+        pytest.param(r"\boxed{{a @ b}}", "a@b", Reward(10.0, True, True), id="neither_is_mathematics"),
+        pytest.param(r"\boxed{9^{9^{9}}, }", "9^9^9", Reward(10.0, True, True), id="beyond_the_caps_same_text"),
+    ],
+)
+def test_boxed(text, answer, expected):
+    assert boxed(text, answer, correct_score=10.0) == expected

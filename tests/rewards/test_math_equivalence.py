@@ -1,0 +1,77 @@
+import time
+
+import pytest
+
+from megarl.rewards.math_equivalence import agreement, is_within_caps
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "expected"),
+    [
+        pytest.param("42", "42", 1.0, id="same_text"),
+        pytest.param(" 42 ", r"\boxed{42}", 1.0, id="box_and_spaces_do_not_matter"),
+        pytest.param("41", "42", 0.0, id="other_number"),
+        pytest.param("1,234", "1234", 1.0, id="thousands"),
+        pytest.param("0.50", "1/2", 1.0, id="decimal_and_fraction"),
+        pytest.param("-6/4", "-1.5", 1.0, id="unreduced"),
+        pytest.param(r"\frac12", "0.5", 1.0, id="latex_fraction"),
+        pytest.param("0.333333", "1/3", 1.0, id="six_decimals"),
+        pytest.param("0.33", "1/3", 0.0, id="two_decimals"),
+        pytest.param(r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", 1.0, id="rationalised"),
+        pytest.param("(x+1)^2", "x^2+2x+1", 1.0, id="expanded"),
+        pytest.param("(x+1)^2", "x^2+2x+2", 0.0, id="not_its_expansion"),
+        pytest.param("x=5", "5", 1.0, id="equation"),
+        pytest.param(r"\{2, 1\}", r"\{1,2\}", 1.0, id="set_order"),
+        pytest.param("(2,1)", "(1,2)", 0.0, id="tuple_order"),
+        pytest.param("(2,3)", "[2,3]", 0.0, id="open_and_closed_interval"),
+        pytest.param(r"12\text{ cm}", "12", 1.0, id="unit"),
+        pytest.param(r"\text{A}", "A", 1.0, id="letter_as_text"),
+        pytest.param("B", "A", 0.0, id="other_letter"),
+        pytest.param("", "0", 0.0, id="empty_prediction"),
+        pytest.param("", "", 0.0, id="empty_prediction_of_empty_answer"),
+        pytest.param("7", "a@b", 0.0, id="unparsable_answer"),
+        pytest.param("{a @ b}", "a@b", 1.0, id="neither_parsable_same_text_full_score"),
+        pytest.param("{3/4", "3 / 4", 0.5, id="prediction_unparsable_same_text_half_score"),
+        pytest.param("{3/5", "3 / 4", 0.0, id="prediction_unparsable_other_text"),
+    ],
+)
+def test_agreement(prediction, answer, expected):
+    assert agreement(prediction, answer) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("9^{9^{9}}", id="tower"),
+        pytest.param("9**9**9", id="tower_of_stars"),
+        pytest.param("9^9^9", id="tower_unbraced"),
+        pytest.param("2^{100001}", id="exponent"),
+        pytest.param("2^{-100001}", id="negative_exponent"),
+        pytest.param("10000000!", id="factorial"),
+        pytest.param("(50)!!", id="factorial_of_factorial"),
+        pytest.param("((50)!)!", id="bracketed_factorial_of_factorial"),
+        pytest.param(r"\binom{10^8}{5\cdot 10^7}".replace("10^8", "100000000"), id="binomial"),
+        pytest.param("(" * 300 + "1" + ")" * 300, id="nesting"),
+        pytest.param("1+" * 600 + "1", id="length"),
+    ],
+)
+def test_answers_beyond_the_caps_are_compared_as_text_and_at_once(text):
+    assert not is_within_caps(text)
+    started = time.monotonic()
+    assert agreement(text, "7") == 0.0
+    assert agreement(text + " ", text) == 1.0
+    assert agreement("7", text) == 0.0
+    assert time.monotonic() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2^{2024}", "x^{2^n}", "e^{x^2}", "(x^2)^3", "2024!", r"\binom{20}{10}", "((((((1))))))", r"\frac{1}{1+\sqrt{2}}"],
+)
+def test_ordinary_answers_are_within_the_caps(text):
+    assert is_within_caps(text)
+
+
+def test_the_library_is_silent_about_its_time_outs(caplog):
+    agreement(r"\frac{3}{7}", "x")
+    assert caplog.records == []

@@ -1,0 +1,64 @@
+import subprocess
+import sys
+
+import pytest
+
+from megarl.rewards import REWARDS, locate, resolve
+from megarl.types import ConfigError, Reward
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_table_names_resolve_to_working_functions(name):
+    function = resolve(name)
+    assert function.__name__ == name
+    assert function("no answer at all", "1", correct_score=1.0) == Reward(0.0, False, False)
+
+
+def test_user_function(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def length(text, answer, *, correct_score): return len(text)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert resolve("my_rewards:length")("four", "", correct_score=1.0) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param(
+            "boxd", r"reward\.functions: unknown reward 'boxd'\. Did you mean 'boxed'\? Known: boxed, th", id="typo"
+        ),
+        pytest.param("zzz", r"unknown reward 'zzz'\. Known: boxed, think_answer_tags; your own: package", id="far_off"),
+        pytest.param("a.b.c", r"unknown reward 'a\.b\.c'", id="no_colon"),
+        pytest.param("a b:c", r"unknown reward 'a b:c'", id="no_module_name"),
+        pytest.param("", r"unknown reward ''", id="empty"),
+    ],
+)
+def test_names_that_cannot_be_a_reward(name, message):
+    with pytest.raises(ConfigError, match=message):
+        locate(name)
+    with pytest.raises(ConfigError, match=message):
+        resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param(
+            "no_such_module_anywhere:score", "cannot import no_such_module_anywhere: ModuleNotF", id="no_module"
+        ),
+        pytest.param("megarl.rewards.boxed:boxer", "has no function 'boxer'; did you mean 'boxed'", id="no_function"),
+    ],
+)
+def test_paths_that_lead_nowhere(name, message):
+    assert locate(name) == name
+    with pytest.raises(ConfigError, match=message):
+        resolve(name)
+
+
+def test_reward_processes_import_neither_torch_nor_engines():
+    script = (
+        "import sys; import megarl.rewards.scoring; light = set(sys.modules); "
+        "from megarl.rewards import REWARDS, resolve; [resolve(name) for name in REWARDS]; "
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers'}; "
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules); assert 'sympy' not in light"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
