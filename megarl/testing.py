@@ -17,6 +17,13 @@ from typing import Any
 
 from megarl.workers.process_group import ProcessGroup
 
+_LOAD_SECONDS = 300.0
+_ENDS_OF_WORLD = (
+    ("vllm.distributed.parallel_state", "destroy_model_parallel"),
+    ("megatron.core.parallel_state", "destroy_model_parallel"),
+    ("vllm.distributed.parallel_state", "destroy_distributed_environment"),
+)
+
 
 def run_ranks(
     function: Callable[..., Any],
@@ -62,11 +69,11 @@ class RankPool:
                 world_size=self.world_size,
                 log_folder=Path(self._logs.name),
                 environment=self._environment,
-                answer_timeout_seconds=timeout_seconds,
             )
-        self._group.answer_timeout_seconds = timeout_seconds
         try:
+            self._group.answer_timeout_seconds = _LOAD_SECONDS
             await self._group.call("load", *address)
+            self._group.answer_timeout_seconds = timeout_seconds
             return await self._group.call("run", args, timeout_seconds)
         except BaseException:
             await self._group.close()
@@ -124,9 +131,9 @@ class FunctionRunner:
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
         result = self._function(*args)
-        for name in ("vllm.distributed.parallel_state", "megatron.core.parallel_state"):
+        for name, verb in _ENDS_OF_WORLD:
             if name in sys.modules:
-                sys.modules[name].destroy_model_parallel()
+                getattr(sys.modules[name], verb)()
         if dist.is_initialized():
             dist.destroy_process_group()
         return result

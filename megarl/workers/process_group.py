@@ -30,7 +30,7 @@ _HANDSHAKE_SECONDS = 5
 _REPORT_GRACE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
-_LOG_TAIL_LINES = 30
+_LOG_TAIL_LINES = 60
 
 
 class _RankError(Exception):
@@ -130,9 +130,9 @@ class ProcessGroup:
     `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever.
     """
 
-    def __init__(self, world_size: int, answer_timeout_seconds: float | None) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.answer_timeout_seconds = answer_timeout_seconds
+        self.answer_timeout_seconds: float | None = None
         self._seats: list[_Seat] = []
         self._port: socket.socket | None = None
         self._turn = asyncio.Lock()
@@ -147,7 +147,6 @@ class ProcessGroup:
         world_size: int,
         log_folder: Path | None = None,
         start_timeout_seconds: float = 300.0,
-        answer_timeout_seconds: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> ProcessGroup:
         """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each.
@@ -157,7 +156,7 @@ class ProcessGroup:
         `log_folder/rank_NNNN.log`, or to the driver's own. The ranks die with the thread that called this.
         Errors are those of `WorkerGroup`; that of the time-out names the ranks that did not connect.
         """
-        group = cls(world_size, answer_timeout_seconds)
+        group = cls(world_size)
         try:
             await group._seat(log_folder, environment or {}, start_timeout_seconds)
             await group.call("__init__", list(sys.path), worker, dict(kwargs))
@@ -210,10 +209,12 @@ class ProcessGroup:
                 self._seats[rank].give_key(key)
             admission = asyncio.create_task(self._admit(listener, key))
             died = [seat.died for seat in self._seats]
-            await asyncio.wait([admission, *died], timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if admission.done():
-                return admission.result()
-            admission.cancel()
+            try:
+                await asyncio.wait([admission, *died], timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+                if admission.done():
+                    return admission.result()
+            finally:
+                admission.cancel()
         failures = [_RankError(seat, seat.died.result()) for seat in self._seats if seat.died.done()]
         if failures:
             raise await self._fail("the start", failures)
@@ -225,11 +226,12 @@ class ProcessGroup:
         loop = asyncio.get_running_loop()
         while any(seat.socket is None for seat in self._seats):
             sock, _ = await loop.sock_accept(listener)
-            if await asyncio.to_thread(_prove, sock, key):
+            if not await asyncio.to_thread(_prove, sock, key):
+                sock.close()
+                continue
+            with contextlib.suppress(OSError, EOFError):  # it died meanwhile, which is noticed elsewhere
                 (rank,) = rank_end.unpack(*await _receive(sock))
                 self._seats[rank].socket = sock
-            else:
-                sock.close()
 
     async def _exchange(self, method: str, messages: Sequence[Sequence[rank_end.Buffer]]) -> list[Any]:
         async with self._turn:
@@ -237,20 +239,7 @@ class ProcessGroup:
                 raise self._over
             asks = [asyncio.create_task(seat.ask(m)) for seat, m in zip(self._seats, messages, strict=True)]
             try:
-                timeout = self.answer_timeout_seconds
-                _, waiting = await asyncio.wait(asks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-                failures = [ask for ask in asks if ask.done() and ask.exception()]
-                if failures and waiting:
-                    await asyncio.wait(waiting, timeout=_REPORT_GRACE_SECONDS)
-                errors = [error for ask in asks if ask.done() and (error := ask.exception())]
-                if errors:
-                    foreign = [error for error in errors if not isinstance(error, _RankError)]
-                    if foreign:
-                        raise foreign[0]
-                    raise await self._fail(f"`{method}`", [error for error in errors if isinstance(error, _RankError)])
-                if waiting:
-                    silent = [seat for seat, ask in zip(self._seats, asks, strict=True) if not ask.done()]
-                    raise await self._fall_silent(f"did not answer `{method}` within {timeout:g} s", silent)
+                return await self._gather(method, asks)
             except BaseException as error:
                 for ask in asks:
                     ask.cancel()
@@ -258,7 +247,23 @@ class ProcessGroup:
                 self._over = self._over or types.PeerLostError(f"`{method}` was abandoned: {error!r}")
                 await self._end()
                 raise
-            return [ask.result() for ask in asks]
+
+    async def _gather(self, method: str, asks: Sequence[asyncio.Task[Any]]) -> list[Any]:
+        """The answers by rank; after a failure the other ranks have a moment to tell of an earlier one."""
+        timeout = self.answer_timeout_seconds
+        done, waiting = await asyncio.wait(asks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting and any(ask.exception() for ask in done):
+            await asyncio.wait(waiting, timeout=_REPORT_GRACE_SECONDS)
+        elif waiting:
+            silent = [seat for seat, ask in zip(self._seats, asks, strict=True) if ask in waiting]
+            raise await self._fall_silent(f"did not answer `{method}` within {timeout:g} s", silent)
+        errors = [error for ask in asks if ask.done() and (error := ask.exception())]
+        failures = [error for error in errors if isinstance(error, _RankError)]
+        if len(failures) < len(errors):  # an answer that the driver cannot read
+            raise next(error for error in errors if error not in failures)
+        if failures:
+            raise await self._fail(f"`{method}`", failures)
+        return [ask.result() for ask in asks]
 
     async def _fail(self, what: str, failures: Sequence[_RankError]) -> Exception:
         """End the group and return the error that names the first cause."""

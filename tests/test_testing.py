@@ -1,0 +1,90 @@
+"""`run_ranks` and `RankPool` on real gloo ranks."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.testing import RankPool, run_ranks
+from megarl.workers.group import RankFailedError
+
+
+@dataclass
+class Share:
+    rank: int
+    value: float
+
+
+def weighted_sum(share: Share) -> Share:
+    total = torch.tensor([share.value * 10 ** dist.get_rank()])
+    dist.all_reduce(total)
+    return Share(dist.get_rank(), total.item())
+
+
+def gather_pids() -> list[int]:
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids
+
+
+def exchange_tensor() -> torch.Tensor:
+    """Rank 0 sends primes to rank 1, which returns them doubled."""
+    primes = torch.tensor([2, 3, 5, 7])
+    if dist.get_rank() == 0:
+        dist.send(primes, dst=1)
+        return primes
+    received = torch.empty_like(primes)
+    dist.recv(received, src=0)
+    return received * 2
+
+
+def fail_on_last() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ArithmeticError("the last rank cannot count")
+    dist.barrier()
+
+
+def sleep_on_last() -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(60)
+
+
+def num_threads_and_word() -> tuple[int, str]:
+    return torch.get_num_threads(), os.environ["WORD"]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, environment={"WORD": "Rhone"}) as pool:
+        yield pool
+
+
+def test_run_ranks_sums_over_fresh_ranks():
+    assert run_ranks(weighted_sum, 3, Share(-1, 2.0)) == [Share(rank, 222.0) for rank in range(3)]
+
+
+def test_a_pool_keeps_its_processes_and_renews_the_world(pool):
+    pids = pool.run(gather_pids)
+    assert pids[0] == pids[1] and len({os.getpid(), *pids[0]}) == 3
+    assert pool.run(weighted_sum, Share(-1, 3.0)) == [Share(0, 33.0), Share(1, 33.0)]
+    assert [answer.tolist() for answer in pool.run(exchange_tensor)] == [[2, 3, 5, 7], [4, 6, 10, 14]]
+    assert pool.run(gather_pids) == pids
+    assert pool.run(num_threads_and_word) == [(1, "Rhone")] * 2
+
+
+def test_a_pool_names_the_failing_rank_and_starts_anew(pool):
+    with pytest.raises(RankFailedError, match="rank 1 of 2 raised ArithmeticError") as caught:
+        pool.run(fail_on_last)
+    assert "in fail_on_last" in str(caught.value)
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not answer `run` within 1 s") as caught:
+        pool.run(sleep_on_last, timeout_seconds=1)
+    assert "in sleep_on_last" in str(caught.value)
+    assert pool.run(weighted_sum, Share(-1, 1.0)) == [Share(0, 11.0), Share(1, 11.0)]
+
+
+def test_local_functions_are_refused(pool):
+    with pytest.raises(ValueError, match="local"):
+        pool.run(lambda: None)

@@ -1,0 +1,97 @@
+"""A worker whose methods do what the tests of the process group need of them."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megarl.types import ConfigError, DataError
+
+
+class NarrowConfigError(ConfigError):
+    """Known to the rank only: the driver sees its nearest relative in the vocabulary."""
+
+
+class Probe:
+    def __init__(self, rank, world_size, *, scale=1, broken_rank=None):
+        if rank == broken_rank:
+            raise DataError(f"shard {rank} is missing")
+        self.rank, self.world_size, self.scale, self.farewell = rank, world_size, scale, None
+
+    def product(self, factor, *, plus=0):
+        return self.rank, self.scale * factor * (self.rank + 1) + plus
+
+    def pid(self):
+        return os.getpid()
+
+    def session(self):
+        return os.getsid(0), os.getpgid(0)
+
+    def environment(self, names):
+        return [os.environ.get(name) for name in names]
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def sleep_on(self, rank, seconds):
+        time.sleep(seconds if rank == self.rank else 0)
+
+    def reversed(self, array):
+        array[:1] += self.rank  # what arrives is the rank's own and writable
+        return array[::-1]
+
+    def fail_on(self, rank, kind):
+        if rank == self.rank:
+            print("last words")
+            {
+                "raise": self._raise,
+                "exit": lambda: os._exit(7),
+                "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+                "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+                "config": self._raise_config,
+                "sys.exit": lambda: sys.exit(3),
+                "unpicklable": lambda: None,
+            }[kind]()
+        if kind == "unpicklable":
+            return lambda: None
+        time.sleep(60)
+
+    def _raise(self):
+        raise ValueError("seven is not even")
+
+    def _raise_config(self):
+        raise NarrowConfigError("trainer.tp is 3: the model has 8 heads; take a divisor")
+
+    def join_gloo(self):
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+
+    def broken_collective(self, victim, kind):
+        """The victim dies, or leaves the collective and only later says why; the others wait in the collective."""
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == victim:
+            time.sleep(0.2)
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.destroy_process_group()
+            time.sleep(0.4)
+            raise ValueError("the cause")
+        dist.all_reduce(torch.arange(4.0))
+
+    def fork_and_die_on(self, rank):
+        if rank == self.rank:
+            if os.fork() == 0:  # a child that holds the rank's socket open
+                time.sleep(60)
+            os._exit(9)
+        time.sleep(60)
+
+    def leave_note(self, folder):
+        self.farewell = Path(folder) / f"left_{self.rank}"
+
+    def close(self):
+        if self.farewell:
+            self.farewell.write_text("bye")

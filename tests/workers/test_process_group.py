@@ -1,0 +1,342 @@
+"""The process group against ranks that raise, die, hang: every failure is bounded, named, and leaves nothing."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.types import ConfigError, DataError, PeerLostError
+from megarl.workers.group import RankFailedError
+from megarl.workers.process_group import ProcessGroup
+
+
+@pytest.fixture(autouse=True)
+def worker_module(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No child process, not even a zombie, and no descriptor outlives a test."""
+
+    def holdings():
+        children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+        return sorted(pid for pids in children for pid in pids), len(os.listdir("/proc/self/fd"))
+
+    before = holdings()
+    yield
+    assert holdings() == before
+
+
+@contextlib.asynccontextmanager
+async def started(world_size=2, *, log_folder=None, kwargs=None, **options):
+    group = await ProcessGroup.start(
+        "probe:Probe", kwargs or {}, world_size=world_size, log_folder=log_folder, **options
+    )
+    try:
+        yield group
+    finally:
+        await group.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_call_and_scatter_answer_by_rank():
+    async def drive():
+        async with started(3, kwargs={"scale": 7}, environment={"RIVER": "Aare"}) as group:
+            assert await group.call("product", 5, plus=1) == [(0, 36), (1, 71), (2, 106)]
+            assert await group.scatter("product", [2, 3, 5]) == [(0, 14), (1, 42), (2, 105)]
+            names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RIVER"]
+            expected = [[str(r), str(r), "3", "3", "127.0.0.1", "Aare"] for r in range(3)]
+            assert await group.call("environment", names) == expected
+            with pytest.raises(ValueError, match="one per rank: got 2"):
+                await group.scatter("product", [2, 3])
+            pids = await group.call("pid")
+            assert await group.call("session") == [
+                (pid, pid) for pid in pids
+            ]  # a terminal's ctrl-c does not reach them
+            commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+            assert all(b"megarl.workers.rank" in command for command in commands)
+
+    asyncio.run(drive())
+
+
+def test_the_loop_is_free_and_calls_take_turns():
+    async def drive():
+        async with started() as group:
+            ticks = 0
+
+            async def tick():
+                nonlocal ticks
+                while True:
+                    await asyncio.sleep(0.01)
+                    ticks += 1
+
+            ticking = asyncio.create_task(tick())
+            first = asyncio.create_task(group.call("sleep", 0.5))
+            answers = await asyncio.gather(*(group.call("product", n) for n in range(20)))
+            assert first.done() and ticks > 10
+            assert answers == [[(0, n), (1, 2 * n)] for n in range(20)]
+            ticking.cancel()
+
+    asyncio.run(drive())
+
+
+def test_large_arrays_arrive_whole_and_are_pickled_once():
+    num_pickled = 0
+
+    class Counted:
+        def __reduce__(self):
+            nonlocal num_pickled
+            num_pickled += 1
+            return int, ("5",)
+
+    async def drive():
+        large = np.arange(8_000_000)
+        async with started() as group:
+            for array in (large, large[::3], large[:0], large.astype(np.float32).reshape(2, -1), large[:7]):
+                answers = await group.scatter("reversed", [array] * 2)
+                for rank, answer in enumerate(answers):
+                    expected = array.copy()
+                    expected[:1] += rank
+                    np.testing.assert_array_equal(answer, expected[::-1])
+                    assert answer.dtype == array.dtype
+            assert await group.call("product", Counted()) == [(0, 5), (1, 10)]
+
+    asyncio.run(drive())
+    assert num_pickled == 1
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        pytest.param("raise", ["raised ValueError during `fail_on`: seven is not even", "in _raise\n"], id="raises"),
+        pytest.param("exit", ["exited with code 7 during `fail_on`", "rank_0001.log", "last words"], id="os._exit"),
+        pytest.param("sys.exit", ["exited with code 3 during `fail_on`", "last words"], id="sys.exit"),
+        pytest.param("kill", ["was killed by SIGKILL (out of memory?)", "last words"], id="kill -9"),
+        pytest.param("segfault", ["was killed by SIGSEGV", "Segmentation fault", "in fail_on"], id="segfault"),
+        pytest.param("unpicklable", ["of 2 raised", "pickle"], id="result that does not pickle"),
+    ],
+)
+def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind, expected):
+    async def drive():
+        async with started(log_folder=tmp_path / "logs") as group:
+            pids = await group.call("pid")
+            begun = time.monotonic()
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("fail_on", 1, kind)
+            assert time.monotonic() - begun < 3
+            assert kind == "unpicklable" or caught.value.rank == 1
+            assert caught.value.exit_code == 76
+            assert all(text in str(caught.value) for text in expected), str(caught.value)
+            assert not any(map(is_alive, pids))
+            for _ in range(2):
+                with pytest.raises(RankFailedError) as again:
+                    await group.call("product", 1)
+                assert again.value is caught.value
+
+    asyncio.run(drive())
+
+
+def test_a_megarl_error_keeps_its_class_and_message():
+    async def drive():
+        async with started() as group:
+            with pytest.raises(ConfigError) as caught:
+                await group.call("fail_on", 1, "config")
+            assert str(caught.value) == "trainer.tp is 3: the model has 8 heads; take a divisor"
+            assert caught.value.exit_code == 2
+            assert "raised by rank 1 of 2" in caught.value.__notes__[0]
+
+    asyncio.run(drive())
+
+
+def test_a_constructor_that_raises_ends_the_start():
+    async def drive():
+        async with started(kwargs={"broken_rank": 1}):
+            pytest.fail("started")
+
+    with pytest.raises(DataError, match="shard 1 is missing"):
+        asyncio.run(drive())
+
+
+@pytest.mark.parametrize(
+    "kind, cause",
+    [
+        pytest.param("kill", "rank 1 of 3 was killed by SIGKILL", id="killed in a collective"),
+        pytest.param(
+            "late", "rank 1 of 3 raised ValueError during `broken_collective`: the cause", id="echoes come first"
+        ),
+    ],
+)
+def test_the_first_cause_is_named_and_not_the_echo(tmp_path, kind, cause):
+    async def drive():
+        async with started(3, log_folder=tmp_path) as group:
+            await group.call("join_gloo")
+            begun = time.monotonic()
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("broken_collective", 1, kind)
+            assert time.monotonic() - begun < 5
+            assert caught.value.cause.startswith(cause)
+            assert "gloo" not in str(caught.value)
+
+    asyncio.run(drive())
+
+
+def test_a_death_is_noticed_although_a_grandchild_holds_the_socket():
+    async def drive():
+        async with started() as group:
+            begun = time.monotonic()
+            with pytest.raises(RankFailedError, match="rank 1 of 2 exited with code 9"):
+                await group.call("fork_and_die_on", 1)
+            assert time.monotonic() - begun < 3
+
+    asyncio.run(drive())
+
+
+def test_a_death_between_calls_is_told_by_the_next():
+    async def drive():
+        async with started() as group:
+            os.kill((await group.call("pid"))[0], signal.SIGKILL)
+            await asyncio.sleep(0.1)
+            with pytest.raises(RankFailedError, match="rank 0 of 2 was killed by SIGKILL"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_a_silent_rank_is_named_with_its_stack(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            group.answer_timeout_seconds = 0.5
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("sleep_on", 1, 60)
+            assert caught.value.cause == "rank 1 of 2 did not answer `sleep_on` within 0.5 s"
+            assert "in sleep_on" in str(caught.value)
+
+    asyncio.run(drive())
+
+
+def test_a_stopped_rank_is_killed(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            group.answer_timeout_seconds = 0.5
+            os.kill((await group.call("pid"))[1], signal.SIGSTOP)
+            with pytest.raises(RankFailedError, match="rank 1 of 2 did not answer `product`"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_a_cancelled_call_ends_the_group():
+    async def drive():
+        async with started() as group:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
+            with pytest.raises(PeerLostError, match="`sleep` was abandoned"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_close_lets_ranks_leave_and_may_be_repeated(tmp_path):
+    async def drive():
+        async with started() as group:
+            await group.call("leave_note", str(tmp_path))
+            await group.close()
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["left_0", "left_1"]
+            await group.close()
+            with pytest.raises(PeerLostError, match="closed"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_close_ends_a_call_that_is_under_way():
+    async def drive():
+        async with started() as group:
+            call = asyncio.create_task(group.call("sleep", 60))
+            await asyncio.sleep(0.1)
+            await group.close()
+            with pytest.raises(PeerLostError):
+                await call
+
+    asyncio.run(drive())
+
+
+def slow_to_start(folder: Path, statement: str) -> dict[str, str]:
+    """An environment in which rank 1 executes the statement before anything else."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(f"import os, time\nif os.environ.get('RANK') == '1': {statement}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize(
+    "statement, message",
+    [
+        pytest.param("time.sleep(60)", r"rank 1 of 3 did not connect within 4 s", id="late"),
+        pytest.param("os._exit(5)", r"rank 1 of 3 exited with code 5 during the start", id="dies"),
+    ],
+)
+def test_a_rank_that_does_not_connect_is_named(tmp_path, statement, message):
+    async def drive():
+        environment = slow_to_start(tmp_path / "path", statement)
+        async with started(3, log_folder=tmp_path, environment=environment, start_timeout_seconds=4):
+            pytest.fail("started")
+
+    with pytest.raises(RankFailedError, match=message):
+        asyncio.run(drive())
+
+
+def test_strangers_are_turned_away(tmp_path):
+    async def drive():
+        environment = slow_to_start(tmp_path, "time.sleep(1.5)")
+        start = asyncio.create_task(ProcessGroup.start("probe:Probe", {}, world_size=2, environment=environment))
+        children = Path(f"/proc/self/task/{os.getpid()}/children")
+        await asyncio.sleep(0.5)
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children.read_text().split()]
+        name = next(command[4].decode() for command in commands if b"megarl.workers.rank" in command)
+        with pytest.raises(multiprocessing.AuthenticationError):
+            await asyncio.to_thread(Client, "\0" + name, "AF_UNIX", b"a guess")
+        group = await start
+        assert await group.call("product", 1) == [(0, 1), (1, 2)]
+        await group.close()
+
+    asyncio.run(drive())
+
+
+def test_ranks_die_with_the_driver(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from megarl.workers.process_group import ProcessGroup\n"
+        "async def drive():\n"
+        f"    group = await ProcessGroup.start('probe:Probe', {{}}, world_size=2)\n"
+        "    print(*await group.call('pid'), flush=True)\n"
+        "    await group.call('sleep', 60)\n"
+        "asyncio.run(drive())\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_alive, pids))
+        driver.kill()
+        driver.wait()
+        deadline = time.monotonic() + 5
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_alive, pids))
