@@ -46,7 +46,7 @@ def train(
     layout = check(loaded)
     _print_sizes(loaded, layout, count_records(loaded))
     if not dry_run:
-        from megarl.loops import run
+        from megarl.loops.run import run
 
         run(loaded, layout)
 

@@ -73,14 +73,17 @@ class Tracker:
         self._print(step, row, now)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]], shown: int = 4) -> None:
-        """Add records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl; TensorBoard gets the first few."""
+        """Add records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl; TensorBoard gets the first `shown`.
+
+        `set` of a record says whose it is: a validation set's, or, where it is left out, training's.
+        """
         path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
         with path.open("a", encoding="utf-8") as file:
             file.writelines(_json_line(record) for record in records)
 
         def write(writer: SummaryWriter) -> None:
             for place, record in enumerate(records[:shown]):
-                writer.add_text(f"samples/{place}", _markdown(record), step)
+                writer.add_text(f"samples/{record.get('set', 'train')}/{place}", _markdown(record), step)
 
         self._to_tensorboard(write)
 

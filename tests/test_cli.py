@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy", "omegaconf", "pydantic")
+
+
+def megarl(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "80"}
+    )
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_model: Callable[..., Path]) -> Path:
+    (tmp_path / "train.jsonl").write_text('{"messages": {"role": "user", "content": "1 + 2"}, "gt_answer": "3"}\n' * 40)
+    sections = {
+        "name": "small",
+        "loop": "rl",
+        "runs_folder": str(tmp_path / "runs"),
+        "model": {"path": str(tiny_model())},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "cluster": {"ranks_per_node": 4},
+        "trainer": {"tp": 2},
+        "train": {"prompts_per_step": 10, "samples_per_prompt": 8, "updates_per_step": 2, "steps": 6},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def test_help_imports_nothing_heavy() -> None:
+    # The modules are listed by the interpreter that has just printed the help.
+    program = (
+        "import sys\nsys.argv = ['megarl', '--help']\nfrom megarl.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "show-config" in done.stdout
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_help_comes_at_once() -> None:
+    # The CPU time of the process: its wall time on an idle machine, and the same on a busy one.
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        assert megarl("--help").returncode == 0
+        after = os.times()
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
+    assert min(seconds) < 0.5
+
+
+def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
+    # A reward of the user's own is found in the current folder.
+    (recipe.parent / "own_rewards.py").write_text("def score(text, answer, *, correct_score): ...\n")
+    own = "reward.functions=[own_rewards:score]"
+    done = megarl("train", recipe, "rollout.tp=2", own, "--dry-run", cwd=recipe.parent)
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "4: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas",
+        "train 40",
+        "6, 1.50 epochs",
+        "80 a step, 40 an update, 20 an update and data-parallel rank",
+        "2 a step, 12 in all",
+    ):
+        assert words in done.stdout
+    assert not (recipe.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        pytest.param(["trainer.tpp=2"], 2, "did you mean trainer.tp?", id="unknown key"),
+        pytest.param(["trainer.pp=3"], 2, "trainer.pp = 3", id="sizes"),
+        pytest.param(["reward.functions=[nope]"], 2, "'nope'", id="reward"),
+        pytest.param(["model.path=absent"], 65, "absent: model folder not found", id="model"),
+        pytest.param(["data.train=absent.jsonl"], 65, "absent.jsonl: data.train is not there", id="data"),
+        pytest.param(["data.answer_field=answer"], 65, "line 1: the record has no field 'answer'", id="record"),
+    ],
+)
+def test_an_error_is_one_message_and_its_exit_code(recipe: Path, arguments: list[str], code: int, told: str) -> None:
+    done = megarl("train", recipe, *arguments)
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_wrong_usage_exits_2() -> None:
+    for arguments in (["train"], ["trian"], ["train", "a.yaml", "--wet-run"]):
+        assert megarl(*arguments).returncode == 2
+
+
+def test_show_config_is_a_recipe_again(recipe: Path) -> None:
+    shown = megarl("show-config", recipe, "train.steps=7")
+    assert shown.returncode == 0
+    again = recipe.parent / "again.yaml"
+    again.write_text(shown.stdout)
+    assert megarl("show-config", again).stdout == shown.stdout
+    assert yaml.safe_load(shown.stdout)["train"]["steps"] == 7
+    assert "# Pipeline-parallel size" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "traceback"),
+    [
+        pytest.param("RuntimeError('boom')", 70, True, id="unforeseen"),
+        pytest.param("PeerLostError('rank 3 died')", 76, False, id="foreseen"),
+        pytest.param("KeyboardInterrupt()", 130, False, id="interrupted"),
+    ],
+)
+def test_the_exit_code_tells_what_ended_a_command(raised: str, code: int, traceback: bool) -> None:
+    program = (
+        "import sys\nfrom megarl.cli import app, main\nfrom megarl.types import PeerLostError\n"
+        f"@app.command()\ndef fail():\n    raise {raised}\n"
+        "sys.argv = ['megarl', 'fail']\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, json.dumps(done.stderr)
+    assert ("Traceback" in done.stderr) == traceback

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.parallel_layout import ParallelLayout
+from megarl.preflight import check, count_records
+from megarl.types import ConfigError, DataError
+
+RECORD = {"messages": {"role": "user", "content": "1 + 2"}, "gt_answer": "3"}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., Recipe]:
+    """`recipe(trainer={"tp": 2}, ...)`: a sound recipe for a small model, with sections changed."""
+    model = tiny_model(num_heads=4, num_kv_heads=2, hidden_size=64, intermediate_size=96, num_layers=6)
+    train = tmp_path / "train.jsonl"
+    train.write_text(f"{json.dumps(RECORD)}\n" * 3)
+
+    def make(**changed: Any) -> Recipe:
+        sections: dict[str, Any] = {
+            "name": "small",
+            "loop": "rl",
+            "model": {"path": str(model)},
+            "data": {"train": str(train), "max_prompt_tokens": 40},
+            "rollout": {"sampling": {"max_new_tokens": 24}},
+        }
+        for name, value in changed.items():
+            merge = isinstance(value, Mapping) and name in sections
+            sections[name] = sections[name] | value if merge else value
+        return Recipe.model_validate(sections)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "pp", "rollout_tp", "layout"),
+    [
+        pytest.param(1, 1, 1, 1, ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1), id="one"),
+        pytest.param(4, 2, 1, 4, ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4), id="(2,1,2)->4"),
+        pytest.param(4, 4, 1, 2, ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2), id="copies of kv heads"),
+        pytest.param(6, 1, 3, 2, ParallelLayout(tp=1, pp=3, dp=2, rollout_tp=2), id="(1,3,2)->2"),
+    ],
+)
+def test_sizes_that_fit(
+    recipe: Callable[..., Recipe], ranks: int, tp: int, pp: int, rollout_tp: int, layout: ParallelLayout
+) -> None:
+    rollout = {"tp": rollout_tp}
+    assert check(recipe(cluster={"ranks_per_node": ranks}, trainer={"tp": tp, "pp": pp}, rollout=rollout)) == layout
+
+
+RANKS_4 = {"ranks_per_node": 4}
+WRONG = [
+    pytest.param(
+        {"cluster": RANKS_4, "trainer": {"tp": 1, "pp": 3}},
+        ["trainer.tp = 1, trainer.pp = 3", "does not divide the 4 ranks", "tp * pp 1, 2 or 4, or have 3 or 6 ranks"],
+        id="world",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "trainer": {"tp": 2, "dp": 4}},
+        ["trainer.dp = 4", "set trainer.dp=2, leave it out, or have 8 ranks"],
+        id="dp",
+    ),
+    pytest.param({"rollout": {"tp": 2}}, ["rollout.tp = 2", "the 1 ranks", "use 1, or have 2 ranks"], id="rollout.tp"),
+    pytest.param({"cluster": {"nodes": 2}}, ["cluster.nodes = 2", "set cluster.nodes=1"], id="nodes"),
+    pytest.param({"trainer": {"sequence_parallel": True}}, ["trainer.sequence_parallel", "trainer.tp > 1"], id="sp"),
+    pytest.param(
+        {"cluster": {"ranks_per_node": 3}, "trainer": {"tp": 3}},
+        ["trainer.tp = 3", "4 attention heads, 2 key-value heads", "use 1, 2 or 4"],
+        id="heads of the trainer",
+    ),
+    pytest.param(
+        {"cluster": {"ranks_per_node": 3}, "rollout": {"tp": 3}, "train": {"prompts_per_step": 33}},
+        ["rollout.tp = 3", "4 attention heads, 2 key-value heads", "use 1, 2 or 4"],
+        id="heads of the rollout",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "trainer": {"pp": 4}}, ["trainer.pp = 4", "6 layers; use 1, 2, 3 or 6"], id="layers"
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "train": {"prompts_per_step": 5, "samples_per_prompt": 3, "updates_per_step": 2}},
+        ["train.prompts_per_step = 5", "train.samples_per_prompt 3 makes 15", "prompts_per_step 8"],
+        id="rl batch, none below",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "train": {"prompts_per_step": 11, "samples_per_prompt": 2, "updates_per_step": 1}},
+        ["train.prompts_per_step = 11", "makes 22 completions", "prompts_per_step 10 or 12"],
+        id="rl batch, the group counts",
+    ),
+    pytest.param(
+        {"loop": "sft", "cluster": RANKS_4, "train": {"prompts_per_step": 30}},
+        ["train.prompts_per_step = 30", "data-parallel size 4 (trainer.dp); use 28 or 32"],
+        id="sft batch",
+    ),
+    pytest.param({"train": {"samples_per_prompt": 1}}, ["train.samples_per_prompt = 1", "use 2 or more"], id="group"),
+    pytest.param(
+        {"trainer": {"max_tokens_per_microbatch": 63}},
+        ["trainer.max_tokens_per_microbatch = 63", "max_prompt_tokens 40", "max_new_tokens 24", "raise it to 64"],
+        id="microbatch",
+    ),
+    pytest.param(
+        {
+            "cluster": {"ranks_per_node": 2},
+            "trainer": {"tp": 2, "max_tokens_per_microbatch": 65},
+            "rollout": {"sampling": {"max_new_tokens": 25}},
+        },
+        ["trainer.max_tokens_per_microbatch = 65", "raise it to 66"],
+        id="microbatch, padded for sequence parallelism",
+    ),
+    pytest.param(
+        {"rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0}}}, ["temperature = 0"], id="greedy rollout"
+    ),
+    pytest.param(
+        {"evaluation": {"sampling": {"max_new_tokens": 2009}}},
+        ["evaluation.sampling.max_new_tokens = 2009", "2048 positions; use at most 2008"],
+        id="positions",
+    ),
+    pytest.param({"reward": {"functions": ["bxed"]}}, ["reward.functions", "'bxed'", "'boxed'"], id="reward"),
+    pytest.param(
+        {"optimizer": {"warmup_steps": 21}, "train": {"steps": 10, "updates_per_step": 2}},
+        ["optimizer.warmup_steps = 21", "20 updates"],
+        id="warm-up",
+    ),
+    pytest.param(
+        {"optimizer": {"learning_rate": 1e-6, "min_learning_rate": 1e-5}}, ["optimizer.min_learning_rate"], id="minimum"
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "told"), WRONG)
+def test_each_misfit_is_one_line_with_field_value_and_remedy(
+    recipe: Callable[..., Recipe], changed: dict[str, Any], told: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**changed))
+    title, *lines = str(caught.value).splitlines()
+    assert title == "recipe small: 1 error"
+    assert len(lines) == 1
+    for words in told:
+        assert words in lines[0]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"loop": "sft", "train": {"samples_per_prompt": 1}}, id="no group in sft"),
+        pytest.param({"loop": "sft", "trainer": {"max_tokens_per_microbatch": 63}}, id="no rollout length in sft"),
+        pytest.param({"trainer": {"max_tokens_per_microbatch": 64}}, id="microbatch of one sequence"),
+        pytest.param({"evaluation": {"sampling": {"max_new_tokens": 2008}}}, id="all positions"),
+        pytest.param({"optimizer": {"warmup_steps": 20}, "train": {"steps": 10, "updates_per_step": 2}}, id="warm-up"),
+    ],
+)
+def test_the_limits_themselves_are_allowed(recipe: Callable[..., Recipe], changed: dict[str, Any]) -> None:
+    assert check(recipe(**changed)).world_size == 1
+
+
+def test_config_errors_come_together_and_before_broken_files(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    broken = {"model": {"path": str(tmp_path)}, "data": {"train": "absent.jsonl", "validation": {"easy": str(empty)}}}
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**broken, rollout={"tp": 2}, train={"samples_per_prompt": 1}))
+    assert str(caught.value).splitlines()[0] == "recipe small: 2 errors"
+    with pytest.raises(DataError) as told:
+        check(recipe(**broken))
+    for words in (
+        "config.json: not found",
+        "neither model.safetensors nor",
+        "tokenizer.json: not found",
+        "absent.jsonl: data.train is not there",
+        "empty.jsonl: data.validation.easy is empty",
+    ):
+        assert words in str(told.value)
+
+
+def test_records_are_counted_by_file(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(RECORD) + "\n\n" + json.dumps(RECORD) + "\n")
+    assert count_records(recipe(data={"validation": {"easy": str(held_out)}})) == {"train": 3, "easy": 2}
+
+
+def test_the_first_faulty_line_of_each_file_is_told(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(RECORD) + "\n{broken\n")
+    with pytest.raises(DataError) as caught:
+        count_records(recipe(loop="sft", data={"validation": {"easy": str(held_out)}}))
+    title, *lines = str(caught.value).splitlines()
+    assert title == "data of recipe small: 2 errors"
+    assert "train.jsonl, line 1: no message is the assistant's" in lines[0]
+    assert "held_out.jsonl, line 2: not JSON" in lines[1]

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.recipe import load, to_yaml
+from megarl.types import ConfigError
+
+SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return written(tmp_path, yaml.safe_dump(SMALL))
+
+
+def failure(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return str(caught.value)
+
+
+def test_overrides_are_read_as_yaml_and_the_last_one_wins(small: Path) -> None:
+    recipe = load(
+        small,
+        [
+            "train.steps=7",
+            "optimizer.learning_rate=1e-5",
+            "train.steps=11",
+            "reward.functions=[boxed,my.module:score]",
+            "data.validation.hard=a=b.jsonl",
+            "trainer.megatron.init_method_std=0.02",
+            "trainer.dp=null",
+            "runs_folder=${model.path}/runs",
+        ],
+    )
+    assert (recipe.train.steps, recipe.optimizer.learning_rate, recipe.trainer.dp) == (11, 1e-5, None)
+    assert recipe.reward.functions == ("boxed", "my.module:score")
+    assert recipe.data.validation == {"hard": "a=b.jsonl"}
+    assert recipe.trainer.megatron == {"init_method_std": 0.02}
+    assert recipe.runs_folder == "m/runs"
+
+
+def test_all_errors_come_in_one_page(tmp_path: Path) -> None:
+    path = written(tmp_path, "name: x\nloop: rll\nmodel: {path: m}\ntrainer: {tp: 0}\nrewrd: {}\n")
+    page = failure(path, "rollout.sampling.top_p=2")
+    assert page.splitlines()[0] == f"{path}: 5 errors"
+    for start in (
+        "loop = 'rll': must be 'rl' or 'sft'",
+        "data.train: missing; add it",
+        "trainer.tp = 0: must be greater than 0",
+        "rollout.sampling.top_p = 2: must be less than or equal to 1",
+        "rewrd = {}: unknown key; did you mean reward?",
+    ):
+        assert f"\n  {start}" in page
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        pytest.param("trainer.tpp=2", "did you mean trainer.tp?", id="misspelt"),
+        pytest.param("trainer.steps=2", "it belongs under train: train.steps", id="wrong section"),
+        pytest.param("tp=2", "it belongs under trainer or rollout: trainer.tp, rollout.tp", id="without its section"),
+        pytest.param("train.nodes=2", "it belongs under cluster: cluster.nodes", id="other section"),
+        pytest.param("model.learning_rte=2", "did you mean optimizer.learning_rate?", id="misspelt elsewhere"),
+        pytest.param("model.qqq=2", "known are model.path, model.dtype", id="nothing near"),
+    ],
+)
+def test_an_unknown_key_says_where_it_may_belong(small: Path, override: str, hint: str) -> None:
+    key, _, value = override.partition("=")
+    assert f"  {key} = {value}: unknown key; {hint}" in failure(small, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        pytest.param("train.steps", "'train.steps': not an override; write section.field=value", id="no ="),
+        pytest.param("=3", "'=3': not an override", id="no key"),
+        pytest.param("train..steps=3", "'train..steps=3': not an override", id="empty part"),
+        pytest.param("train.steps =3", "'train.steps =3': not an override", id="space"),
+        pytest.param("train.steps=[1,", "'train.steps=[1,': while parsing", id="broken YAML"),
+        pytest.param(
+            "train.steps=${train.stps}", "train.steps: Interpolation key 'train.stps' not found", id="reference"
+        ),
+        pytest.param("train.steps=${train", "'train.steps=${train':", id="broken reference"),
+        pytest.param("train.steps=???", "train.steps: Missing mandatory value", id="to be given"),
+        pytest.param("train.steps=.nan", "train.steps = nan: must be a finite number", id="not a number"),
+        pytest.param("optimizer.learning_rate=.inf", "optimizer.learning_rate = inf: must be a finite", id="infinite"),
+        pytest.param("name=../x", "name = '../x': String should match pattern", id="name that leaves the folder"),
+        pytest.param(
+            "reward.functions=boxed", "reward.functions = 'boxed': must be a list, such as [a, b]", id="no list"
+        ),
+        pytest.param(
+            "trainer=null", "trainer = None: is a section; leave it out or set trainer.tp", id="empty section"
+        ),
+        pytest.param("data.validation.a/b=x", "data.validation.a/b: bad name 'a/b'; use letters", id="validation name"),
+        pytest.param("train.hf_token=geheim", "train.hf_token = '<hidden>': unknown key", id="secret"),
+    ],
+)
+def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> None:
+    assert told in failure(small, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param("name: a\nloop: [rl\nseed: 1\n", "recipe.yaml:3: not valid YAML", id="syntax"),
+        pytest.param("name: a\nloop: rl\nname: b\n", "recipe.yaml:3: not valid YAML: found duplicate key", id="twice"),
+        pytest.param("name: !!python/object:os.system x\n", "recipe.yaml:1: not valid YAML", id="python object"),
+        pytest.param("- a\n- b\n", "this is a list", id="list"),
+        pytest.param("", "name: missing", id="empty"),
+        pytest.param("rl\n", "unknown key", id="one word"),
+    ],
+)
+def test_a_broken_file_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    assert told in failure(written(tmp_path, text))
+
+
+def test_a_missing_file_and_a_folder_are_config_errors(tmp_path: Path) -> None:
+    assert "absent.yaml: recipe not found" in failure(tmp_path / "absent.yaml")
+    assert "cannot be read" in failure(tmp_path)
+
+
+@pytest.mark.parametrize("comments", [False, True])
+def test_yaml_reads_back_as_the_same_recipe(small: Path, comments: bool) -> None:
+    recipe = load(
+        small,
+        [
+            r'data.system_prompt="Sag: \\${x} {é}\n\n  # kein Kommentar\n "',
+            "rollout.sampling.stop=['</answer>', ': ']",
+            "rollout.sampling.max_new_tokens=17",
+            "optimizer.learning_rate=3e-7",
+            "data.validation={easy: e.jsonl, '2024': y.jsonl}",
+            "rollout.vllm={stop_token_ids: [1, 2]}",
+        ],
+    )
+    assert recipe.data.system_prompt == "Sag: ${x} {é}\n\n  # kein Kommentar\n "
+    again = load(written(small.parent, to_yaml(recipe, comments=comments)))
+    assert again == recipe
+    assert again.evaluation_sampling.max_new_tokens == 17
+
+
+def test_yaml_hides_secrets_and_explains_every_field(small: Path) -> None:
+    text = to_yaml(load(small, ["rollout.vllm={hf_token: geheim, nested: {API_KEY: geheim}}"]), comments=True)
+    assert "geheim" not in text
+    assert text.count("<hidden>") == 2
+    lines = text.splitlines()
+    assert lines[lines.index("  pp: 1") - 1].startswith("  # Pipeline-parallel size")
+
+
+def test_evaluation_sampling_takes_from_the_rollout_what_it_leaves_out(small: Path) -> None:
+    overrides = ["rollout.sampling={max_new_tokens: 5, stop: [a], temperature: 0.7, top_k: 3}"]
+    sampling = load(small, overrides).evaluation_sampling
+    assert (sampling.max_new_tokens, sampling.stop, sampling.temperature, sampling.top_k) == (5, ("a",), 0.0, 0)
+    own = load(small, [*overrides, "evaluation.sampling={stop: [], top_p: 0.5}"]).evaluation_sampling
+    assert (own.max_new_tokens, own.stop, own.temperature, own.top_p) == (5, (), 0.0, 0.5)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.recipe import load
+from megarl.tracking.run_folder import RunFolder
+from megarl.types import ConfigError, DataError, PeerLostError, RunFolderLockedError
+
+OWNER = """
+import sys
+from megarl.config import Recipe
+from megarl.tracking.run_folder import RunFolder
+folder = RunFolder(Recipe.model_validate_json(sys.argv[1]))
+print("owned", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "small",
+            "loop": "rl",
+            "runs_folder": str(tmp_path / "deep" / "runs"),
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rollout": {"vllm": {"hf_token": "geheim"}, "sampling": {"stop": ["${x}"]}},
+        }
+    )
+
+
+def status(recipe: Recipe) -> dict[str, object]:
+    return json.loads((Path(recipe.runs_folder) / recipe.name / "status.json").read_text())
+
+
+def test_a_new_folder_says_what_runs_and_how_it_stands(recipe: Recipe) -> None:
+    folder = RunFolder(recipe)
+    assert folder.path == Path(recipe.runs_folder) / "small"
+    assert status(recipe) == {"state": "starting", "step": 0, "cause": None, "exit_code": None}
+    kept = load(folder.path / "config.yaml")
+    assert kept.rollout.sampling.stop == ("${x}",)
+    assert kept.rollout.vllm == {"hf_token": "<hidden>"}
+    assert kept.model_dump(exclude={"rollout"}) == recipe.model_dump(exclude={"rollout"})
+    folder.set_status("running", step=3)
+    folder.set_status(step=4)
+    assert status(recipe) == {"state": "running", "step": 4, "cause": None, "exit_code": None}
+    folder.set_status("failed", cause="rank 2 died", exit_code=76, rank=2)
+    assert status(recipe) == {"state": "failed", "step": 4, "cause": "rank 2 died", "exit_code": 76, "rank": 2}
+    assert not list(folder.path.glob("*.new"))
+    folder.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code", "cause"),
+    [
+        pytest.param(None, "done", 0, None, id="done"),
+        pytest.param(KeyboardInterrupt(), "interrupted", 130, "interrupted from the keyboard", id="interrupted"),
+        pytest.param(DataError("line 3"), "failed", 65, "DataError: line 3", id="data"),
+        pytest.param(PeerLostError("rank 1"), "failed", 76, "PeerLostError: rank 1", id="peer"),
+        pytest.param(ZeroDivisionError("0 / 0"), "failed", 70, "ZeroDivisionError: 0 / 0", id="internal"),
+    ],
+)
+def test_leaving_the_folder_writes_how_the_run_ended(
+    recipe: Recipe, error: BaseException | None, state: str, code: int, cause: str | None
+) -> None:
+    def run() -> None:
+        with RunFolder(recipe) as folder:
+            folder.set_status("running", step=5)
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(type(error)):
+            run()
+    else:
+        run()
+    assert status(recipe) == {"state": state, "step": 5, "cause": cause, "exit_code": code}
+
+
+def test_a_folder_in_use_is_refused_until_its_owner_dies(recipe: Recipe) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, recipe.model_dump_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert owner.stdout is not None and owner.stdout.readline() == "owned\n"
+        with pytest.raises(RunFolderLockedError) as caught:
+            RunFolder(recipe)
+        assert f"pid {owner.pid}" in str(caught.value) and f"host {os.uname().nodename}" in str(caught.value)
+        assert caught.value.exit_code == 73
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.communicate()
+    # Dead: the lock is free, what it left is an earlier run.
+    with pytest.raises(ConfigError, match="already holds a run, which is starting at step 0"):
+        RunFolder(recipe)
+    (Path(recipe.runs_folder) / "small" / "status.json").unlink()
+    RunFolder(recipe).close()
+
+
+def test_an_earlier_run_is_not_overwritten(recipe: Recipe) -> None:
+    with RunFolder(recipe) as folder:
+        folder.set_status("running", step=12)
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.name != "lock"}
+    for _ in range(2):  # The refusal itself leaves no lock behind.
+        with pytest.raises(ConfigError, match=r"name: .*small already holds a run, which is done at step 12\. Choose"):
+            RunFolder(recipe)
+    assert {path: path.read_bytes() for path in before} == before
+    (folder.path / "status.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        RunFolder(recipe)
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("a file")
+    with pytest.raises(ConfigError, match=r"runs_folder: .* cannot be made"):
+        RunFolder(recipe)

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.config import Recipe
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.tracker import Tracker
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    sections = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}}
+    with RunFolder(Recipe.model_validate({**sections, "runs_folder": str(tmp_path)})) as folder:
+        yield folder
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, width=40, highlight=False), text
+
+
+def test_a_step_reaches_json_tensorboard_and_console(folder: RunFolder) -> None:
+    console, text = plain_console()
+    tracker = Tracker(folder, headlines=["train/loss", "reward/mean", "absent"], steps=3, console=console)
+    tracker.log(0, {"val/easy/accuracy": 0.25})
+    tracker.log(1, {"train/loss": np.float32(0.5), "reward/mean": 1 / 3, "kl/mean": 7})
+    tracker.log(3, {"train/loss": float("nan"), "reward/mean": float("-inf")})
+    tracker.close()
+
+    written = rows(folder.metrics_file)
+    assert [row["step"] for row in written] == [0, 1, 3]
+    assert all(row.pop("time/step_seconds") >= 0 for row in written)  # type: ignore[operator]
+    assert written == [
+        {"step": 0, "val/easy/accuracy": 0.25},
+        {"step": 1, "train/loss": 0.5, "reward/mean": 1 / 3, "kl/mean": 7.0},
+        {"step": 3, "train/loss": None, "reward/mean": None},
+    ]
+
+    events = EventAccumulator(str(folder.tensorboard_folder)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("val/easy/accuracy")] == [(0, 0.25)]
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 3]
+    assert np.isnan(events.Scalars("train/loss")[1].value)
+
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 3, "one line a step, however narrow the terminal"
+    assert lines[0].startswith("step 0/3  val/easy/accuracy 0.25  0.")
+    assert lines[1].startswith("step 1/3  train/loss 0.5  reward/mean 0.3333  ") and lines[1].endswith("left")
+    assert lines[2].startswith("step 3/3  train/loss nan  reward/mean -inf") and lines[2].endswith("0:00:00 left")
+    assert "\x1b" not in text.getvalue()
+
+
+def test_phases_add_up_within_a_step_and_start_anew_with_the_next(folder: RunFolder) -> None:
+    tracker = Tracker(folder, console=plain_console()[0])
+    for _ in range(2):
+        with tracker.phase("rollout"):
+            time.sleep(0.02)
+    with pytest.raises(ZeroDivisionError), tracker.phase("train"):
+        raise ZeroDivisionError
+    tracker.log(1, {})
+    with tracker.phase("train"):
+        time.sleep(0.01)
+    tracker.log(2, {})
+    first, second = rows(folder.metrics_file)
+    assert 0.04 <= first["time/rollout_seconds"] <= first["time/step_seconds"]  # type: ignore[operator]
+    assert set(first) == {"step", "time/step_seconds", "time/rollout_seconds", "time/train_seconds"}
+    assert set(second) == {"step", "time/step_seconds", "time/train_seconds"}
+    tracker.close()
+
+
+def test_a_step_is_logged_once(folder: RunFolder) -> None:
+    tracker = Tracker(folder, console=plain_console()[0])
+    tracker.log(2, {})
+    with pytest.raises(ValueError, match="step 2 is logged after step 2"):
+        tracker.log(2, {})
+    tracker.close()
+    assert len(rows(folder.metrics_file)) == 1
+
+
+def test_metrics_are_on_disk_as_soon_as_they_are_logged(folder: RunFolder) -> None:
+    tracker = Tracker(folder, console=plain_console()[0])
+    tracker.log(1, {"train/loss": 2.0})
+    assert rows(folder.metrics_file)[0]["train/loss"] == 2.0
+    tracker.close()
+
+
+def test_samples_are_kept_word_for_word(folder: RunFolder) -> None:
+    tracker = Tracker(folder, console=plain_console()[0])
+    completion = "<b>é</b>\n\n    # [no] *markup* \u2028 \\boxed{3}"
+    records = [
+        {"completion": completion, "reward": np.float64(1.5), "token_ids": np.array([2, 3, 5])},
+        *({"completion": str(place), "reward": float("nan")} for place in range(5)),
+    ]
+    tracker.samples(12, records)
+    tracker.samples(12, [{"set": "easy", "completion": "later"}])
+    tracker.close()
+    lines = (folder.samples_folder / "step_000012.jsonl").read_text(encoding="utf-8").split("\n")
+    read = [json.loads(line) for line in lines if line]
+    assert read[0] == {"completion": completion, "reward": 1.5, "token_ids": [2, 3, 5]}
+    assert read[1]["reward"] is None
+    assert read[-1] == {"set": "easy", "completion": "later"} and len(read) == 7
+    events = EventAccumulator(str(folder.tensorboard_folder)).Reload()
+    shown = events.Tensors("samples/train/0/text_summary")[0]
+    assert shown.step == 12
+    # Four spaces make it code, which TensorBoard shows as it is.
+    assert "    <b>é</b>\n    \n        # [no] *markup*" in shown.tensor_proto.string_val[0].decode()
+    assert [tag for tag in events.Tags()["tensors"] if "/4/" in tag or "easy" in tag] == ["samples/easy/0/text_summary"]
+
+
+def test_without_tensorboard_a_run_goes_on_with_one_warning(folder: RunFolder) -> None:
+    folder.tensorboard_folder.write_text("a file where the folder should be")
+    console, text = plain_console()
+    tracker = Tracker(folder, console=console)
+    tracker.log(1, {"train/loss": 2.0})
+    tracker.samples(1, [{"completion": "x"}])
+    tracker.log(2, {"train/loss": 3.0})
+    tracker.close()
+    assert [row["train/loss"] for row in rows(folder.metrics_file)] == [2.0, 3.0]
+    assert text.getvalue().count("warning: ") == 1
+    assert "going on without TensorBoard" in text.getvalue()
+
+
+def test_tensorboard_that_fails_later_does_not_stop_the_run(folder: RunFolder) -> None:
+    console, text = plain_console()
+    tracker = Tracker(folder, console=console)
+    tracker.log(1, {"train/loss": 2.0})
+    # The event file's descriptor is closed under the writer, as a lost file system would do.
+    writer = tracker._tensorboard
+    assert writer is not None
+    writer._get_file_writer().event_writer._async_writer.close()
+    tracker.log(2, {"train/loss": 3.0})
+    tracker.log(3, {"train/loss": 5.0})
+    tracker.close()
+    assert [row["train/loss"] for row in rows(folder.metrics_file)] == [2.0, 3.0, 5.0]
+    assert text.getvalue().count("warning: ") == 1
