@@ -155,11 +155,11 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
 
 
 def _rewards(recipe: Recipe) -> Iterator[str]:
-    from megarl.rewards import resolve
+    from megarl.rewards import locate
 
     for name in recipe.reward.functions:
         try:
-            resolve(name)
+            locate(name)
         except ConfigError as error:
             yield str(error)
 

@@ -3,7 +3,3 @@
 `rl` samples, scores, updates and reshards; `sft` updates on conversations. `run` makes the session of a recipe
 (run folder, ranks, tracker), carries its loop out and leaves the trained model in `hf/`.
 """
-
-from megarl.loops.session import run
-
-__all__ = ["run"]

@@ -1,4 +1,4 @@
-"""From answers to what is trained on: advantages, token weights, the updates of a step; and what a step's answers tell."""
+"""From answers to what is trained on: advantages, token weights, the updates of a step; and what answers tell."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def first_gap(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 def reward_metrics(answered: Sequence[Answered]) -> dict[str, float]:
     """What a step's completions were like.
 
-    `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards are
-    all equal and teach nothing; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share that hit the limit.
+    `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards
+    are all equal and teach nothing; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share that hit the
+    limit.
     """
     scores = np.array([a.reward.score for a in answered])
     lengths = np.array([len(a.completion.token_ids) for a in answered])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from megarl.data.sampler import DataOrder
 from megarl.loops.batches import first_gap, reward_metrics, split, to_sequences
-from megarl.loops.session import Session, sampling_settings
+from megarl.loops.session import Session, read_problems, sampling_settings
 from megarl.tracking.metrics import merge, values
 
 
 async def train(session: Session) -> None:
     """One step: roll out -> log-probs -> update -> reshard -> evaluate."""
     recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
-    problems = session.read_problems(recipe.data.train)
+    problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     sampling = sampling_settings(recipe.rollout.sampling)
     tracker.log(0, await session.evaluate(0))

@@ -1,20 +1,15 @@
-"""What every loop works with: the ranks, the engines' answers, the tracker; and how a run begins and ends."""
+"""What every loop works with: the ranks, the engines' answers, the tracker, the validation sets."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.config import Recipe, SamplingConfig
-from megarl.data.chat import load_tokenizer
-from megarl.data.problems import read_problems
+from megarl.data import problems
 from megarl.evaluation import Respondents, accuracy
 from megarl.parallel_layout import ParallelLayout
-from megarl.platform import device
-from megarl.rewards.scoring import RewardPool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import Problem, SamplingSettings, TrainingSequence
@@ -39,10 +34,6 @@ class Session:
     respondents: Respondents
     validation: Mapping[str, list[Problem]]
 
-    def read_problems(self, path: str) -> list[Problem]:
-        """The problems of a data file, as this run renders them."""
-        return _read_problems(self.recipe, self.tokenizer, path)
-
     async def add_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The sequences with what the objective asks of the trainer before its update: old and reference log-probs."""
         algorithm = self.recipe.algorithm
@@ -62,7 +53,9 @@ class Session:
         seconds = {
             f"time/reshard_{name}": max(r[name] for r in reports) for name in reports[0] if name.endswith("_seconds")
         }
-        moved = {f"reshard/{name}": sum(r[name] for r in reports) for name in reports[0] if name.endswith("_bytes")}
+        moved = {
+            f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")
+        }
         return seconds | moved
 
     async def evaluate(self, step: int) -> dict[str, float]:
@@ -86,65 +79,15 @@ class Session:
         return {"memory/peak_gib": max(await self.ranks.call("peak_memory_bytes")) / 2**30}
 
 
-def run(recipe: Recipe, layout: ParallelLayout) -> None:
-    """Carry a checked recipe out, from starting its ranks to the exported model."""
-    from megarl.loops import rl, sft
-
-    loops = {"rl": rl.train, "sft": sft.train}
-    with RunFolder(recipe) as folder:
-        asyncio.run(_run(recipe, layout, folder, loops[recipe.loop]))
-
-
-async def _run(
-    recipe: Recipe, layout: ParallelLayout, folder: RunFolder, loop: Callable[[Session], Awaitable[None]]
-) -> None:
-    async with AsyncExitStack() as stack:
-        tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
-        stack.callback(tracker.close)
-        rewards = RewardPool(
-            recipe.reward.functions,
-            num_workers=recipe.reward.num_workers,
-            timeout_seconds=recipe.reward.timeout_seconds,
-            correct_score=recipe.reward.correct_score,
-        )
-        stack.callback(rewards.close)
-        tokenizer = load_tokenizer(recipe.model.path)
-        validation = {name: _read_problems(recipe, tokenizer, path) for name, path in recipe.data.validation.items()}
-        with tracker.phase("start"):
-            ranks = await ProcessGroup.start(
-                "megarl.workers.worker:Worker",
-                {"recipe": recipe, "layout": layout},
-                world_size=layout.world_size,
-                log_folder=folder.logs_folder,
-                start_timeout_seconds=recipe.cluster.start_timeout_seconds,
-                environment=device.rank_environment(recipe.cluster.ranks_per_node),
-            )
-        stack.push_async_callback(ranks.close)
-        folder.set_status("running")
-        concurrent = recipe.rollout.max_concurrent_requests
-        session = Session(
-            recipe=recipe,
-            layout=layout,
-            folder=folder,
-            tracker=tracker,
-            tokenizer=tokenizer,
-            ranks=ranks,
-            trainer=TrainerRanks(ranks, layout, recipe.trainer.max_tokens_per_microbatch),
-            respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
-            validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
-        )
-        await loop(session)
-        await ranks.call("export", folder.model_folder)
-
-
 def sampling_settings(config: SamplingConfig) -> SamplingSettings:
     """What a request carries of the recipe's sampling section."""
     return SamplingSettings(**config.model_dump())
 
 
-def _read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Problem]:
+def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Problem]:
+    """The problems of a data file, as a run of this recipe renders them."""
     data = recipe.data
-    return read_problems(
+    return problems.read_problems(
         path,
         tokenizer,
         answer_field=data.answer_field,

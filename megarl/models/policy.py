@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def uses_transformer_engine() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine.pytorch  # noqa: F401 # type: ignore[import-not-found]
     except ImportError:
         return False
     return True
@@ -45,7 +46,7 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules | Module
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)  # type: ignore[arg-type]
 
 
 class PolicyModel(GPTModel):
@@ -103,7 +104,7 @@ class PolicyModel(GPTModel):
         return torch.stack(
             vocab_parallel_logprobs(
                 hidden_states.squeeze(1),
-                weight[: self.num_local_tokens],
+                weight[: self.num_local_tokens],  # type: ignore[index]
                 labels.squeeze(0),
                 first_token_id=self.first_token_id,
                 group=tp_group,
@@ -114,5 +115,9 @@ class PolicyModel(GPTModel):
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of 128 per rank."""
-    return -(-vocab_size // (128 * tp)) * 128 * tp
+    """Rows of the embedding over all tensor-parallel ranks.
+
+    vLLM pads to a multiple of 64 too: at equal tp both sides then split the vocabulary alike, and none of it travels.
+    """
+    multiple = lcm(64, tp)
+    return -(-vocab_size // multiple) * multiple

@@ -120,10 +120,10 @@ class TrainingEngine:
         losses = self._run(rows, self.model, partial(_weighted_loss, objective=self.objective), forward_only=False)
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()  # type: ignore[misc]
         if not np.isfinite(grad_norm):
             raise MegarlError(
-                f"gradient norm {grad_norm} is not finite. Lower optimizer.learning_rate or look at the data of this step."
+                f"gradient norm {grad_norm} is not finite. Lower optimizer.learning_rate or look at this step's data."
             )
         if not self.reports:
             return {}

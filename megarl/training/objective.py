@@ -23,13 +23,19 @@ def supervised(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch) ->
 def policy_objective(config: AlgorithmConfig) -> Objective:
     """The policy loss a recipe names, plus k3 KL to the reference model where its coefficient is not zero."""
     policy_loss = POLICY_LOSSES[config.policy_loss]
-    clip = dict(clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
 
     def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         known = batch.known
         # With one update per rollout the trainer's log-probs before the update are those of this very pass.
         old_logprobs = known.get("old_logprobs", policy_logprobs.detach())
-        loss, metrics = policy_loss(policy_logprobs, old_logprobs, known["advantages"], **clip)
+        loss, metrics = policy_loss(
+            policy_logprobs,
+            old_logprobs,
+            known["advantages"],
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+        )
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies}
         if config.kl_coefficient:
             divergence = k3(policy_logprobs, known["reference_logprobs"])

@@ -1,0 +1,71 @@
+"""How a run begins and ends: its folder, its ranks, its loop, the exported model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+from megarl.config import Recipe
+from megarl.data.chat import load_tokenizer
+from megarl.evaluation import Respondents
+from megarl.loops import rl, sft
+from megarl.loops.session import Session, read_problems
+from megarl.parallel_layout import ParallelLayout
+from megarl.platform import device
+from megarl.rewards.scoring import RewardPool
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.tracker import Tracker
+from megarl.workers.batching import TrainerRanks
+from megarl.workers.process_group import ProcessGroup
+
+LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {"rl": rl.train, "sft": sft.train}
+
+
+def run(recipe: Recipe, layout: ParallelLayout) -> None:
+    """Carry a checked recipe out, from starting its ranks to the exported model."""
+    with RunFolder(recipe) as folder:
+        asyncio.run(_run(recipe, layout, folder, LOOPS[recipe.loop]))
+
+
+async def _run(
+    recipe: Recipe, layout: ParallelLayout, folder: RunFolder, loop: Callable[[Session], Awaitable[None]]
+) -> None:
+    async with AsyncExitStack() as stack:
+        tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
+        stack.callback(tracker.close)
+        rewards = RewardPool(
+            recipe.reward.functions,
+            num_workers=recipe.reward.num_workers,
+            timeout_seconds=recipe.reward.timeout_seconds,
+            correct_score=recipe.reward.correct_score,
+        )
+        stack.callback(rewards.close)
+        tokenizer = load_tokenizer(recipe.model.path)
+        validation = {name: read_problems(recipe, tokenizer, path) for name, path in recipe.data.validation.items()}
+        with tracker.phase("start"):
+            ranks = await ProcessGroup.start(
+                "megarl.workers.worker:Worker",
+                {"recipe": recipe, "layout": layout},
+                world_size=layout.world_size,
+                log_folder=folder.logs_folder,
+                start_timeout_seconds=recipe.cluster.start_timeout_seconds,
+                environment=device.rank_environment(recipe.cluster.ranks_per_node),
+            )
+        stack.push_async_callback(ranks.close)
+        ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
+        folder.set_status("running")
+        concurrent = recipe.rollout.max_concurrent_requests
+        session = Session(
+            recipe=recipe,
+            layout=layout,
+            folder=folder,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            ranks=ranks,
+            trainer=TrainerRanks(ranks, layout, recipe.trainer.max_tokens_per_microbatch),
+            respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
+            validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
+        )
+        await loop(session)
+        await ranks.call("export", folder.model_folder)
