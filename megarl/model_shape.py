@@ -45,7 +45,9 @@ def read_model_shape(model_folder: str | Path) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path}: not found. model.path must be a Hugging Face model folder with a config.json.") from None
+        raise DataError(
+            f"{path}: not found. model.path must be a Hugging Face model folder with a config.json."
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Copy the model folder again.") from None
     try:

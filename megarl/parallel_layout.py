@@ -37,9 +37,7 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """The trainer coordinates of a rank."""
-        return Coordinates(
-            tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp)
-        )
+        return Coordinates(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
 
     def rank(self, tp: int, dp: int, pp: int) -> int:
         """The rank at these trainer coordinates."""
