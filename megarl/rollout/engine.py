@@ -154,7 +154,7 @@ class RolloutEngine:
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
         internal_id, version = self._running.pop(request_id)
         # vLLM gives no output for an aborted request; what it has so far stands in its output state.
-        state = engine.output_processor.request_states[internal_id]
+        state: Any = engine.output_processor.request_states[internal_id]
         token_ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
         engine.abort_request([internal_id], internal=True)
         return _completion(request_id, token_ids, logprobs, "abort", version)
@@ -218,7 +218,7 @@ def _open_channel(tp: int) -> CommandChannel:
         ranks = tuple(range(first, first + tp))
         group = dist.new_group(list(ranks), backend="gloo") if tp > 1 else None
         if dist.get_rank() in ranks:
-            mine = CommandChannel(group, ranks)
+            mine = CommandChannel(cast("dist.ProcessGroup | None", group), ranks)
     assert mine is not None
     return mine
 
