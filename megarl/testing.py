@@ -54,14 +54,18 @@ class RankPool:
         self._group: ProcessGroup | None = None
         self._logs = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
-        """Call `function(*args)` on all ranks; results by rank. See `run_ranks`."""
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0, world_size: int | None = None
+    ) -> list[Any]:
+        """Call `function(*args)` on the first `world_size` ranks, or all; results by rank. See `run_ranks`."""
         if "<" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} is local: ranks can only run functions of a module's own")
         address = (function.__module__, os.path.abspath(inspect.getfile(function)), function.__qualname__)
-        return self._runner.run(self._run(address, args, timeout_seconds))
+        return self._runner.run(self._run(address, args, timeout_seconds, world_size or self.world_size))
 
-    async def _run(self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float) -> list[Any]:
+    async def _run(
+        self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float, world_size: int
+    ) -> list[Any]:
         if self._group is None:
             self._group = await ProcessGroup.start(
                 "megarl.testing:FunctionRunner",
@@ -74,7 +78,7 @@ class RankPool:
             self._group.answer_timeout_seconds = _LOAD_SECONDS
             await self._group.call("load", *address)
             self._group.answer_timeout_seconds = timeout_seconds
-            return await self._group.call("run", args, timeout_seconds)
+            return (await self._group.call("run", args, timeout_seconds, world_size))[:world_size]
         except BaseException:
             await self._group.close()
             self._group = None
@@ -102,7 +106,7 @@ class FunctionRunner:
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
         port = int(os.environ["MASTER_PORT"])
-        self._rank, self._world_size, self._num_runs = rank, world_size, 0
+        self._rank, self._num_runs = rank, 0
         self._store = TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=rank == 0)
 
     def load(self, module_name: str, file: str, qualname: str) -> None:
@@ -115,19 +119,21 @@ class FunctionRunner:
             spec.loader.exec_module(module)
         self._function: Any = operator.attrgetter(qualname)(sys.modules[module_name])
 
-    def run(self, args: Sequence[Any], timeout_seconds: float) -> Any:
-        """Call the loaded function in a gloo world of its own."""
+    def run(self, args: Sequence[Any], timeout_seconds: float, world_size: int) -> Any:
+        """Call the loaded function in a gloo world of its own, of the first `world_size` ranks."""
         import torch
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
         self._num_runs += 1
+        if self._rank >= world_size:
+            return None
         torch.manual_seed(0)
         dist.init_process_group(
             "gloo",
             store=PrefixStore(f"run{self._num_runs}", self._store),
             rank=self._rank,
-            world_size=self._world_size,
+            world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
         result = self._function(*args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
+
+from megarl.testing import RankPool
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
@@ -32,6 +34,13 @@ def load_tool(name: str) -> ModuleType:
 def tool() -> Callable[[str], ModuleType]:
     """`tool("make_tiny_model")` is that script as a module."""
     return load_tool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four processes that live as long as the session; `ranks.run(function, ..., world_size=2)` uses two of them."""
+    with RankPool(4) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

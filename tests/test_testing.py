@@ -72,6 +72,7 @@ def test_a_pool_keeps_its_processes_and_renews_the_world(pool):
     assert pool.run(weighted_sum, Share(-1, 3.0)) == [Share(0, 33.0), Share(1, 33.0)]
     assert [answer.tolist() for answer in pool.run(exchange_tensor)] == [[2, 3, 5, 7], [4, 6, 10, 14]]
     assert pool.run(gather_pids) == pids
+    assert pool.run(gather_pids, world_size=1) == [pids[0][:1]]
     assert pool.run(num_threads_and_word) == [(1, "Rhone")] * 2
 
 

@@ -1,0 +1,65 @@
+"""Megatron's config from a model's shape, and the errors of its overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.model_shape import read_model_shape
+from megarl.models.configuration import transformer_config
+from megarl.models.policy import padded_vocab_size
+from megarl.parallel_layout import ParallelLayout
+from megarl.types import ConfigError
+
+
+@pytest.fixture
+def config(tiny_model: Callable[..., Path]) -> Callable[..., Any]:
+    def make(pp: int = 1, **overrides: Any) -> Any:
+        shape = read_model_shape(tiny_model(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=24))
+        layout = ParallelLayout(tp=2, pp=pp, dp=1, rollout_tp=1)
+        return transformer_config(shape, layout, dtype=torch.bfloat16, sequence_parallel=True, overrides=overrides)
+
+    return make
+
+
+def test_sizes(config: Callable[..., Any]) -> None:
+    made = config(pp=2)
+    assert (made.num_layers, made.hidden_size, made.ffn_hidden_size) == (2, 128, 256)
+    assert (made.num_attention_heads, made.num_query_groups, made.kv_channels) == (4, 2, 24)
+    assert (made.tensor_model_parallel_size, made.pipeline_model_parallel_size) == (2, 2)
+    assert made.qk_layernorm and made.bf16 and made.sequence_parallel and made.variable_seq_lengths
+
+
+def test_overrides_win(config: Callable[..., Any]) -> None:
+    assert config(recompute_granularity="selective").recompute_granularity == "selective"
+    assert config(layernorm_epsilon=0.25).layernorm_epsilon == 0.25
+
+
+def test_an_unknown_override_names_the_nearest(config: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.megatron\.recompute_granularty: .* mean recompute_granularity\?"):
+        config(recompute_granularty="full")
+    with pytest.raises(ConfigError, match=r"trainer\.megatron\.zzzzz: [^?]*$"):
+        config(zzzzz=1)
+
+
+def test_what_megatron_refuses_is_a_config_error(config: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="trainer.megatron: Megatron-Core refuses these settings: .*fp16"):
+        config(fp16=True)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tp", "expected"),
+    [
+        pytest.param(128, 2, 128, id="fits"),
+        pytest.param(129, 2, 192, id="to the next 64"),
+        pytest.param(151936, 8, 151936, id="Qwen3"),
+        pytest.param(1, 128, 128, id="more ranks than 64"),
+        pytest.param(65, 3, 192, id="three ranks"),
+    ],
+)
+def test_padded_vocabulary(vocabulary: int, tp: int, expected: int) -> None:
+    assert padded_vocab_size(vocabulary, tp) == expected

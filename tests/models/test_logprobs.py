@@ -1,0 +1,137 @@
+"""Log-probs and entropies, with their gradients, against a plain float64 softmax over the whole vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.testing import RankPool
+
+TOKENS, HIDDEN, VOCABULARY = 13, 6, 29
+
+
+def problem(tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
+    """Hidden states, head, targets (first and last id among them) and the gradients that come back."""
+    g = torch.Generator().manual_seed(3)
+    targets = torch.randint(vocabulary, (tokens,), generator=g)
+    targets[0], targets[-1] = 0, vocabulary - 1
+    return {
+        "hidden": torch.randn(tokens, HIDDEN, generator=g),
+        "weight": torch.randn(vocabulary, HIDDEN, generator=g),
+        "targets": targets,
+        "grad_logprob": torch.randn(tokens, generator=g),
+        "grad_entropy": torch.randn(tokens, generator=g),
+    }
+
+
+def plain(p: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
+    """Log-probs, entropies and gradients in float64."""
+    hidden, weight = (p[name].double().requires_grad_() for name in ("hidden", "weight"))
+    logprobs = (hidden @ weight.T / temperature).log_softmax(-1)
+    logprob = logprobs.gather(1, p["targets"][:, None]).squeeze(1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    torch.autograd.backward([logprob, entropy], [p["grad_logprob"].double(), p["grad_entropy"].double()])
+    assert hidden.grad is not None and weight.grad is not None
+    return {"logprob": logprob, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
+
+
+def ours(p: dict[str, Tensor], temperature: float, chunk: int, first: int = 0, stop: int = VOCABULARY) -> dict:
+    """The same from the vocabulary's rows `first` to `stop`; the hidden gradient summed over the ranks."""
+    from megarl.models.logprobs import vocab_parallel_logprobs
+
+    group = dist.group.WORLD if dist.is_initialized() else None
+    hidden, weight = p["hidden"].clone().requires_grad_(), p["weight"][first:stop].clone().requires_grad_()
+    logprob, entropy = vocab_parallel_logprobs(
+        hidden,
+        weight,
+        p["targets"],
+        first_token_id=first,
+        group=group,
+        temperature=temperature,
+        chunk_tokens=chunk,
+    )
+    torch.autograd.backward([logprob, entropy], [p["grad_logprob"], p["grad_entropy"]])
+    assert hidden.grad is not None and weight.grad is not None
+    if group is not None:
+        dist.all_reduce(hidden.grad)
+    return {
+        "logprob": logprob.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
+
+
+def ours_on_ranks(p: dict[str, Tensor], temperature: float, chunk: int, cuts: list[int]) -> dict:
+    rank = dist.get_rank()
+    return ours(p, temperature, chunk, cuts[rank], cuts[rank + 1])
+
+
+def largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert got.keys() == expected.keys()
+    return max((got[name].double() - expected[name]).abs().max().item() for name in expected)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, TOKENS, 100])
+def test_whole_vocabulary(chunk: int, temperature: float) -> None:
+    p = problem()
+    assert largest_difference(ours(p, temperature, chunk), plain(p, temperature)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param([0, 15, VOCABULARY], id="uneven halves"),
+        pytest.param([0, VOCABULARY, VOCABULARY], id="second rank without rows"),
+    ],
+)
+def test_split_vocabulary(ranks: RankPool, cuts: list[int]) -> None:
+    p = problem()
+    first, second = ranks.run(ours_on_ranks, p, 0.6, 4, cuts, world_size=2)
+    for name in ("logprob", "entropy", "hidden"):
+        assert torch.equal(first[name], second[name]), name
+    joined = first | {"weight": torch.cat([first["weight"], second["weight"]])}
+    assert largest_difference(joined, plain(p, 0.6)) <= 1e-5
+
+
+def test_large_logits_stay_finite() -> None:
+    p = problem()
+    p["hidden"] *= 300
+    got, expected = ours(p, 1.0, 4), plain(p, 1.0)
+    for name in expected:
+        torch.testing.assert_close(got[name].double(), expected[name], rtol=1e-5, atol=1e-3)
+    assert got["logprob"].min() < -1000 and (got["entropy"] >= 0).all()
+
+
+class LargestOutput(TorchDispatchMode):
+    """The most elements any operation has put out, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+def peak(work: Callable[[], object]) -> int:
+    with LargestOutput() as largest:
+        work()
+    return largest.numel
+
+
+def test_logits_of_one_chunk_are_alive_at_most() -> None:
+    p = problem(tokens=64, vocabulary=400)
+    assert peak(lambda: plain(p, 1.0)) == 64 * 400
+    assert peak(lambda: ours(p, 1.0, 8, stop=400)) == 8 * 400

@@ -1,0 +1,59 @@
+"""Packed rows: what is known of token t + 1 stands at position t, and comes back to where it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megarl.training.batch import pack_row, unpack_row
+from megarl.types import TrainingSequence
+
+CPU = torch.device("cpu")
+
+
+def sequence(first: int, length: int, prompt: int) -> TrainingSequence:
+    """Token ids count up from `first`; what is known of a token is its id in another unit."""
+    ids = np.arange(first, first + length)
+    return TrainingSequence(
+        token_ids=ids,
+        loss_mask=np.arange(length) >= prompt,
+        token_weights=(ids / 100).astype(np.float32),
+        rollout_logprobs=(-ids).astype(np.float32),
+    )
+
+
+def test_pack_row() -> None:
+    batch = pack_row([sequence(10, 3, 1), sequence(20, 4, 2)], multiple=4, qkv_format="packed", device=CPU)
+    assert batch.input_ids.tolist() == [[10, 11, 12, 20, 21, 22, 23, 0]]
+    assert batch.labels.tolist() == [[11, 12, 0, 21, 22, 23, 0, 0]]
+    assert batch.mask.tolist() == [True, True, False, False, True, True, False, False]
+    assert batch.row.cu_seqlens_q.tolist() == [0, 3, 8]
+    assert batch.row.positions is not None and batch.row.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert batch.known.keys() == {"token_weights", "rollout_logprobs"}
+    assert batch.known["rollout_logprobs"].tolist() == [-11, -12, 0, -21, -22, -23, 0, 0]
+    torch.testing.assert_close(
+        batch.known["token_weights"], torch.tensor([0.11, 0.12, 0, 0.21, 0.22, 0.23, 0, 0]), rtol=1e-6, atol=0
+    )
+
+
+def test_a_row_that_needs_no_padding() -> None:
+    batch = pack_row([sequence(5, 1, 1), sequence(7, 3, 1)], multiple=2, qkv_format="packed", device=CPU)
+    assert batch.input_ids.tolist() == [[5, 7, 8, 9]]
+    assert batch.labels.tolist() == [[0, 8, 9, 0]]
+    assert batch.mask.tolist() == [False, True, True, False]
+
+
+def test_unpack_row_undoes_the_shift() -> None:
+    values = torch.tensor([-11.0, -12, 99, -21, -22, -23, 99, 99], dtype=torch.float64)
+    first, second = unpack_row(values, [3, 4])
+    assert first.tolist() == [0, -11, -12] and second.tolist() == [0, -21, -22, -23]
+    assert first.dtype == second.dtype == np.float32
+    assert [array.tolist() for array in unpack_row(torch.tensor([7.0]), [1])] == [[0.0]]
+
+
+def test_packing_and_unpacking_is_the_identity() -> None:
+    sequences = [sequence(100, 5, 1), sequence(200, 1, 1), sequence(300, 7, 1)]
+    batch = pack_row(sequences, multiple=8, qkv_format="packed", device=CPU)
+    for got, had in zip(unpack_row(batch.known["rollout_logprobs"], [5, 1, 7]), sequences, strict=True):
+        assert had.rollout_logprobs is not None
+        assert got.tolist() == [0.0, *had.rollout_logprobs[1:].tolist()]
