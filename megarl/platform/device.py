@@ -22,7 +22,9 @@ def rank_environment(ranks_per_node: int) -> dict[str, str]:
 
 
 def init_world(timeout_seconds: float) -> None:
-    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe."""
+    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, unless this process is in one."""
+    if torch.distributed.is_initialized():
+        return
     device = current()
     if device.type == "cuda":
         torch.cuda.set_device(device)

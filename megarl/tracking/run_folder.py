@@ -84,7 +84,8 @@ class RunFolder:
                 self.set_status("interrupted", cause="interrupted from the keyboard", exit_code=130)
             else:
                 code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
-                self.set_status("failed", cause=f"{type(error).__name__}: {error}", exit_code=code)
+                rank = getattr(error, "rank", None)
+                self.set_status("failed", cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
         finally:
             self.close()
 

@@ -21,7 +21,7 @@ from megarl.types import Completion, Request
 from megarl.weights.families import hf_tensors
 from megarl.weights.layouts import safetensors
 from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
-from megarl.weights.layouts.vllm import record_layout
+from megarl.weights.layouts.vllm import record_layout, zero_padding
 from megarl.weights.reshard import Reshard
 
 
@@ -67,6 +67,7 @@ class Worker:
         """Copy the trainer's weights into the engine's live parameters. Returns seconds and bytes by stage."""
         assert self.engine is not None and self.reshard_plan is not None
         self.engine.wake(["weights"])
+        zero_padding(self.engine.model)
         report = self.reshard_plan.run()
         self.engine.wake(["kv_cache"])
         self.engine.weights_updated()

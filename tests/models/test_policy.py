@@ -1,0 +1,181 @@
+"""Megatron's model against Hugging Face's: logits at one rank, log-probs however the model is split."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.model_shape import read_model_shape
+from megarl.parallel_layout import ParallelLayout
+from megarl.testing import RankPool
+from megarl.training.batch import pack_row
+from megarl.types import TrainingSequence
+
+LENGTHS = [7, 1, 300, 12]
+TEMPERATURE = 0.7
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def sequences(vocab_size: int) -> list[TrainingSequence]:
+    tokens = np.random.default_rng(2).integers(vocab_size, size=sum(LENGTHS))
+    tokens[:2] = 0, vocab_size - 1
+    parts = np.split(tokens, np.cumsum(LENGTHS)[:-1])
+    return [TrainingSequence(token_ids=part, loss_mask=np.ones(len(part), bool)) for part in parts]
+
+
+def build(folder: str, layout: ParallelLayout) -> Any:
+    """This rank's stage of the model, its weights read from the folder."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megarl.models.configuration import transformer_config
+    from megarl.models.policy import PolicyModel, padded_vocab_size
+    from megarl.weights.layouts import safetensors
+    from megarl.weights.layouts.megatron import megatron_layout
+
+    shape = read_model_shape(folder)
+    parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+    config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=layout.tp > 1, overrides={})
+    model = PolicyModel(config, shape, temperature=TEMPERATURE, logprob_chunk_tokens=50)
+    at = layout.coordinates(dist.get_rank())
+    pieces = megatron_layout(shape, layout, at, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    safetensors.load(folder, shape, pieces, dict(model.named_parameters()))
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_and_logprobs(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [tokens, padded vocabulary], log-probs and entropies [2, tokens] of the row, on one rank."""
+    from megatron.core.models.gpt import GPTModel
+
+    model = build(folder, ParallelLayout(1, 1, 1, 1))
+    batch = pack_row(
+        sequences(model.num_local_tokens), multiple=1, qkv_format=model.qkv_format, device=torch.device("cpu")
+    )
+    inputs = {"position_ids": None, "attention_mask": None, "packed_seq_params": batch.row}
+    logprobs = model(batch.input_ids, labels=batch.labels, **inputs)
+    model._postprocess = MethodType(GPTModel._postprocess, model)
+    return model(batch.input_ids, labels=None, **inputs).squeeze(0), logprobs
+
+
+@torch.no_grad()
+def split_logprobs(folder: str, layout: ParallelLayout) -> torch.Tensor | None:
+    """Log-probs and entropies of the row on the last stage; stages run one after the other, by hand."""
+    from megatron.core import parallel_state
+
+    model = build(folder, layout)
+    vocab_size = read_model_shape(folder).vocab_size
+    batch = pack_row(
+        sequences(vocab_size), multiple=layout.tp, qkv_format=model.qkv_format, device=torch.device("cpu")
+    )
+    if not parallel_state.is_pipeline_first_stage():
+        tokens = batch.input_ids.numel() // layout.tp
+        hidden = torch.empty(tokens, 1, model.config.hidden_size)
+        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+    out = model(batch.input_ids, None, None, labels=batch.labels, packed_seq_params=batch.row)
+    if not parallel_state.is_pipeline_last_stage():
+        dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+        return None
+    return out[:, : sum(LENGTHS)]
+
+
+@torch.no_grad()
+def hugging_face_logits(folder: Path, vocab_size: int) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return torch.cat([model(torch.from_numpy(s.token_ids)[None]).logits[0] for s in sequences(vocab_size)])
+
+
+def with_rope(folder: Path, target: Path, rope: dict[str, Any]) -> Path:
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    config["rope_parameters"] = rope
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+MODELS = [
+    pytest.param({"family": "llama", "num_kv_heads": 4, "tie_word_embeddings": False}, id="llama untied"),
+    pytest.param({"family": "llama", "tie_word_embeddings": True}, id="llama tied"),
+    pytest.param({"family": "qwen2", "tie_word_embeddings": False}, id="qwen2 untied"),
+    pytest.param({"family": "qwen2", "tie_word_embeddings": True}, id="qwen2 tied"),
+    pytest.param({"family": "qwen3", "tie_word_embeddings": False, "head_dim": 24}, id="qwen3 untied"),
+    pytest.param({"family": "qwen3", "tie_word_embeddings": True, "vocab_size": 389}, id="qwen3 tied"),
+]
+SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96, "initializer_range": 0.15}
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
+    def make(shape: dict[str, Any]) -> Path:
+        return tiny_model(**(SIZES | {"num_kv_heads": 2} | shape))
+
+    return make
+
+
+def compare_with_hugging_face(ranks: RankPool, folder: Path) -> torch.Tensor:
+    """Logits, log-probs and entropies within 1e-5 of their spread; returns Hugging Face's logits."""
+    [(logits, (logprobs, entropies))] = ranks.run(logits_and_logprobs, str(folder), world_size=1)
+    vocab_size = read_model_shape(folder).vocab_size
+    expected = hugging_face_logits(folder, vocab_size)
+    assert expected.shape == (sum(LENGTHS), vocab_size) and logits.shape[1] > vocab_size
+    torch.testing.assert_close(logits[:, :vocab_size], expected, rtol=0, atol=1e-5)
+    distribution = (expected.double() / TEMPERATURE).log_softmax(-1)
+    labels = torch.cat([torch.from_numpy(np.append(s.token_ids[1:], 0)) for s in sequences(vocab_size)])
+    torch.testing.assert_close(logprobs.double(), distribution.gather(1, labels[:, None])[:, 0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        entropies.double(), -(distribution.exp() * distribution).sum(-1), rtol=0, atol=2e-5
+    )
+    return expected
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_logits_are_hugging_faces(ranks: RankPool, made: Callable[..., Path], shape: dict[str, Any]) -> None:
+    assert compare_with_hugging_face(ranks, made(shape)).std() > 0.3
+
+
+def test_llama3_rope_scaling(ranks: RankPool, made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made({"family": "llama", "tie_word_embeddings": True})
+    scaled = with_rope(folder, tmp_path / "scaled", LLAMA3_ROPE)
+    expected = compare_with_hugging_face(ranks, scaled)
+    assert (expected - hugging_face_logits(folder, expected.size(1))).abs().max() > 1e-2
+
+
+def test_other_rope_theta(ranks: RankPool, made: Callable[..., Path], tmp_path: Path) -> None:
+    folder = made({"family": "qwen3", "tie_word_embeddings": True, "vocab_size": 389})
+    compare_with_hugging_face(
+        ranks, with_rope(folder, tmp_path / "theta", {"rope_type": "default", "rope_theta": 1e6})
+    )
+
+
+@pytest.mark.parametrize("shape", [MODELS[2], MODELS[5]])
+def test_splitting_the_model_changes_nothing(
+    ranks: RankPool, made: Callable[..., Path], shape: dict[str, Any]
+) -> None:
+    folder = str(made(shape))
+    [(_, expected)] = ranks.run(logits_and_logprobs, folder, world_size=1)
+    for tp, pp in ((2, 1), (1, 2), (2, 2)):
+        results = ranks.run(split_logprobs, folder, ParallelLayout(tp, pp, 1, 1), world_size=tp * pp)
+        last = [result for result in results if result is not None]
+        assert len(last) == tp
+        for got in last:
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-5, msg=lambda m: f"tp{tp} pp{pp}: {m}")
