@@ -7,6 +7,7 @@ and the transport; both ways must write the same bytes on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -40,16 +41,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    made = cache(RankPool)
-    pools: dict[int, RankPool] = {}
-
-    def get(world_size: int) -> RankPool:
-        pools[world_size] = made(world_size)
-        return pools[world_size]
-
-    yield get
-    for pool in pools.values():
-        pool.close()
+    with ExitStack() as stack:
+        yield cache(lambda world_size: stack.enter_context(RankPool(world_size)))
 
 
 def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: str) -> list[str]:

@@ -1,0 +1,78 @@
+"""One recipe on every layout, by overrides alone: the same samples, the same loss, the same gradient."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+REFERENCE = (1, 1, 1, 1)
+LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 1), (2, 2, 1, 2), (2, 1, 2, 4)]
+RECIPE = """
+name: layout
+loop: rl
+model: {{path: {model}, dtype: float32}}
+data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
+trainer: {{max_tokens_per_microbatch: 512}}
+optimizer: {{learning_rate: 1e-3}}
+rollout: {{kv_cache_gib: 0.25, sampling: {{max_new_tokens: 16}}}}
+reward: {{functions: ["{reward}:digits"]}}
+algorithm: {{kl_coefficient: 0.1}}
+train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2}}
+"""
+REWARD = """
+from megarl.types import Reward
+
+def digits(completion_text: str, answer: str, *, correct_score: float) -> Reward:
+    share = sum(c.isdigit() for c in completion_text) / max(1, len(completion_text))
+    return Reward(score=share, format_valid=True, answer_correct=share > 0.5)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> Callable[[tuple[int, int, int, int]], list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("layouts")
+    tool("make_dataset").make_dataset(folder / "data", sft=8, train=32, heldout=8)
+    (folder / "layout_reward.py").write_text(REWARD)
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(), reward="layout_reward"))
+    made: dict[tuple[int, int, int, int], list[dict[str, Any]]] = {}
+
+    def train(layout: tuple[int, int, int, int]) -> list[dict[str, Any]]:
+        if layout not in made:
+            tp, pp, dp, rollout_tp = layout
+            name = "_".join(map(str, layout))
+            overrides = [f"trainer.tp={tp}", f"trainer.pp={pp}", f"trainer.dp={dp}", f"rollout.tp={rollout_tp}"]
+            command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", f"name=run_{name}", *overrides]
+            done = subprocess.run(
+                [*command, f"cluster.ranks_per_node={tp * pp * dp}"],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=400,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            lines = (folder / f"runs/run_{name}/metrics.jsonl").read_text().splitlines()
+            made[layout] = [json.loads(line) for line in lines]
+        return made[layout]
+
+    return train
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp{}_pp{}_dp{}_to_tp{}".format(*layout))
+def test_a_layout_learns_as_one_rank_does(
+    run: Callable[..., list[dict[str, Any]]], layout: tuple[int, int, int, int]
+) -> None:
+    alone, spread = run(REFERENCE), run(layout)
+    for name in ("train/loss", "train/grad_norm", "train/entropy", "kl/reference", "reward/mean"):
+        for step, expected in zip(spread[1:], alone[1:], strict=True):
+            assert step[name] == pytest.approx(expected[name], rel=1e-5 if step["step"] == 1 else 1e-3, abs=1e-6), name
+    assert alone[1]["reward/std"] > 0
+    assert all(step["logprob_gap/max"] <= 1e-5 for step in spread[1:])

@@ -1,0 +1,184 @@
+"""`megarl train` as a person runs it: a fine-tuning and a GRPO run on two ranks, and all they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+MEGARL = [sys.executable, "-m", "megarl"]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A folder with a tiny model, data and two finished runs."""
+
+    folder: Path
+    model: Path
+
+    def train(self, *arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*MEGARL, "train", *arguments], cwd=self.folder, capture_output=True, text=True, timeout=300, **kwargs
+        )
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+    def status(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / "runs" / name / "status.json").read_text())
+
+
+RECIPE = """
+model: {{path: {model}, dtype: float32}}
+data: {{train: data/{data}.jsonl, validation: {{heldout: data/heldout.jsonl}}, max_prompt_tokens: 96}}
+cluster: {{ranks_per_node: 2}}
+trainer: {{tp: 2, max_tokens_per_microbatch: 1024}}
+optimizer: {{learning_rate: {learning_rate}}}
+rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 24}}}}
+evaluation: {{max_problems: 16}}
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("end_to_end"), tiny_model())
+    tool("make_dataset").make_dataset(runs.folder / "data", sft=256, train=64, heldout=32)
+    sft = RECIPE.format(model=runs.model, data="sft", learning_rate="2e-3")
+    (runs.folder / "sft.yaml").write_text(f"name: sft\nloop: sft\ntrain: {{steps: 12, prompts_per_step: 32}}\n{sft}")
+    rl = RECIPE.format(model="runs/sft/hf", data="train", learning_rate="1e-4")
+    (runs.folder / "rl.yaml").write_text(
+        f"name: rl\nloop: rl\ntrain: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}\n{rl}"
+    )
+    for recipe in ("sft.yaml", "rl.yaml"):
+        done = runs.train(recipe)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return runs
+
+
+def test_a_run_folder_holds_what_happened(runs: Runs) -> None:
+    from megarl.recipe import load
+
+    for name, last in (("sft", 12), ("rl", 2)):
+        assert runs.status(name) == {"state": "done", "step": last, "cause": None, "exit_code": 0}
+        assert [step["step"] for step in runs.steps(name)] == list(range(last + 1))
+        folder = runs.folder / "runs" / name
+        assert load(folder / "config.yaml").name == name
+        assert {path.name for path in folder.iterdir()} >= {"tensorboard", "samples", "hf", "logs"}
+    assert runs.steps("sft")[12]["train/loss"] < 0.7 * runs.steps("sft")[1]["train/loss"]
+    assert 0 <= runs.steps("sft")[12]["val/heldout/accuracy"] <= 1
+    samples = (runs.folder / "runs/rl/samples/step_000001.jsonl").read_text().splitlines()
+    assert len(samples) == 16
+    assert json.loads(samples[0]).keys() >= {"prompt", "completion", "reward", "answer"}
+
+
+def test_trainer_and_engine_give_the_same_logprobs(runs: Runs) -> None:
+    for step in runs.steps("rl")[1:]:
+        assert 0 < step["logprob_gap/mean"] <= step["logprob_gap/max"] <= 1e-5
+
+
+def test_tensorboard_shows_the_same_scalars(runs: Runs) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(runs.folder / "runs/rl/tensorboard"))
+    events.Reload()
+    for name in ("reward/mean", "train/loss", "logprob_gap/max", "time/reshard_seconds"):
+        shown = {event.step: event.value for event in events.Scalars(name)}
+        assert shown == pytest.approx({step["step"]: step[name] for step in runs.steps("rl")[1:]})
+
+
+ANSWER_WITH_VLLM = """
+import sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, seed=0)
+prompt = {"prompt_token_ids": [int(token) for token in sys.argv[2].split()]}
+print("TOKENS", *llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].token_ids)
+"""
+
+
+def test_the_exported_model_serves_in_transformers_and_in_a_stock_vllm(runs: Runs) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = runs.folder / "runs/rl/hf"
+    for file in ("chat_template.jinja", "generation_config.json", "tokenizer.json"):
+        assert (folder / file).read_bytes() == (runs.model / file).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Calculate 4 + 3 - 2."}], add_generation_prompt=True, return_dict=False
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    served = subprocess.run(
+        [sys.executable, "-c", ANSWER_WITH_VLLM, folder, " ".join(map(str, prompt))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert served.returncode == 0, served.stderr
+    (tokens,) = (line for line in served.stdout.splitlines() if line.startswith("TOKENS"))
+    assert [int(token) for token in tokens.split()[1:]] == output
+
+
+def test_a_finished_run_is_not_overwritten(runs: Runs) -> None:
+    again = runs.train("rl.yaml")
+    assert again.returncode == 2
+    assert "runs/rl" in again.stderr and "name=" in again.stderr
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(runs: Runs) -> None:
+    driver = subprocess.Popen(
+        [*MEGARL, "train", "rl.yaml", "name=killed", "train.steps=10000"],
+        cwd=runs.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while not (runs.folder / "runs/killed/status.json").exists() or runs.status("killed")["step"] < 1:
+            assert time.monotonic() < deadline and driver.poll() is None, driver.communicate()
+            time.sleep(0.2)
+        ranks = rank_processes(driver.pid)
+        assert sorted(ranks) == [0, 1]
+        os.kill(ranks[1], signal.SIGKILL)
+        started = time.monotonic()
+        _, errors = driver.communicate(timeout=30)
+        assert time.monotonic() - started < 30
+    finally:
+        driver.kill()
+    assert driver.returncode == 76
+    assert "rank 1" in errors and "SIGKILL" in errors
+    status = runs.status("killed")
+    assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 76, 1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+def rank_processes(driver: int) -> dict[int, int]:
+    """Process ids of a driver's ranks, by rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            continue
+        rank = [entry for entry in environment if entry.startswith(b"RANK=")]
+        if parent == driver and rank:
+            found[int(rank[0][5:])] = int(process.name)
+    return found
