@@ -60,7 +60,8 @@ class RankPool:
         """Call `function(*args)` on the first `world_size` ranks, or all; results by rank. See `run_ranks`."""
         if "<" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} is local: ranks can only run functions of a module's own")
-        address = (function.__module__, os.path.abspath(inspect.getfile(inspect.unwrap(function))), function.__qualname__)
+        file = os.path.abspath(inspect.getfile(inspect.unwrap(function)))
+        address = (function.__module__, file, function.__qualname__)
         return self._runner.run(self._run(address, args, timeout_seconds, world_size or self.world_size))
 
     async def _run(

@@ -47,7 +47,7 @@ def test_an_unknown_override_names_the_nearest(config: Callable[..., Any]) -> No
 
 
 def test_what_megatron_refuses_is_a_config_error(config: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="trainer.megatron: Megatron-Core refuses these settings: .*fp16"):
+    with pytest.raises(ConfigError, match=r"trainer\.megatron: Megatron-Core refuses these settings: .*fp16"):
         config(fp16=True)
 
 

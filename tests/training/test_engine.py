@@ -1,0 +1,366 @@
+"""Updates on real ranks: against transformers and torch in float64, and alike however batch and model are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config import OptimizerConfig, Recipe
+from megarl.data.packing import pack
+from megarl.loops.batches import weigh
+from megarl.model_shape import read_model_shape
+from megarl.parallel_layout import ParallelLayout
+from megarl.testing import RankPool
+from megarl.tracking.metrics import merge, values
+from megarl.types import MegarlError, TrainingSequence
+
+LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
+NUM_UPDATES = 3
+LEARNING_RATE, DECAY, BETAS, EPSILON, CLIP = 3e-3, 0.1, (0.9, 0.95), 1e-3, 0.02
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP, KL = 0.2, 0.3, 2.5, 0.3
+Cut = tuple[tuple[int, int, int], tuple[int, int, int], np.ndarray]
+
+
+def recipe_of(folder: Path, loop: str, **trainer: Any) -> Recipe:
+    """The gradient of `rl` is clipped to a norm it always exceeds; that of `sft` is left."""
+    return Recipe.model_validate(
+        {
+            "name": "engine",
+            "loop": loop,
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "unused"},
+            "trainer": {"max_tokens_per_microbatch": 128, "logprob_chunk_tokens": 10, **trainer},
+            "optimizer": {
+                "learning_rate": LEARNING_RATE,
+                "weight_decay": DECAY,
+                "betas": BETAS,
+                "epsilon": EPSILON,
+                "clip_grad_norm": CLIP if loop == "rl" else 0.0,
+            },
+            "rollout": {"sampling": {"temperature": 0.8}},
+            "algorithm": {
+                "clip_low": CLIP_LOW,
+                "clip_high": CLIP_HIGH,
+                "dual_clip": DUAL_CLIP,
+                "kl_coefficient": KL,
+                "aggregation": "sequence_mean_token_mean" if loop == "rl" else "token_mean",
+            },
+            "train": {"steps": NUM_UPDATES},
+        }
+    )
+
+
+def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]]:
+    """Random tokens; log-probs of the past within reach of the model's, so that ratios fall on both sides of the clip.
+
+    Token 0 is not among them: transformers gives the padding token no gradient.
+    """
+    random = np.random.default_rng(11)
+    updates = []
+    for _ in range(NUM_UPDATES):
+        sequences = []
+        for length in LENGTHS:
+            made = {
+                name: random.normal(mean, spread, length).astype(np.float32)
+                for name, mean, spread in (
+                    ("advantages", 0.0, 1.0),
+                    ("old_logprobs", -6.0, 0.7),
+                    ("rollout_logprobs", -6.0, 0.7),
+                    ("reference_logprobs", -6.0, 0.7),
+                )
+            }
+            prompt = int(random.integers(1, length))
+            sequences.append(
+                TrainingSequence(
+                    token_ids=random.integers(1, vocab_size, size=length), loss_mask=np.arange(length) >= prompt, **made
+                )
+            )
+        updates.append(weigh(sequences, recipe.algorithm))
+    return updates
+
+
+def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any]:
+    from megarl.models.policy import padded_vocab_size
+    from megarl.training.engine import TrainingEngine
+    from megarl.weights.layouts import safetensors
+    from megarl.weights.layouts.megatron import megatron_layout
+
+    shape = read_model_shape(recipe.model.path)
+    at = layout.coordinates(dist.get_rank())
+    pieces = megatron_layout(shape, layout, at, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+
+    def load(parameters: Mapping[str, torch.Tensor]) -> None:
+        safetensors.load(recipe.model.path, shape, pieces, parameters)
+
+    return TrainingEngine(recipe, layout, shape, load), pieces
+
+
+def cut_out(pieces: Any, stored: Mapping[str, torch.Tensor]) -> dict[str, list[Cut]]:
+    """What a rank holds of each Hugging Face tensor: start, stop and values."""
+    cuts: dict[str, list[Cut]] = {}
+    for piece in pieces:
+        flat = stored[piece.storage].detach().reshape(-1)
+        value = flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset)
+        cuts.setdefault(piece.box.name, []).append((piece.box.start, piece.box.stop, value.clone().numpy()))
+    return cuts
+
+
+def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[TrainingSequence]) -> list[Any]:
+    rows = pack(
+        [len(s) for s in sequences],
+        max_tokens=recipe.trainer.max_tokens_per_microbatch,
+        num_ranks=layout.dp,
+        multiple=layout.tp,
+    )
+    return rows[layout.coordinates(dist.get_rank()).dp]
+
+
+def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+    """One rank's metrics of every update, gradient of the first, parameters at the end, and log-probs."""
+    engine, pieces = build(recipe, layout)
+    indices = rows_of(recipe, layout, updates[0])
+    first = [[updates[0][i] for i in row] for row in indices]
+    result: dict[str, Any] = {"indices": indices, "before": engine.logprobs(first), "metrics": []}
+    for sequences in updates:
+        rows = [[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)]
+        result["metrics"].append(engine.update(rows))
+        if "gradient" not in result:
+            result["gradient"] = cut_out(pieces, {n: p.main_grad for n, p in engine.policy.named_parameters()})
+    result["parameters"] = cut_out(pieces, engine.parameters)
+    result["after"] = engine.logprobs(first)
+    result["reference"] = engine.logprobs(first, of="reference") if engine.reference else None
+    return result
+
+
+def join(parts: Sequence[dict[str, list[Cut]]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' cuts; what two ranks hold must be equal."""
+    whole: dict[str, np.ndarray] = {}
+    for name in sorted({name for part in parts for name in part}):
+        cuts = [cut for part in parts for cut in part.get(name, ())]
+        value = np.full(np.max([stop for _, stop, _ in cuts], axis=0), np.nan, np.float32)
+        for start, stop, values_ in cuts:
+            place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+            assert np.isnan(value[place]).all() or np.array_equal(value[place], values_), f"copies of {name} differ"
+            value[place] = values_
+        assert not np.isnan(value).any(), name
+        whole[name] = value
+    return {name: torch.from_numpy(value) for name, value in whole.items()}
+
+
+def trained(ranks: RankPool, recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """All ranks' results as those of one."""
+    tp, pp, dp = sizes
+    layout = ParallelLayout(tp, pp, dp, 1)
+    updates = make_updates(recipe, read_model_shape(recipe.model.path).vocab_size)
+    results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
+    reporting = [results[layout.rank(0, replica, pp - 1)] for replica in range(dp)]
+    logprobs = {
+        name: {
+            i: value
+            for r in reporting
+            for row, row_values in zip(r["indices"], r[name] or (), strict=False)
+            for i, value in zip(row, row_values, strict=True)
+        }
+        for name in ("before", "after", "reference")
+    }
+    return {
+        "metrics": [values(merge(r["metrics"][step] for r in results)) for step in range(NUM_UPDATES)],
+        "parameters": join([r["parameters"] for r in results]),
+        "num_rows": [len(r["indices"]) for r in results],
+        **{name: [found[i] for i in sorted(found)] for name, found in logprobs.items()},
+        **({} if recipe.trainer.distributed_optimizer else {"gradient": join([r["gradient"] for r in results])}),
+    }
+
+
+def distance(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, of all tensors together."""
+    assert got.keys() == expected.keys()
+    gap = sum((got[n].double() - expected[n].double()).square().sum() for n in expected)
+    return float((gap / sum(expected[n].double().square().sum() for n in expected)) ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
+    def make(**shape: Any) -> Path:
+        sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
+        return tiny_model(**(sizes | {"vocab_size": 431, "initializer_range": 0.15} | shape))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def baseline(ranks: RankPool, folder: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    """One rank, the whole batch in one row."""
+    return {
+        loop: trained(ranks, recipe_of(folder(), loop, distributed_optimizer=False), (1, 1, 1))
+        for loop in ("sft", "rl")
+    }
+
+
+CASES = [
+    pytest.param((1, 1, 1), {"max_tokens_per_microbatch": 16}, id="one rank, many rows"),
+    pytest.param((2, 1, 1), {"max_tokens_per_microbatch": 40}, id="tp2"),
+    pytest.param((2, 1, 1), {"sequence_parallel": False}, id="tp2 without sequence parallelism"),
+    pytest.param((1, 2, 1), {"max_tokens_per_microbatch": 20}, id="pp2"),
+    pytest.param((1, 1, 2), {"max_tokens_per_microbatch": 30}, id="dp2"),
+    pytest.param((2, 2, 1), {"max_tokens_per_microbatch": 32}, id="tp2 pp2"),
+    pytest.param((2, 1, 2), {"max_tokens_per_microbatch": 18}, id="tp2 dp2"),
+    pytest.param((1, 2, 2), {"distributed_optimizer": True}, id="pp2 dp2, distributed optimizer"),
+    pytest.param((2, 1, 2), {"distributed_optimizer": True}, id="tp2 dp2, distributed optimizer"),
+]
+
+
+@pytest.mark.parametrize("loop", ["sft", "rl"])
+@pytest.mark.parametrize(("sizes", "trainer"), CASES)
+def test_updates_do_not_depend_on_the_cut(
+    ranks: RankPool,
+    folder: Callable[..., Path],
+    baseline: dict[str, dict[str, Any]],
+    loop: str,
+    sizes: tuple[int, int, int],
+    trainer: dict[str, Any],
+) -> None:
+    recipe = recipe_of(folder(), loop, **({"distributed_optimizer": False} | trainer))
+    got, expected = trained(ranks, recipe, sizes), baseline[loop]
+    for step, (mine, theirs) in enumerate(zip(got["metrics"], expected["metrics"], strict=True), 1):
+        assert mine.keys() == theirs.keys()
+        assert mine == pytest.approx(theirs, rel=1e-5 if step == 1 else 1e-4), f"update {step}"
+    if "gradient" in got:
+        assert distance(got["gradient"], expected["gradient"]) <= 1e-5
+    assert distance(got["parameters"], expected["parameters"]) <= 1e-5
+    for name in ("before", "after", "reference"):
+        assert len(got[name]) == len(expected[name])
+        for mine, theirs in zip(got[name], expected[name], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4 if name == "after" else 1e-5)
+
+
+def test_the_baseline_is_worth_comparing_with(baseline: dict[str, dict[str, Any]]) -> None:
+    sft, rl = baseline["sft"], baseline["rl"]
+    assert sft["num_rows"] == rl["num_rows"] == [1]
+    assert 0.2 < rl["metrics"][0]["train/clip_fraction"] < 0.8 and rl["metrics"][0]["train/dual_clip_fraction"] > 0.02
+    assert rl["metrics"][0]["train/grad_norm"] > 2 * CLIP
+    assert max(np.abs(b - a).max() for b, a in zip(rl["before"], rl["after"], strict=True)) > 1e-2
+    assert all(np.array_equal(b, r) for b, r in zip(rl["before"], rl["reference"], strict=True)) and rl["reference"]
+    assert sft["reference"] == []
+
+
+def float64_training(recipe: Recipe, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+    """The same updates with transformers' model, formulas written out, and torch's AdamW."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float64).eval()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPSILON,
+    )
+    result: dict[str, Any] = {"loss": [], "grad_norm": []}
+    for sequences in updates:
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for s in sequences:
+            loss = loss + float64_loss(model, s, recipe)
+        loss.backward()
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        if recipe.loop == "rl":
+            for p in model.parameters():
+                p.grad.mul_(CLIP / norm)
+        result["loss"].append(loss.item())
+        result["grad_norm"].append(norm.item())
+        result.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+    result["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
+    return result
+
+
+def float64_loss(model: Any, s: TrainingSequence, recipe: Recipe) -> torch.Tensor:
+    """Weighted sum over a sequence's trained tokens: minus log-prob, or clipped surrogate plus k3."""
+    temperature = recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0
+    tokens = torch.from_numpy(s.token_ids)
+    logprobs = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    weights, advantages, old, reference = (
+        torch.from_numpy(x).double()[1:]
+        for x in (s.token_weights, s.advantages, s.old_logprobs, s.reference_logprobs)
+        if x is not None
+    )
+    if recipe.loop == "sft":
+        return -(weights * logprobs).sum()
+    ratio = (logprobs - old).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages)
+    surrogate = torch.where(advantages < 0, torch.maximum(surrogate, DUAL_CLIP * advantages), surrogate)
+    k3 = (reference - logprobs).exp() - (reference - logprobs) - 1
+    return (weights * (KL * k3 - surrogate)).sum()
+
+
+@pytest.mark.parametrize("loop", ["sft", "rl"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({}, id="qwen3 tied"),
+        pytest.param({"family": "qwen2", "tie_word_embeddings": False}, id="qwen2 untied"),
+    ],
+)
+def test_updates_are_those_of_float64(
+    ranks: RankPool, folder: Callable[..., Path], loop: str, shape: dict[str, Any]
+) -> None:
+    recipe = recipe_of(folder(**shape), loop, distributed_optimizer=False, max_tokens_per_microbatch=40)
+    got = trained(ranks, recipe, (1, 1, 1))
+    expected = float64_training(recipe, make_updates(recipe, 431))
+    assert [m["train/loss"] for m in got["metrics"]] == pytest.approx(expected["loss"], rel=1e-5)
+    assert [m["train/grad_norm"] for m in got["metrics"]] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert distance(got["gradient"], expected["gradient"]) <= 3e-6
+    assert distance(got["parameters"], expected["parameters"]) <= 1e-5
+
+
+def poisoned(recipe: Recipe, layout: ParallelLayout, sequences: list[TrainingSequence]) -> tuple[int, str]:
+    engine, _ = build(recipe, layout)
+    try:
+        engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
+    except MegarlError as error:
+        return error.exit_code, str(error)
+    return 0, "no error"
+
+
+def test_a_gradient_that_is_no_number_ends_every_rank(ranks: RankPool, folder: Callable[..., Path]) -> None:
+    recipe = recipe_of(folder(), "rl")
+    sequences = make_updates(recipe, 431)[0]
+    advantages = sequences[3].advantages
+    assert advantages is not None
+    advantages[-1] = np.nan
+    for code, message in ranks.run(poisoned, recipe, ParallelLayout(1, 1, 2, 1), sequences, world_size=2):
+        assert code == 70
+        assert "gradient norm nan is not finite. Lower optimizer.learning_rate" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        pytest.param({"schedule": "constant", "warmup_steps": 4}, [2, 4, 6, 8, 8, 8], id="warm-up, constant"),
+        pytest.param({"schedule": "constant"}, [8, 8, 8, 8, 8, 8], id="constant"),
+        pytest.param({"schedule": "linear", "warmup_steps": 2}, [4, 8, 6, 4, 2, 0], id="warm-up, linear"),
+        pytest.param(
+            {"schedule": "linear", "warmup_steps": 2, "min_learning_rate": 2.0}, [4, 8, 6.5, 5, 3.5, 2], id="minimum"
+        ),
+        pytest.param({"schedule": "cosine", "warmup_steps": 2}, [4, 8, 6.828427, 4, 1.171573, 0], id="warm-up, cosine"),
+        pytest.param({"schedule": "linear", "warmup_steps": 6}, [8 / 6, 16 / 6, 4, 32 / 6, 40 / 6, 8], id="warm-up"),
+    ],
+)
+def test_learning_rates(settings: dict[str, Any], rates: list[float]) -> None:
+    from megarl.training.optimizer import build_schedule
+
+    optimizer: Any = torch.optim.SGD([torch.zeros(1)])
+    schedule = build_schedule(OptimizerConfig(learning_rate=8.0, **settings), optimizer, num_updates=6)
+    seen = []
+    for _ in rates:
+        schedule.step(increment=1)
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == pytest.approx(rates, abs=1e-6)
