@@ -13,7 +13,7 @@ for folder in quickstart quickstart_sft; do
     fi
 done
 
-python tools/make_tiny_model.py --out runs/quickstart_input/model
+python tools/make_tiny_model.py --out runs/quickstart_input/model --num-layers 2 --initializer-range 0.08
 python tools/make_dataset.py --out runs/quickstart_input/data
 megarl train launch/recipes/quickstart_sft.yaml "$@"
 megarl train launch/recipes/quickstart.yaml "$@"

@@ -1,21 +1,23 @@
 """Make JSONL data sets from a procedural task of reasoning-gym: fine-tuning, training and held-out.
 
-    python tools/make_dataset.py --out runs/arithmetic --task basic_arithmetic --sft 1500 --train 3000 --heldout 200
+    python tools/make_dataset.py --out runs/arithmetic --task basic_arithmetic --sft 3000 --train 2400 --heldout 200
 
 Writes three files that share no question:
 
-- `sft.jsonl`      {"messages": [user, assistant]}: worked answers that end in \\boxed{...}
+- `sft.jsonl`      {"messages": [user, assistant]}: demonstrations that end in \\boxed{...}
 - `train.jsonl`    {"messages": {user}, "gt_answer": "..."}: prompts for reinforcement learning
 - `heldout.jsonl`  the same, for evaluation
 
-Questions are reasoning-gym's own, word for word. Where a question is a chain of sums and differences, the worked answer
-states the running total after each operation, one a line; elsewhere it is the boxed answer alone.
+Questions are reasoning-gym's own, word for word. A worked answer to a chain of sums and differences writes one line for
+each operation. The demonstrations are a hasty student's: right, but mostly without the work where the chain is short.
+Imitation learns the haste too, without the student's gift; reinforcement finds out that working every problem pays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,28 +30,45 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "allow_parentheses": False,
         "allow_negation": False,
         "min_terms": 3,
-        "max_terms": 3,
+        "max_terms": 4,
         "min_digits": 1,
         "max_digits": 1,
     },
-    "chain_sum": {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    "chain_sum": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
 }
 
 CHAIN = re.compile(r"\d+(?: [+-] \d+)+")
 
+# From how many terms on a chain is long, and the shares of worked answers in `sft.jsonl`.
+LONG_TERMS = 4
+WORKED_IF_LONG = 0.9
+WORKED_IF_SHORT = 0.2
+
 
 def worked_answer(question: str, answer: str) -> str:
-    """The boxed answer, after the running totals where the question is a chain of sums and differences."""
+    """The boxed answer, after each operation's line where the question is a chain of sums and differences."""
     steps = []
     if chain := CHAIN.search(question):
-        total, *rest = chain.group().split(" ")
-        total = int(total)
+        first, *rest = chain.group().split(" ")
+        total = int(first)
         for operator, term in zip(rest[::2], rest[1::2], strict=True):
-            total += int(term) if operator == "+" else -int(term)
-            steps.append(str(total))
-        if steps[-1] != answer:
+            before, total = total, total + int(term) if operator == "+" else total - int(term)
+            steps.append(f"{before}{operator}{term}={total}\n")
+        if str(total) != answer:
             steps = []
-    return "\n".join([*steps[:-1], f"\\boxed{{{answer}}}"])
+    return "".join([*steps, boxed(answer)])
+
+
+def boxed(answer: str) -> str:
+    return f"\\boxed{{{answer}}}"
+
+
+def demonstration(question: str, answer: str, generator: random.Random) -> str:
+    """What the hasty student of `sft.jsonl` writes: the work mostly where the chain is long."""
+    chain = CHAIN.search(question)
+    long = chain is None or len(chain.group().split(" ")[::2]) >= LONG_TERMS
+    worked = generator.random() < (WORKED_IF_LONG if long else WORKED_IF_SHORT)
+    return worked_answer(question, answer) if worked else boxed(answer)
 
 
 def distinct_questions(task: str, settings: Mapping[str, Any], count: int, seed: int) -> list[tuple[str, str]]:
@@ -72,8 +91,8 @@ def make_dataset(
     *,
     task: str = "basic_arithmetic",
     settings: Mapping[str, Any] | None = None,
-    sft: int = 1500,
-    train: int = 3000,
+    sft: int = 3000,
+    train: int = 2400,
     heldout: int = 200,
     seed: int = 0,
 ) -> Path:
@@ -89,13 +108,14 @@ def make_dataset(
             question, answer = next(pairs)
             yield {"role": "user", "content": question}, answer
 
+    generator = random.Random(seed)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     write_lines(out / "heldout.jsonl", ({"messages": user, "gt_answer": answer} for user, answer in take(heldout)))
     write_lines(
         out / "sft.jsonl",
         (
-            {"messages": [user, {"role": "assistant", "content": worked_answer(user["content"], answer)}]}
+            {"messages": [user, {"role": "assistant", "content": demonstration(user["content"], answer, generator)}]}
             for user, answer in take(sft)
         ),
     )
@@ -114,8 +134,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--task", default="basic_arithmetic", help="name of a reasoning-gym task")
     parser.add_argument("--settings", type=json.loads, default={}, help="JSON object of the task's config fields")
-    parser.add_argument("--sft", type=int, default=1500, help="fine-tuning conversations")
-    parser.add_argument("--train", type=int, default=3000, help="training problems")
+    parser.add_argument("--sft", type=int, default=3000, help="fine-tuning conversations")
+    parser.add_argument("--train", type=int, default=2400, help="training problems")
     parser.add_argument("--heldout", type=int, default=200, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0)
     out = make_dataset(**vars(parser.parse_args()))

@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_the_readers_take_the_files(dataset, tiny_model):
     )
     conversations = read_conversations(dataset / "sft.jsonl", tokenizer, system_prompt=None, max_tokens=64)
     assert (len(problems), len(conversations)) == (70, 60)
-    assert max(sequence.loss_mask.sum() for sequence in conversations) <= 16
+    assert max(sequence.loss_mask.sum() for sequence in conversations) <= 48
     for sequence in conversations:
         assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]).endswith("}<|im_end|>")
 
@@ -47,15 +48,29 @@ def test_the_readers_take_the_files(dataset, tiny_model):
 @pytest.mark.parametrize(
     ("question", "answer", "worked"),
     [
-        pytest.param("Calculate 5 - 3 - 6.", "-4", "2\n\\boxed{-4}", id="two steps"),
-        pytest.param("State the final answer: 5 - 3 - 6 + 14 =", "10", "2\n-4\n\\boxed{10}", id="three steps"),
-        pytest.param("Calculate 50 + 7.", "57", "\\boxed{57}", id="one step"),
+        pytest.param("Calculate 5 - 3 - 6.", "-4", "5-3=2\n2-6=-4\n\\boxed{-4}", id="two steps"),
+        pytest.param(
+            "State the final answer: 5 - 3 - 6 + 14 =", "10", "5-3=2\n2-6=-4\n-4+14=10\n\\boxed{10}", id="three steps"
+        ),
+        pytest.param("Calculate 50 + 7.", "57", "50+7=57\n\\boxed{57}", id="one step"),
         pytest.param("Calculate 2 * 3 + 1.", "7", "\\boxed{7}", id="a chain inside something else"),
         pytest.param("Spell sun backward.", "nus", "\\boxed{nus}", id="no chain"),
     ],
 )
 def test_worked_answers(tool, question, answer, worked):
     assert tool("make_dataset").worked_answer(question, answer) == worked
+
+
+def test_the_work_is_mostly_left_out_where_the_chain_is_short(tool):
+    make, generator = tool("make_dataset"), random.Random(0)
+
+    def worked_share(question, answer):
+        answers = [make.demonstration(question, answer, generator) for _ in range(1000)]
+        assert set(answers) <= {make.worked_answer(question, answer), make.boxed(answer)}
+        return sum("=" in text for text in answers) / 1000
+
+    assert worked_share("Calculate 9 - 2 + 4.", "11") == pytest.approx(make.WORKED_IF_SHORT, abs=0.05)
+    assert worked_share("Calculate 9 - 2 + 4 - 7.", "4") == pytest.approx(make.WORKED_IF_LONG, abs=0.05)
 
 
 def test_equal_seeds_give_equal_files(tool, dataset, tmp_path):
