@@ -7,7 +7,7 @@ import difflib
 import functools
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -70,6 +70,7 @@ class RolloutEngine:
             else:
                 serve(self._worker, self._channel)
         self.model: torch.nn.Module = self._worker.get_model()
+        self._sleep_level = 1 if holds_loose_tensors(self.model) else 2
 
     def advance(
         self, new_requests: Sequence[Request], aborts: Sequence[str], budget_seconds: float
@@ -104,13 +105,17 @@ class RolloutEngine:
             raise RuntimeError("vLLM kept its prefix cache: some request still holds blocks")
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back to the trainer; the weights' contents are lost. No-op on CPU."""
+        """Give the memory of weights and KV cache back to the trainer; on CPU nothing is given.
+
+        The weights' contents are lost, unless the model holds tensors that vLLM would not bring back: then all of it
+        is kept in host memory.
+        """
         self.reset_prefix_cache()
         if self._can_sleep:
-            self._worker.sleep(level=2)
+            self._worker.sleep(level=self._sleep_level)
 
-    def wake(self, tags: Iterable[str] = ("weights", "kv_cache")) -> None:
-        """Take memory again, at the same addresses; the weights must then be written. No-op on CPU."""
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take memory again, at the same addresses; the weights must then be written."""
         if self._can_sleep:
             self._worker.wake_up(tags=list(tags))
 
@@ -209,6 +214,15 @@ def sampling_params(request: Request) -> SamplingParams:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
+
+
+def holds_loose_tensors(model: torch.nn.Module) -> bool:
+    """Whether a module keeps a tensor that is neither parameter nor buffer: a deep sleep would lose its contents.
+
+    The KV cache may be lost, and scalars that attention keeps on the host are not part of what sleeps.
+    """
+    attributes = (item for module in model.modules() for item in vars(module).items() if item[0] != "kv_cache")
+    return any(isinstance(v, torch.Tensor) and v.numel() > 0 and not (v.is_cpu and v.dim() == 0) for _, v in attributes)
 
 
 def _open_channel(tp: int) -> CommandChannel:

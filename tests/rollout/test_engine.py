@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     """What one rank sees; completions on leaders only."""
     from safetensors.torch import load_file
 
-    from megarl.rollout.engine import RolloutEngine
+    from megarl.rollout.engine import RolloutEngine, holds_loose_tensors
     from megarl.weights.layouts.vllm import load_full_tensors
 
     set_num_threads, random_state = torch.set_num_threads, _random_state()
@@ -90,6 +90,9 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     engine.wake()
     result["kept"] = run([])
     result["unfinished_after"] = engine.num_unfinished
+    result["loose_tensors"] = [holds_loose_tensors(engine.model)]
+    engine.model.get_submodule("model.norm").scale = torch.ones(1)
+    result["loose_tensors"].append(holds_loose_tensors(engine.model))
     result["kept_random_state"] = _random_state() == random_state
     result["kept_thread_control"] = torch.set_num_threads is set_num_threads
 
@@ -140,16 +143,8 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Callable[[int], RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture(scope="module")
-def outcome(model_path: str, pool: Callable[[int], RankPool]) -> Callable[[int, int], list[dict[str, Any]]]:
-    return cache(lambda world_size, tp: pool(world_size).run(scenario, model_path, tp, timeout_seconds=150.0))
+def outcome(model_path: str, ranks: RankPool) -> Callable[[int, int], list[dict[str, Any]]]:
+    return cache(lambda n, tp: ranks.run(scenario, model_path, tp, timeout_seconds=300.0, world_size=n))
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +265,10 @@ def test_the_trainers_process_is_left_as_it_was(world_size, tp, outcome) -> None
         assert result["world_survives"] == world_size
 
 
+def test_a_tensor_that_a_deep_sleep_would_lose_is_noticed(outcome) -> None:
+    assert outcome(1, 1)[0]["loose_tensors"] == [False, True]
+
+
 def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:
     from megarl.rollout.engine import engine_arguments
 
@@ -288,6 +287,6 @@ def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:
         pytest.param({"max_logprobs": 5}, "^$", id="known"),
     ],
 )
-def test_fields_of_vllm_are_checked(fields, message, model_path, pool) -> None:
-    (error,) = pool(1).run(vllm_field_error, model_path, fields)
+def test_fields_of_vllm_are_checked(fields, message, model_path, ranks) -> None:
+    (error,) = ranks.run(vllm_field_error, model_path, fields, world_size=1)
     assert re.search(message, error)

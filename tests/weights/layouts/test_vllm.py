@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,6 @@ def write_both_ways(model_path: str, tp: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Callable[[int], RankPool]]:
-    pools: dict[int, RankPool] = {}
-    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
-    for pool in pools.values():
-        pool.close()
-
-
 @pytest.mark.parametrize(
     ("tp", "model"),
     [
@@ -76,10 +68,10 @@ def pool() -> Iterator[Callable[[int], RankPool]]:
     ],
 )
 def test_pieces_equal_vllms_loader(
-    tp: int, model: dict[str, Any], tiny_model: Callable[..., Path], pool: Callable[[int], RankPool]
+    tp: int, model: dict[str, Any], tiny_model: Callable[..., Path], ranks: RankPool
 ) -> None:
     path = str(tiny_model(num_layers=2, num_heads=4, **model))
-    results = pool(tp).run(write_both_ways, path, tp)
+    results = ranks.run(write_both_ways, path, tp, timeout_seconds=300.0, world_size=tp)
     for result in results:
         assert result["touched_while_recording"] == [] and result["different"] == []
         assert ("lm_head.weight" in result["numel"]) == (not model.get("tie_word_embeddings", True))
