@@ -270,13 +270,14 @@ def float64_training(recipe: Recipe, updates: list[list[TrainingSequence]]) -> d
         for s in sequences:
             loss = loss + float64_loss(model, s, recipe)
         loss.backward()
-        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
         if recipe.loop == "rl":
-            for p in model.parameters():
-                p.grad.mul_(CLIP / norm)
+            for grad in grads.values():
+                grad.mul_(CLIP / norm)
         result["loss"].append(loss.item())
         result["grad_norm"].append(norm.item())
-        result.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
+        result.setdefault("gradient", {n: g.clone() for n, g in grads.items()})
         optimizer.step()
     result["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
     return result
