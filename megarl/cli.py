@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +16,7 @@ from megarl.types import MegarlError
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.parallel_layout import ParallelLayout
+    from megarl.weights.convert import Conversion
 
 app = typer.Typer(
     name="megarl",
@@ -59,10 +62,71 @@ def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
     print(to_yaml(load(recipe, overrides or ()), comments=True), end="")
 
 
-def main() -> None:
+convert = typer.Typer(
+    name="convert",
+    help="Convert weights between Hugging Face folders and Megatron's torch_dist checkpoints, on the CPU.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(convert)
+
+OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write; must not be there yet.")]
+CastTo = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option("--dtype", help="Type to cast to; left out: kept.", show_default=False),
+]
+Verify = Annotated[bool, typer.Option("--verify", help="Read everything back and compare every tensor.")]
+
+
+@convert.command()
+def to_megatron(
+    hf: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
+    out: OutFolder,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size to chunk for.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline-parallel size to chunk for.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel size to chunk for.")] = 1,
+    etp: Annotated[int, typer.Option(help="Tensor-parallel size of experts to chunk for.")] = 1,
+    dtype: CastTo = None,
+    verify: Verify = False,
+) -> None:
+    """Write a model folder as a checkpoint that Megatron loads at any parallel sizes, fastest at these."""
+    import torch
+
+    from megarl.weights import convert
+
+    cast = None if dtype is None else getattr(torch, dtype)
+    _print_conversion(convert.to_megatron(hf, out, tp=tp, pp=pp, ep=ep, etp=etp, dtype=cast, verify=verify))
+
+
+@convert.command()
+def to_hf(
+    megatron: Annotated[Path, typer.Option(help="Checkpoint, or the folder with Megatron's tracker file.")],
+    out: OutFolder,
+    hf: Annotated[
+        Path | None,
+        typer.Option(help="Model folder with config.json and tokenizer, for a checkpoint that does not carry them."),
+    ] = None,
+    dtype: CastTo = None,
+    shard_gb: Annotated[
+        float | None,
+        typer.Option(help="Largest file in gigabytes; left out: files as before, or of 5.", show_default=False),
+    ] = None,
+    verify: Verify = False,
+) -> None:
+    """Write a Megatron checkpoint of any parallel sizes as a model folder."""
+    import torch
+
+    from megarl.weights import convert
+
+    cast = None if dtype is None else getattr(torch, dtype)
+    size = None if shard_gb is None else int(shard_gb * 1e9)
+    _print_conversion(convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """The console script: one message and an exit code for a foreseen error, a traceback and 70 for any other."""
     try:
-        app()
+        app(arguments)
     except MegarlError as error:
         _print_error(str(error))
         sys.exit(error.exit_code)
@@ -102,3 +166,11 @@ def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]
     for row in rows.items():
         table.add_row(*row)
     Console(soft_wrap=True, highlight=False).print(table)
+
+
+def _print_conversion(done: Conversion) -> None:
+    verified = ", verified" if done.is_verified else ""
+    print(
+        f"wrote {done.folder}: {done.num_tensors} tensors, {done.weight_bytes / 1e9:.2f} GB "
+        f"in {done.seconds:.1f} s{verified}"
+    )

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -67,7 +67,7 @@ def read_layout(folder: str | Path) -> tuple[Layout, dict[str, FileTensor]]:
             if name in tensors:
                 raise DataError(f"{path}: {name} is also in {tensors[name].file}. Remove one of the files.")
             tensors[name] = _file_tensor(path, name, entry, base)
-    layout = tuple(_whole(name, tensor.shape, name, 0) for name, tensor in tensors.items())
+    layout = tuple(whole(name, tensor.shape, name, 0) for name, tensor in tensors.items())
     return layout, tensors
 
 
@@ -128,13 +128,15 @@ def export(
     """
     folder, source = Path(folder), Path(source)
     partial = folder.with_name(f".{folder.name}.partial")
-    files = _pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
+    files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
     writers = _writers([sum(map(prod, tensors.values())) for tensors in files.values()], len(layouts))
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _copy_companions(source, partial)
-        _write_index(partial, files, dtype.itemsize)
+        if len(files) > 1:
+            total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
+            (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")
     _barrier(group)
     mine = [file for file, writer in zip(files, writers, strict=True) if writer == rank]
     maps = {file: _create(partial / file, files[file], dtype) for file in mine}
@@ -144,9 +146,7 @@ def export(
     written: list[list[Piece]] = [[] for _ in layouts]
     for (file, tensors), writer in zip(files.items(), writers, strict=True):
         offsets = accumulate(map(prod, tensors.values()), initial=0)
-        written[writer] += [
-            _whole(n, shape, file, at) for (n, shape), at in zip(tensors.items(), offsets, strict=False)
-        ]
+        written[writer] += [whole(n, shape, file, at) for (n, shape), at in zip(tensors.items(), offsets, strict=False)]
     plan = make_plan(
         layouts, list(map(tuple, written)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes
     )
@@ -155,7 +155,7 @@ def export(
         file.flush()
     _barrier(group)
     if rank == 0:
-        _replace(partial, folder)
+        replace_folder(partial, folder)
     _barrier(group)
 
 
@@ -178,11 +178,12 @@ def _file_tensor(path: Path, name: str, entry: Mapping[str, object], base: int) 
     return FileTensor(path, DTYPES[dtype], tuple(shape), base + offsets[0])  # type: ignore[index, arg-type]
 
 
-def _whole(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
+def whole(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
+    """A tensor that lies dense in a storage."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))
 
 
-def _pack_files(
+def pack_files(
     tensors: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """File name -> its tensors, in the model's order, as full as `shard_bytes` allows."""
@@ -210,20 +211,27 @@ def _writers(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return writers
 
 
-def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> mmap.mmap:
-    """A safetensors file with its header written and its space reserved, mapped for writing."""
-    code = next(code for code, known in DTYPES.items() if known == dtype)
-    ends = list(accumulate(prod(shape) * dtype.itemsize for shape in tensors.values()))
+def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a safetensors file that holds these tensors in this order."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for (name, shape), start, end in zip(tensors.items(), [0, *ends], ends, strict=False):
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> mmap.mmap:
+    """A safetensors file with its header written and its space reserved, mapped for writing."""
+    header = file_header({name: (dtype, shape) for name, shape in tensors.items()})
     with path.open("xb+") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         file.flush()
         # A full disk is an error here; found out later, while writing through the map, it would kill the process.
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + ends[-1])
+        os.posix_fallocate(file.fileno(), 0, len(header) + sum(map(prod, tensors.values())) * dtype.itemsize)
         return mmap.mmap(file.fileno(), 0)
 
 
@@ -235,16 +243,14 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _write_index(folder: Path, files: Mapping[str, Mapping[str, tuple[int, ...]]], itemsize: int) -> None:
-    if len(files) == 1:
-        return
-    total = sum(prod(shape) for tensors in files.values() for shape in tensors.values()) * itemsize
+def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
+    """The contents of the index that says in which of several files each tensor is."""
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
 
 
-def _replace(partial: Path, folder: Path) -> None:
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name, in place of an older one."""
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():

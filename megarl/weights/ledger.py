@@ -1,0 +1,137 @@
+"""Folders whose files are known by size and sha256: written with a manifest, checked against it.
+
+`torch_dist` checkpoints and model folders carry no checksums of their own: a changed weight would load unseen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+from megarl.types import ConfigError, DataError
+from megarl.weights.layouts.safetensors import replace_folder
+
+MANIFEST = "manifest.json"
+
+_BLOCK_BYTES = 1 << 22
+
+
+class Ledger:
+    """A folder being written: every byte goes through here and is hashed on its way."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sizes: dict[str, int] = {}
+        self._hashes: dict[str, Any] = {}
+        self._hasher = ThreadPoolExecutor(1)
+
+    def append(self, name: str, data: bytes | memoryview) -> int:
+        """Add to the end of a file, which this makes if need be; returns where the data begins."""
+        path = self.folder / name
+        start = self.sizes.get(name, 0)
+        if name not in self.sizes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._hashes[name] = hashlib.sha256()
+        # Disk and hash take turns at waiting: do both at once.
+        hashed = self._hasher.submit(self._hashes[name].update, data)
+        with path.open("ab") as file:
+            file.write(data)
+        hashed.result()
+        self.sizes[name] = start + len(data)
+        return start
+
+    def stream(self, name: str) -> IO[bytes]:
+        """The end of a file, for a writer that wants an open one."""
+        return cast(IO[bytes], _Stream(self, name))
+
+    def copy(self, source: Path, name: str) -> None:
+        """Take a file over byte for byte."""
+        self.append(name, b"")
+        with source.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                self.append(name, block)
+
+    def close(self, layout: Mapping[str, Any]) -> None:
+        """Write the manifest: files with size and sha256, versions, and what the caller says of the layout."""
+        self._hasher.shutdown()
+        manifest = {
+            "files": {
+                name: {"size": size, "sha256": self._hashes[name].hexdigest()}
+                for name, size in sorted(self.sizes.items())
+            },
+            "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
+            "layout": dict(layout),
+        }
+        partial = self.folder / f".{MANIFEST}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(manifest, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(self.folder / MANIFEST)
+
+
+class _Stream:
+    def __init__(self, ledger: Ledger, name: str) -> None:
+        self._ledger, self._name = ledger, name
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._ledger.append(self._name, data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Ledger]:
+    """A folder that appears when the body has ended well, and else not at all. Raises ConfigError if it is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: is there already. Choose another --out, or remove it.")
+    partial = folder.absolute().with_name(f".{folder.absolute().name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield Ledger(partial)
+        replace_folder(partial, folder.absolute())
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_sizes(folder: Path) -> dict[str, str]:
+    """The sha256 that a folder's manifest gives for each file, none without one.
+
+    Raises DataError for a file that is missing or of another size.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return {}
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Copy the folder again.") from None
+    for name, (size, _) in expected.items():
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise DataError(f"{path}: {name!r} is no file of this folder.")
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name}: not found, but in {MANIFEST}. Copy the folder again.")
+        if (folder / name).stat().st_size != size:
+            found = (folder / name).stat().st_size
+            raise DataError(f"{folder / name}: {found} bytes where {MANIFEST} says {size}. Copy the folder again.")
+    return {name: sha256 for name, (_, sha256) in expected.items()}
+
+
+def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
+    """Read every file. Raises DataError naming the first whose contents are not those of the manifest."""
+    for name, sha256 in expected.items():
+        with (folder / name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sha256:
+            raise DataError(f"{folder / name}: its sha256 is {found}, {MANIFEST} says {sha256}. Copy the folder again.")
