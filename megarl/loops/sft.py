@@ -16,7 +16,7 @@ async def train(session: Session) -> None:
         recipe.data.train,
         session.tokenizer,
         system_prompt=recipe.data.system_prompt,
-        max_tokens=recipe.trainer.max_tokens_per_microbatch,
+        max_tokens=session.trainer.longest_sequence,
     )
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     tracker.log(0, await session.evaluate(0))

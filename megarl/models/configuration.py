@@ -26,7 +26,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """The config of one rank's model. Raises ConfigError for an override that TransformerConfig does not know."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name in overrides.keys() - known:
+    for name in sorted(overrides.keys() - known):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
@@ -44,19 +44,12 @@ def transformer_config(
         "layernorm_epsilon": shape.norm_epsilon,
         "gated_linear_unit": True,
         "activation_func": F.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method_std": shape.initializer_range,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "sequence_parallel": sequence_parallel,
-        # The fused rotary and softmax kernels come with Transformer Engine or are not used.
-        "apply_rope_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # Packed rows differ in length; Megatron sends such between stages only with this dispatcher named.
         "variable_seq_lengths": layout.pp > 1,
@@ -64,7 +57,18 @@ def transformer_config(
         "deallocate_pipeline_outputs": torch.cuda.is_available() and layout.pp > 1,
         "calculate_per_token_loss": True,
     }
+    defaults: dict[str, Any] = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": shape.initializer_range,
+        # The fused kernels come with Transformer Engine or apex.
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    for name in sorted(overrides.keys() & settings.keys()):
+        raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
-        return TransformerConfig(**(settings | dict(overrides)))
+        return TransformerConfig(**(settings | defaults | dict(overrides)))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None

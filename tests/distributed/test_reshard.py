@@ -55,7 +55,8 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: 
     from megarl.workers.worker import Worker
 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout)
-    assert worker.engine is not None
+    assert worker.engine is not None and worker.reshard_plan is not None
+    assert worker.reshard_plan.is_computed, "vLLM's layout is not as computed"
     rng = np.random.default_rng(layout.coordinates(dist.get_rank()).dp)
     trained = np.arange(17) > 0
     row = [

@@ -50,7 +50,9 @@ evaluation: {{max_problems: 16}}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Runs:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("end_to_end"), tiny_model())
     tool("make_dataset").make_dataset(runs.folder / "data", sft=256, train=64, heldout=32)
     sft = RECIPE.format(model=runs.model, data="sft", learning_rate="2e-3")

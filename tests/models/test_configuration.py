@@ -36,7 +36,13 @@ def test_sizes(config: Callable[..., Any]) -> None:
 
 def test_overrides_win(config: Callable[..., Any]) -> None:
     assert config(recompute_granularity="selective").recompute_granularity == "selective"
-    assert config(layernorm_epsilon=0.25).layernorm_epsilon == 0.25
+    assert config(hidden_dropout=0.25).hidden_dropout == 0.25
+
+
+@pytest.mark.parametrize("field", ["num_layers", "params_dtype", "calculate_per_token_loss"])
+def test_what_the_model_or_the_recipe_decides_cannot_be_overridden(config: Callable[..., Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{field}: .* remove it"):
+        config(**{field: 1})
 
 
 def test_an_unknown_override_names_the_nearest(config: Callable[..., Any]) -> None:
