@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -52,6 +53,32 @@ def train(
         from megarl.loops.run import run
 
         run(loaded, layout)
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+) -> None:
+    """Count what a reshard of the recipe's weights will move; no rank is started, config.json is all it reads."""
+    from megarl.preflight import check_plan
+    from megarl.recipe import load
+    from megarl.weights.forecast import forecast
+
+    loaded = load(recipe, overrides or ())
+    shape, layout = check_plan(loaded)
+    counted = forecast(
+        shape,
+        layout,
+        ranks_per_node=loaded.cluster.ranks_per_node,
+        itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
+        bucket_bytes=loaded.weights.bucket_mib << 20,
+    )
+    if as_json:
+        print(json.dumps({"recipe": loaded.name, "model": loaded.model.path, **counted}))
+    else:
+        _print_plan(loaded, layout, counted)
 
 
 @app.command()
@@ -152,8 +179,7 @@ def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]
     updates = settings.updates_per_step if recipe.loop == "rl" else 1
     rows = {
         "model": f"{recipe.model.path}, {recipe.model.dtype}",
-        "ranks": f"{layout.world_size}: trainer tp {layout.tp} * pp {layout.pp} * dp {layout.dp}, "
-        f"vLLM tp {layout.rollout_tp} * {layout.num_replicas} replicas",
+        "ranks": str(layout),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
         "steps": f"{settings.steps}, {settings.steps * settings.prompts_per_step / records['train']:.2f} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
@@ -174,3 +200,44 @@ def _print_conversion(done: Conversion) -> None:
         f"wrote {done.folder}: {done.num_tensors} tensors, {done.weight_bytes / 1e9:.2f} GB "
         f"in {done.seconds:.1f} s{verified}"
     )
+
+
+def _print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    reshard, orders = counted["reshard"], counted["rank_orders"]
+
+    def size(over_ranks: dict[str, float]) -> list[str]:
+        return [f"{over_ranks[key] / 1e9:.3f}" for key in ("mean", "max")]
+
+    table = Table(title=f"{recipe.name}: reshard of {counted['model_bytes'] / 1e9:.1f} GB", title_justify="left")
+    for heading in ("each rank, GB", "mean", "max", "gathered path, mean"):
+        table.add_column(heading, justify="left" if heading.startswith("each") else "right")
+    for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
+        gathered = reshard["gathered_bytes"].get(link)
+        table.add_row(name, *size(reshard["received_bytes"][link]), size(gathered)[0] if gathered else "")
+    table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
+    table.add_row("staged at once", *size(reshard["staging_bytes"]))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{layout}; {recipe.cluster.nodes} nodes of {recipe.cluster.ranks_per_node}")
+    console.print(table)
+    console.print(
+        f"moved / least possible {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
+        f"{reshard['messages']} messages, {reshard['copies']['mean']:.0f} copies a rank; "
+        f"planned in {counted['plan_seconds']:.2f} s a rank"
+    )
+    console.print(
+        f"limits of H200: {reshard['seconds'] * 1e3:.1f} ms (wire {reshard['wire_seconds'] * 1e3:.1f}, memory "
+        f"{reshard['memory_seconds'] * 1e3:.1f}); gathered path {reshard['gathered_seconds'] * 1e3:.1f} ms"
+    )
+    for name, other in orders.items():
+        links = ("same_node", "other_node")
+        saved = [reshard["received_bytes"][k]["mean"] - other["received_bytes"][k]["mean"] for k in links]
+        if max(sum(saved), saved[1]) <= 0:
+            continue
+        how = "trainer.rank_order" if other["megatron_takes_it"] else "Megatron 0.16 does not take it"
+        console.print(
+            f"rank order {name}: a rank receives {sum(saved) / 1e9:.3f} GB less from others, {saved[1] / 1e9:.3f} GB "
+            f"less from other nodes, {other['seconds'] * 1e3:.1f} ms ({how})"
+        )

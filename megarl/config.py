@@ -52,7 +52,18 @@ class TrainerConfig(Section):
     pp: PositiveInt = 1
     """Pipeline-parallel size: the layers are split over so many stages."""
     dp: PositiveInt | None = None
-    """Data-parallel size; left out, what remains of the world: ranks / (tp * pp)."""
+    """Data-parallel size; left out, what remains of the world: ranks / (tp * pp * cp)."""
+    vpp: PositiveInt = 1
+    """Model chunks of each pipeline stage (interleaved schedule)."""
+    cp: PositiveInt = 1
+    """Context-parallel size: the tokens of a sequence are split over so many ranks."""
+    ep: PositiveInt = 1
+    """Expert-parallel size: the experts are dealt out to so many ranks."""
+    etp: PositiveInt = 1
+    """Expert-tensor-parallel size: each expert is split over so many ranks."""
+    rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
+    """Megatron's order of ranks, the first axis fastest. With dp last, all stages of a replica are neighbours, weights
+    cross fewer nodes in a reshard and gradients more in an update; `megarl plan` counts the former."""
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor-parallel ranks too; left out, on where tp > 1."""
     distributed_optimizer: bool = True

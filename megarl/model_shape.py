@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 from megarl.types import DataError
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 """Architecture of config.json -> family of `weights.families`."""
+
+TRAINABLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that the trainer can run; plans and conversions know all of ARCHITECTURES."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron-Core's llama3 scaling assumes beside its factor."""
@@ -37,6 +48,16 @@ class ModelShape:
     """`rope_type` and its parameters where it is not the plain one."""
     max_position_embeddings: int
     initializer_range: float
+    num_experts: int = 0
+    """Routed experts of every layer; 0: a dense model."""
+    top_k: int = 0
+    """Experts that a token is sent to."""
+    norm_topk_prob: bool = False
+    """Whether a token's expert weights are scaled to sum to one."""
+    moe_intermediate_size: int = 0
+    """Feed-forward channels of one routed expert."""
+    shared_intermediate_size: int = 0
+    """Feed-forward channels of the expert that all tokens pass; 0: there is none."""
 
 
 def read_model_shape(model_folder: str | Path) -> ModelShape:
@@ -66,8 +87,12 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}.")
     if config.get("hidden_act", "silu") != "silu":
         raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-        raise DataError("sliding-window attention is not supported; set use_sliding_window to false.")
+    # Mistral's window is on unless the file says null; Qwen's has a switch.
+    windowed = config.get("sliding_window", 4096) if family == "mistral" else config.get("use_sliding_window")
+    if windowed or "sliding_attention" in (config.get("layer_types") or ()):
+        raise DataError(
+            "sliding-window attention is not supported; set use_sliding_window to false (Mistral: sliding_window null)."
+        )
     # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
@@ -81,6 +106,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     for bias in ("attention_bias", "mlp_bias"):
         if config.get(bias) and family != "qwen2":
             raise DataError(f"{bias} is not supported for {architecture}.")
+    experts = _expert_sizes(config) if family.endswith("_moe") else {}
     return ModelShape(
         family=family,
         hidden_size=config["hidden_size"],
@@ -91,11 +117,36 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         vocab_size=config["vocab_size"],
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family in ("qwen2", "qwen2_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         norm_epsilon=config.get("rms_norm_eps", 1e-6),
         rope_theta=float(theta),
         rope_scaling=rope if rope_type == "llama3" else None,
         max_position_embeddings=config.get("max_position_embeddings", 2048),
         initializer_range=config.get("initializer_range", 0.02),
+        **experts,
     )
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of Megatron's embedding over all tensor-parallel ranks.
+
+    vLLM pads to a multiple of 64 too: at equal tp both sides then split the vocabulary alike, and none of it travels.
+    """
+    multiple = lcm(64, tp)
+    return -(-vocab_size // multiple) * multiple
+
+
+def _expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise DataError("mlp_only_layers and decoder_sparse_step are not supported; every layer must have experts.")
+    if config.get("qkv_bias") is False:
+        raise DataError("qkv_bias false is not supported.")
+    # transformers 5 writes num_local_experts for num_experts.
+    return {
+        "num_experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
+        "moe_intermediate_size": config["moe_intermediate_size"],
+        "shared_intermediate_size": config.get("shared_expert_intermediate_size") or 0,
+    }

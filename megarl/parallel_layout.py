@@ -1,34 +1,73 @@
 """Which rank plays which part: integers only.
 
-Megatron's default order is tp fastest, then cp, then dp, then pp; vLLM's tensor-parallel groups are contiguous ranks.
+Megatron numbers its ranks by an order of its axes, the first fastest; experts have axes of their own over the same
+ranks. vLLM's tensor-parallel groups are contiguous ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+
+RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+"""Megatron's own, and the one that makes all stages of a replica neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where one rank stands in the trainer's grid."""
+    """Where one rank stands in the trainer's grid; `etp`, `ep`, `edp` are its place among the holders of experts."""
 
     tp: int
     dp: int
     pp: int
+    cp: int = 0
+    etp: int = 0
+    ep: int = 0
+    edp: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes of the trainer's grid and of the engines over the same world."""
+    """Sizes of the trainer's grid and of the engines over the same world.
+
+    `vpp` is the number of model chunks of a pipeline stage; `etp` and `ep` split experts; `rollout_ep` says that
+    engines deal experts out instead of splitting each. `order` is Megatron's. `deal` is `(a, b)`: in each block of
+    a * b ranks, rank i * b + j plays the part that the order gives to j * a + i, so that neighbours hold far parts;
+    (1, 1) changes nothing.
+    """
 
     tp: int
     pp: int
     dp: int
     rollout_tp: int
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    rollout_ep: bool = False
+    order: str = RANK_ORDERS[0]
+    deal: tuple[int, int] = (1, 1)
+
+    def __str__(self) -> str:
+        """`4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
+        more = [f"{axis} {getattr(self, axis)}" for axis in ("vpp", "ep", "etp") if getattr(self, axis) > 1]
+        order = f" in order {self.order}" if self.order != RANK_ORDERS[0] else ""
+        return (
+            f"{self.world_size} ranks: trainer tp {self.tp} * pp {self.pp} * dp {self.dp}"
+            f"{f' * cp {self.cp}' if self.cp > 1 else ''}{''.join(f', {size}' for size in more)}{order}, "
+            f"vLLM tp {self.rollout_tp}{' with expert parallelism' if self.rollout_ep else ''} * "
+            f"{self.num_replicas} replicas"
+        )
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world_size // (self.etp * self.ep * self.pp)
 
     @property
     def num_replicas(self) -> int:
@@ -37,11 +76,27 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """The trainer coordinates of a rank."""
-        return Coordinates(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+        at = self._place(self._dense, self.part(rank))
+        expert = self._place(self._expert, self.part(rank))
+        return Coordinates(
+            tp=at["tp"], dp=at["dp"], pp=at["pp"], cp=at["cp"], etp=expert["tp"], ep=expert["ep"], edp=expert["dp"]
+        )
 
-    def rank(self, tp: int, dp: int, pp: int) -> int:
+    def rank(self, tp: int, dp: int, pp: int, cp: int = 0) -> int:
         """The rank at these trainer coordinates."""
-        return tp + self.tp * (dp + self.dp * pp)
+        at, part, step = {"tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": 0}, 0, 1
+        for axis in self.order.split("-"):
+            part += at[axis] * step
+            step *= self._dense[axis]
+        a, b = self.deal
+        block, place = divmod(part, a * b)
+        return block * a * b + place % a * b + place // a
+
+    def part(self, rank: int) -> int:
+        """The number that the trainer's order gives to a rank."""
+        a, b = self.deal
+        block, place = divmod(rank, a * b)
+        return block * a * b + place % b * a + place // b
 
     def replica(self, rank: int) -> int:
         """The vLLM engine a rank belongs to."""
@@ -50,3 +105,19 @@ class ParallelLayout:
     def leaders(self) -> tuple[int, ...]:
         """The ranks that own an engine's scheduler: the first of each vLLM group."""
         return tuple(range(0, self.world_size, self.rollout_tp))
+
+    @property
+    def _dense(self) -> dict[str, int]:
+        return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
+
+    @property
+    def _expert(self) -> dict[str, int]:
+        return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp}
+
+    def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
+        """The part's digits in the number system that the order of the axes makes."""
+        assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
+        at = {}
+        for axis in self.order.split("-"):
+            part, at[axis] = divmod(part, sizes[axis])
+        return at

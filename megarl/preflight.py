@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.model_folder import check_model_folder
-from megarl.model_shape import ModelShape, read_model_shape
+from megarl.model_shape import TRAINABLE_FAMILIES, ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.recipe import error_page
 from megarl.types import ConfigError, DataError
@@ -19,20 +19,48 @@ from megarl.types import ConfigError, DataError
 
 def check(recipe: Recipe) -> ParallelLayout:
     """The layout of a recipe that can run. Raises one ConfigError, or else one DataError, that lists all faults."""
-    trainer = recipe.trainer
-    dp = recipe.cluster.world_size // (trainer.tp * trainer.pp)
-    wrong = [*_ranks(recipe), *_batches(recipe, max(dp, 1)), *_lengths(recipe), *_optimizer(recipe), *_rewards(recipe)]
+    layout = _layout(recipe)
+    wrong = [*_machines(recipe), *_ranks(recipe), *_trained(recipe), *_batches(recipe, layout.dp)]
+    wrong += [*_lengths(recipe), *_optimizer(recipe), *_rewards(recipe)]
     broken = [*check_model_folder(recipe.model.path), *_data_files(recipe)]
     if Path(recipe.model.path).is_dir():
         try:
-            wrong += _model_fit(recipe, read_model_shape(recipe.model.path))
+            shape = read_model_shape(recipe.model.path)
+            wrong += [*_model_fit(recipe, shape), *_positions(recipe, shape), *_trained_family(recipe, shape)]
         except DataError as error:
             broken.insert(0, str(error))
     if wrong:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
     if broken:
         raise DataError(error_page(f"files of recipe {recipe.name}", broken))
-    return ParallelLayout(tp=trainer.tp, pp=trainer.pp, dp=dp, rollout_tp=recipe.rollout.tp)
+    return layout
+
+
+def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelLayout]:
+    """Shape and layout of a recipe whose weights can be planned: of the model folder, config.json is enough.
+
+    Raises DataError for that file, or one ConfigError that lists all sizes that do not fit.
+    """
+    shape = read_model_shape(recipe.model.path)
+    if wrong := [*_ranks(recipe), *_model_fit(recipe, shape)]:
+        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+    return shape, _layout(recipe)
+
+
+def _layout(recipe: Recipe) -> ParallelLayout:
+    trainer = recipe.trainer
+    return ParallelLayout(
+        tp=trainer.tp,
+        pp=trainer.pp,
+        dp=max(recipe.cluster.world_size // (trainer.tp * trainer.pp * trainer.cp), 1),
+        rollout_tp=recipe.rollout.tp,
+        vpp=trainer.vpp,
+        cp=trainer.cp,
+        ep=trainer.ep,
+        etp=trainer.etp,
+        rollout_ep=bool(recipe.rollout.vllm.get("enable_expert_parallel", False)),
+        order=trainer.rank_order,
+    )
 
 
 def count_records(recipe: Recipe) -> dict[str, int]:
@@ -68,26 +96,41 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     return counts
 
 
-def _ranks(recipe: Recipe) -> Iterator[str]:
-    cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.cluster.world_size
-    model_ranks = trainer.tp * trainer.pp
-    ranks = f"the {world} ranks (cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node})"
+def _machines(recipe: Recipe) -> Iterator[str]:
+    cluster = recipe.cluster
     if cluster.launcher == "local" and cluster.nodes > 1:
         yield (
             f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only; "
-            f"set cluster.nodes=1 cluster.ranks_per_node={world}"
+            f"set cluster.nodes=1 cluster.ranks_per_node={cluster.world_size}"
         )
+
+
+def _ranks(recipe: Recipe) -> Iterator[str]:
+    cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.cluster.world_size
+    axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
+    model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
+    ranks = f"the {world} ranks (cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node})"
     if world % model_ranks:
+        product = " * ".join(axes)
+        sizes = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
         yield (
-            f"trainer.tp = {trainer.tp}, trainer.pp = {trainer.pp}: tp * pp = {model_ranks} does not divide {ranks}; "
-            f"make tp * pp {_one_of(_divisors(world))}, or have {_around(world, model_ranks)} ranks"
+            f"{sizes}: {product} = {model_ranks} does not divide {ranks}; "
+            f"make {product} {_one_of(_divisors(world))}, or have {_around(world, model_ranks)} ranks"
         )
     elif trainer.dp is not None and trainer.dp != world // model_ranks:
         yield (
-            f"trainer.dp = {trainer.dp}: {ranks} / (tp {trainer.tp} * pp {trainer.pp}) make "
+            f"trainer.dp = {trainer.dp}: {ranks} / ({' * '.join(f'{a} {getattr(trainer, a)}' for a in axes)}) make "
             f"{world // model_ranks}; set trainer.dp={world // model_ranks}, leave it out, "
             f"or have {trainer.dp * model_ranks} ranks"
         )
+    expert_ranks = trainer.etp * trainer.ep * trainer.pp
+    if trainer.etp * trainer.ep > 1 and world % expert_ranks:
+        yield (
+            f"trainer.etp = {trainer.etp}, trainer.ep = {trainer.ep}, trainer.pp = {trainer.pp}: etp * ep * pp = "
+            f"{expert_ranks} does not divide {ranks}; make it {_one_of(_divisors(world))}"
+        )
+    if trainer.vpp > 1 and trainer.pp == 1:
+        yield f"trainer.vpp = {trainer.vpp}: needs trainer.pp > 1, which is 1; leave it out or raise trainer.pp"
     if world % recipe.rollout.tp:
         yield (
             f"rollout.tp = {recipe.rollout.tp}: does not divide {ranks}; "
@@ -174,16 +217,53 @@ def _data_files(recipe: Recipe) -> Iterator[str]:
             yield f"{path}: data.{field} is empty; write one JSON record a line"
 
 
-def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    for field, tp in (("trainer.tp", recipe.trainer.tp), ("rollout.tp", recipe.rollout.tp)):
-        if misfits := _tp_misfits(shape, tp):
-            fitting = [size for size in range(1, shape.num_heads + 1) if not _tp_misfits(shape, size)]
-            yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {_one_of(fitting)}"
-    if shape.num_layers % recipe.trainer.pp:
+def _trained(recipe: Recipe) -> Iterator[str]:
+    for axis in ("vpp", "cp", "ep", "etp"):
+        if (size := getattr(recipe.trainer, axis)) > 1:
+            yield f"trainer.{axis} = {size}: can be planned, not trained; leave it out"
+
+
+def _trained_family(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    if shape.family not in TRAINABLE_FAMILIES:
         yield (
-            f"trainer.pp = {recipe.trainer.pp}: does not divide the model's {shape.num_layers} layers; "
-            f"use {_one_of(_divisors(shape.num_layers))}"
+            f"model.path = {recipe.model.path}: a {shape.family} model can be planned and converted, not trained; "
+            f"trained are {_one_of(TRAINABLE_FAMILIES)}"
         )
+
+
+def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    trainer, rollout = recipe.trainer, recipe.rollout
+    whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
+    splits = {"trainer.tp": (trainer.tp, True), "rollout.tp": (rollout.tp, whole_experts)}
+    for field, (tp, is_dense) in splits.items():
+        if misfits := _tp_misfits(shape, tp, is_dense):
+            fitting = [size for size in range(1, shape.num_heads + 1) if not _tp_misfits(shape, size, is_dense)]
+            yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {_one_of(fitting)}"
+    if shape.num_layers % (trainer.pp * trainer.vpp):
+        yield (
+            f"trainer.pp = {trainer.pp}: {f'times trainer.vpp {trainer.vpp} ' if trainer.vpp > 1 else ''}does not "
+            f"divide the model's {shape.num_layers} layers; use {_one_of(_divisors(shape.num_layers))}"
+        )
+    # Without the stages last, Megatron must find the same stages in both its grids; a dense model's second has tp only.
+    dense, expert = trainer.tp * trainer.cp, trainer.etp * trainer.ep if shape.num_experts else trainer.tp
+    if not trainer.rank_order.endswith("pp") and trainer.pp > 1 and dense != expert:
+        yield (
+            f"trainer.rank_order = {trainer.rank_order}: Megatron needs tp * cp = {dense} to equal "
+            f"{'etp * ep' if shape.num_experts else 'tp'} = {expert}; leave it out or change those"
+        )
+    if not shape.num_experts:
+        return
+    for field, size, whole, name in (
+        ("trainer.ep", trainer.ep, shape.num_experts, "experts"),
+        ("trainer.etp", trainer.etp, shape.moe_intermediate_size, "channels of an expert"),
+    ):
+        if whole % size:
+            yield f"{field} = {size}: does not divide the model's {whole} {name}; use {_one_of(_divisors(whole))}"
+    if rollout.tp > shape.num_experts:
+        yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
+
+
+def _positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     samplings = {"rollout.sampling": recipe.rollout.sampling, "evaluation.sampling": recipe.evaluation_sampling}
     for field, sampling in samplings.items():
         room = shape.max_position_embeddings - recipe.data.max_prompt_tokens
@@ -195,13 +275,15 @@ def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             )
 
 
-def _tp_misfits(shape: ModelShape, tp: int) -> list[str]:
-    """The sizes of the model that a tensor-parallel size cannot split."""
-    misfits = [
-        f"{size} {name}"
-        for size, name in ((shape.num_heads, "attention heads"), (shape.intermediate_size, "feed-forward channels"))
-        if size % tp
-    ]
+def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool) -> list[str]:
+    """The sizes of the model that a tensor-parallel size cannot split; experts only where they are not whole."""
+    sizes = [(shape.num_heads, "attention heads")]
+    if not shape.num_experts:
+        sizes.append((shape.intermediate_size, "feed-forward channels"))
+    else:
+        sizes.append((shape.shared_intermediate_size, "channels of the shared expert"))
+        sizes += [] if whole_experts else [(shape.moe_intermediate_size, "channels of an expert")]
+    misfits = [f"{size} {name}" for size, name in sizes if size % tp]
     # Ranks beyond the key-value heads hold copies, as many of each head.
     if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
         misfits.append(f"{shape.num_kv_heads} key-value heads (nor the other way round)")
@@ -218,5 +300,5 @@ def _around(value: int, multiple: int) -> str:
     return _one_of([size for size in (lower, lower + multiple) if size > 0])
 
 
-def _one_of(sizes: Sequence[int]) -> str:
-    return " or ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
+def _one_of(choices: Sequence[int | str]) -> str:
+    return " or ".join(filter(None, [", ".join(map(str, choices[:-1])), str(choices[-1])]))

@@ -2,7 +2,7 @@
 
     python tools/make_tiny_model.py --out runs/tiny_model --hidden-size 128 --num-layers 4
 
-The architecture is a real one (Qwen3, Qwen2 or Llama), so Megatron-Core, vLLM and transformers treat the folder as they
+The architecture is a real one (Qwen, Llama, Mistral), so Megatron-Core, vLLM and transformers treat the folder as they
 treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below: any text round-trips,
 each digit is its own token, and the words of the quickstart's prompts are single tokens.
 """
@@ -18,11 +18,17 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging
 
@@ -30,6 +36,9 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -97,11 +106,15 @@ def make_tiny_model(
     vocab_size: int | None = None,
     max_position_embeddings: int = 2048,
     initializer_range: float = 0.02,
+    num_experts: int = 8,
+    experts_per_token: int = 2,
+    expert_intermediate_size: int = 64,
     seed: int = 0,
 ) -> Path:
     """Write the model folder `out` (float32) and return it; equal arguments give equal bytes.
 
-    `head_dim` left out is hidden_size / num_heads; `vocab_size` left out is the tokenizer's, and may be larger.
+    The three sizes of experts count for the families that have them. `head_dim` left out is hidden_size / num_heads;
+    `vocab_size` left out is the tokenizer's, and may be larger.
     Norm weights and biases are drawn as well, close to one and zero, so that a permuted or skipped one shows.
     """
     tokenizer = make_tokenizer()
@@ -109,8 +122,17 @@ def make_tiny_model(
     head_dim = head_dim or hidden_size // num_heads
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size {vocab_size} is smaller than the tokenizer's {len(tokenizer)}")
-    if family == "qwen2" and head_dim * num_heads != hidden_size:
-        raise ValueError(f"qwen2 has head_dim = hidden_size / num_heads, not {head_dim}")
+    has_head_dim = family not in ("qwen2", "qwen2_moe")
+    if not has_head_dim and head_dim * num_heads != hidden_size:
+        raise ValueError(f"{family} has head_dim = hidden_size / num_heads, not {head_dim}")
+    experts = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": expert_intermediate_size,
+        "norm_topk_prob": family == "qwen3_moe",
+    }
+    if family == "qwen2_moe":
+        experts["shared_expert_intermediate_size"] = 2 * expert_intermediate_size
     config_class, model_class = FAMILIES[family]
     config = config_class(
         vocab_size=vocab_size,
@@ -126,7 +148,9 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **({} if family == "qwen2" else {"head_dim": head_dim}),
+        **({"head_dim": head_dim} if has_head_dim else {}),
+        **({"sliding_window": None} if family == "mistral" else {}),
+        **(experts if family.endswith("_moe") else {}),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -157,6 +181,9 @@ def main() -> None:
     parser.add_argument("--tie-word-embeddings", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--vocab-size", type=int, help="left out: the tokenizer's")
     parser.add_argument("--max-position-embeddings", type=int, default=2048)
+    parser.add_argument("--num-experts", type=int, default=8, help="of a family with experts")
+    parser.add_argument("--experts-per-token", type=int, default=2)
+    parser.add_argument("--expert-intermediate-size", type=int, default=64)
     parser.add_argument("--initializer-range", type=float, default=0.02, help="spread of the random weights")
     parser.add_argument("--seed", type=int, default=0)
     logging.disable_progress_bar()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import lcm
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megarl.model_shape import ModelShape
+from megarl.model_shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.logprobs import vocab_parallel_logprobs
 from megarl.models.norm import RMSNorm
@@ -112,12 +111,3 @@ class PolicyModel(GPTModel):
                 chunk_tokens=self.logprob_chunk_tokens,
             )
         )
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks.
-
-    vLLM pads to a multiple of 64 too: at equal tp both sides then split the vocabulary alike, and none of it travels.
-    """
-    multiple = lcm(64, tp)
-    return -(-vocab_size // multiple) * multiple

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,18 +13,22 @@ from megarl.weights.boxes import Layout
 from megarl.weights.plan import make_plan
 from megarl.weights.transport import Transport
 
+Value = TypeVar("Value")
+
 
 class Reshard:
     """The plan between two layouts over the whole world, bound to this rank's tensors.
 
-    `sources` are all ranks' layouts, `destination` is this rank's: what the engines recorded is exchanged here, so
-    making one is a collective. Raises RuntimeError if the ranks arrive at different plans.
+    `sources` and `destinations` are all ranks' layouts; `recorded` is what this rank's engine says of its own. Where it
+    says the same on every rank, the plan needs no exchange but of digests; else the recorded layouts are exchanged and
+    count. Making one is a collective. Raises RuntimeError if the ranks arrive at different plans.
     """
 
     def __init__(
         self,
         sources: Sequence[Layout],
-        destination: Layout,
+        destinations: Sequence[Layout] | None,
+        recorded: Layout,
         source_parameters: Mapping[str, Tensor],
         destination_parameters: Mapping[str, Tensor],
         *,
@@ -31,20 +36,24 @@ class Reshard:
         bucket_bytes: int,
         ranks_per_node: int,
     ) -> None:
-        world = dist.get_world_size()
-        destinations: list[Layout] = [()] * world
-        dist.all_gather_object(destinations, destination)
-        nodes = [rank // ranks_per_node for rank in range(world)]
-        plan = make_plan(sources, destinations, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes)
-        digests = [""] * world
-        dist.all_gather_object(digests, plan.digest())
+        world, rank = dist.get_world_size(), dist.get_rank()
+        nodes = [r // ranks_per_node for r in range(world)]
+        as_computed = destinations is not None and set(recorded) == set(destinations[rank])
+        self.is_computed = all(_exchanged(as_computed))
+        wanted = destinations if self.is_computed and destinations is not None else _exchanged(recorded)
+        plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes)
+        digests = _exchanged(plan.digest())
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
-        self.statistics = plan.statistics()
-        self._transport = Transport(
-            plan.for_rank(dist.get_rank()), source_parameters, destination_parameters, dtype=dtype
-        )
+        self._transport = Transport(plan.for_rank(rank), source_parameters, destination_parameters, dtype=dtype)
 
     def run(self) -> dict[str, float]:
         """Move all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
         return self._transport.reshard()
+
+
+def _exchanged(value: Value) -> list[Value]:
+    """Every rank's value, by rank."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

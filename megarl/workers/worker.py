@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config import Recipe
-from megarl.model_shape import read_model_shape
-from megarl.models.policy import padded_vocab_size, uses_transformer_engine
+from megarl.model_shape import padded_vocab_size, read_model_shape
+from megarl.models.policy import uses_transformer_engine
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.rollout.engine import RolloutEngine
@@ -22,6 +22,7 @@ from megarl.weights.families import hf_tensors
 from megarl.weights.layouts import safetensors
 from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 from megarl.weights.layouts.vllm import record_layout, zero_padding
+from megarl.weights.layouts.vllm_computed import VllmLayouts
 from megarl.weights.reshard import Reshard
 
 
@@ -117,6 +118,7 @@ class Worker:
         live = dict(engine.model.named_parameters())
         return Reshard(
             self.megatron_layouts,
+            VllmLayouts(self.shape, self.layout.rollout_tp, self.layout.world_size, self.layout.rollout_ep),
             record_layout(engine.model, tensors),
             self.trainer.parameters,
             live,

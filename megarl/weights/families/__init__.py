@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.model_shape import ModelShape
-from megarl.weights.families import llama, qwen2, qwen3
+from megarl.weights.families import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megarl.weights.families.rules import Rule
+from megarl.weights.world import Tensor, in_order
 
 FAMILIES: dict[str, Callable[[ModelShape], tuple[Rule, ...]]] = {
     "llama": llama.rules,
+    "mistral": mistral.rules,
     "qwen2": qwen2.rules,
+    "qwen2_moe": qwen2_moe.rules,
     "qwen3": qwen3.rules,
+    "qwen3_moe": qwen3_moe.rules,
 }
 
 
@@ -28,11 +32,22 @@ def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     return rules
 
 
+def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The checkpoint's tensors with their shapes, `{layer}` and `{expert}` standing for numbers."""
+    return {name: shape for rule in rules_of(model) for name, shape in rule.tensors}
+
+
+def tensors_of(model: ModelShape) -> tuple[Tensor, ...]:
+    """Every tensor of the model's checkpoint, in the order in which a plan counts them."""
+    return in_order(
+        Tensor(template, layer, expert)
+        for template in templates_of(model)
+        for layer in (range(model.num_layers) if "{layer}" in template else (-1,))
+        for expert in (range(model.num_experts) if "{expert}" in template else (0,))
+    )
+
+
 def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model's checkpoint and its shape."""
-    return {
-        name.format(layer=layer): shape
-        for rule in rules_of(model)
-        for layer in (range(model.num_layers) if rule.place == "every_layer" else (0,))
-        for name, shape in rule.tensors
-    }
+    """Every tensor of the model's checkpoint by name and its shape."""
+    shapes = templates_of(model)
+    return {tensor.name: shapes[tensor.template] for tensor in tensors_of(model)}

@@ -23,7 +23,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
             DECODER + "input_layernorm.weight",
             LAYER + "input_layernorm.weight",
             (hidden,),
-            fused_norm=DECODER + "self_attention.linear_qkv.layer_norm_weight",
+            transformer_engine=DECODER + "self_attention.linear_qkv.layer_norm_weight",
         ),
         query_groups(DECODER + "self_attention.linear_qkv.weight", q, k, v, model, (hidden,)),
         row(
@@ -35,7 +35,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
             DECODER + "pre_mlp_layernorm.weight",
             LAYER + "post_attention_layernorm.weight",
             (hidden,),
-            fused_norm=DECODER + "mlp.linear_fc1.layer_norm_weight",
+            transformer_engine=DECODER + "mlp.linear_fc1.layer_norm_weight",
         ),
         gate_up(
             DECODER + "mlp.linear_fc1.weight", mlp + "gate_proj.weight", mlp + "up_proj.weight", (feed_forward, hidden)

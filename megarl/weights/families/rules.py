@@ -8,7 +8,7 @@ one after another. This one sentence covers column, row and vocabulary splits, M
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.model_shape import ModelShape
@@ -28,11 +28,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter and its source; `{layer}` is local in `parameter` and global in `tensors`.
+    """One Megatron parameter and its source; `{layer}` and `{expert}` are local in `parameter`, global in `tensors`.
 
     `tensors` are the Hugging Face names and shapes; `dim` is the dimension that tensor parallelism splits, None for a
-    copy on every rank; `padded` marks a vocabulary whose last rows belong to no Hugging Face tensor; `fused_norm` is
-    the parameter's name where Transformer Engine fuses the norm into the linear layer after it.
+    copy on every rank; `padded` marks a vocabulary whose last rows belong to no Hugging Face tensor;
+    `transformer_engine` is the parameter's name where that library names it otherwise: norms fused into the linear
+    layer after them, experts in one module. With `is_expert`, expert parallelism deals the experts out and
+    expert-tensor parallelism does the splitting.
     """
 
     parameter: str
@@ -41,7 +43,8 @@ class Rule:
     dim: int | None
     blocks: tuple[tuple[Segment, ...], ...]
     padded: bool = False
-    fused_norm: str | None = None
+    transformer_engine: str | None = None
+    is_expert: bool = False
 
 
 def _whole(tensor: str, shape: tuple[int, ...], dim: int) -> tuple[Segment, ...]:
@@ -49,10 +52,14 @@ def _whole(tensor: str, shape: tuple[int, ...], dim: int) -> tuple[Segment, ...]
 
 
 def replicated(
-    parameter: str, tensor: str, shape: tuple[int, ...], place: Place = "every_layer", fused_norm: str | None = None
+    parameter: str,
+    tensor: str,
+    shape: tuple[int, ...],
+    place: Place = "every_layer",
+    transformer_engine: str | None = None,
 ) -> Rule:
     """The same tensor on every tensor-parallel rank."""
-    return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), fused_norm=fused_norm)
+    return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, transformer_engine)
 
 
 def row(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
@@ -93,3 +100,29 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
     key_shape = (model.num_kv_heads * width, *features)
     tensors = ((q, (model.num_heads * width, *features)), (k, key_shape), (v, key_shape))
     return Rule(parameter, "every_layer", tensors, 0, (block,))
+
+
+def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]:
+    """A dense family's rules with a router and experts in place of the feed-forward.
+
+    Each expert is a parameter of its own, in the local spec's sequence of experts as in Transformer Engine's grouped
+    layers. The norm before a router is never fused.
+    """
+    mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
+    hidden, channels = model.hidden_size, model.moe_intermediate_size
+    gate, up, down = (theirs + f"experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+
+    def expert(rule: Rule, layer: str) -> Rule:
+        return replace(rule, is_expert=True, transformer_engine=f"{mlp}experts.{layer}.weight{{expert}}")
+
+    first, second = (f"{mlp}experts.local_experts.{{expert}}.linear_fc{i}.weight" for i in (1, 2))
+    return (
+        *(
+            replace(rule, transformer_engine=None) if "pre_mlp_layernorm" in rule.parameter else rule
+            for rule in dense
+            if not rule.parameter.startswith(mlp)
+        ),
+        replicated(mlp + "router.weight", theirs + "gate.weight", (model.num_experts, hidden)),
+        expert(gate_up(first, gate, up, (channels, hidden)), "linear_fc1"),
+        expert(row(second, down, (hidden, channels)), "linear_fc2"),
+    )

@@ -1,0 +1,3 @@
+"""Mistral: a Llama by another name."""
+
+from megarl.weights.families.llama import rules as rules
