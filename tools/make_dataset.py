@@ -76,6 +76,7 @@ def distinct_questions(task: str, settings: Mapping[str, Any], count: int, seed:
     import reasoning_gym
 
     draws = 20 * count
+    seed *= 1_000_003  # reasoning-gym draws question i from seed + i: neighbouring seeds would share almost all
     found: dict[str, str] = {}
     for entry in reasoning_gym.create_dataset(task, size=draws, seed=seed, **settings):
         found.setdefault(entry["question"], str(entry["answer"]))

@@ -79,6 +79,10 @@ def test_equal_seeds_give_equal_files(tool, dataset, tmp_path):
     other = make(tmp_path / "other", sft=60, train=70, heldout=50, seed=4)
     for name in ("sft.jsonl", "train.jsonl", "heldout.jsonl"):
         assert (again / name).read_bytes() == (dataset / name).read_bytes() != (other / name).read_bytes()
+    mine, theirs = (
+        {record["messages"]["content"] for record in lines(folder / "heldout.jsonl")} for folder in (dataset, other)
+    )
+    assert len(mine & theirs) < 5
 
 
 def test_a_task_with_too_few_questions(tool):
