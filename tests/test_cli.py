@@ -68,7 +68,7 @@ def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
     done = megarl("train", recipe, "rollout.tp=2", own, "--dry-run", cwd=recipe.parent)
     assert done.returncode == 0, done.stderr
     for words in (
-        "4: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas",
+        "4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas",
         "train 40",
         "6, 1.50 epochs",
         "80 a step, 40 an update, 20 an update and data-parallel rank",
@@ -76,6 +76,41 @@ def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
     ):
         assert words in done.stdout
     assert not (recipe.parent / "runs").exists()
+
+
+def test_plan_needs_nothing_but_a_config(recipe: Path) -> None:
+    """A model of 235 billion parameters on 1024 ranks, whose folder holds a config.json and whose data is not there."""
+    sizes = {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "vocab_size": 151936,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "tie_word_embeddings": False,
+    }  # fmt: skip
+    folder = recipe.parent / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(sizes))
+    world = ["cluster.nodes=128", "cluster.ranks_per_node=8", "trainer.tp=4", "trainer.pp=2", "trainer.ep=8"]
+    engines = ["rollout.tp=8", "rollout.vllm.enable_expert_parallel=true"]
+    given = [recipe, f"model.path={folder}", "data.train=absent", *world, *engines]
+    done = megarl("plan", *given, "--json")
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout)
+    reshard = counted["reshard"]
+    # 235.09 billion parameters in bfloat16.
+    assert counted["model_bytes"] == 470_187_269_120
+    assert reshard["ratio_to_lower_bound"] == 1.0
+    # Engine and trainer both deal the experts out to eight neighbours: a rank lacks the other stage's half.
+    assert reshard["received_bytes"]["other_node"]["max"] < 0.51 * counted["model_bytes"] / 8
+    assert reshard["sent_bytes"]["other_node"]["max"] < 1.05 * reshard["received_bytes"]["other_node"]["mean"]
+    assert reshard["gathered_bytes"]["other_node"]["mean"] > 7 * reshard["received_bytes"]["other_node"]["mean"]
+    assert reshard["staging_bytes"]["max"] <= 256 << 20
+    shown = megarl("plan", *given)
+    assert "1024 ranks: trainer tp 4 * pp 2 * dp 128, ep 8, vLLM tp 8 with expert parallelism" in shown.stdout
+    assert "moved / least possible 1.00" in shown.stdout
+
+
+def test_plan_refuses_what_does_not_fit(recipe: Path) -> None:
+    done = megarl("plan", recipe, "trainer.tp=3", "cluster.ranks_per_node=3")
+    assert done.returncode == 2 and "trainer.tp = 3: does not divide the model's" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ class TrainingEngine:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            order=layout.order,
             create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(recipe.seed)

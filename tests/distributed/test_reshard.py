@@ -26,6 +26,7 @@ MODELS = {
     "llama kv equal tp, untied, odd vocabulary": dict(
         family="llama", num_kv_heads=2, tie_word_embeddings=False, vocab_size=421
     ),
+    "mistral kv above tp, untied": {"family": "mistral", "num_kv_heads": 4, "tie_word_embeddings": False},
 }
 CASES = [
     pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
@@ -34,6 +35,7 @@ CASES = [
     pytest.param(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=2), "qwen2 kv above tp, tied"),
     pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv equal tp, untied"),
     pytest.param(ParallelLayout(tp=2, pp=2, dp=1, rollout_tp=2), "qwen3 kv equal tp, untied"),
+    pytest.param(ParallelLayout(tp=1, pp=2, dp=2, rollout_tp=2, order="tp-cp-ep-pp-dp"), "mistral kv above tp, untied"),
     pytest.param(ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4), "llama kv equal tp, untied, odd vocabulary"),
     pytest.param(ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
 ]

@@ -17,7 +17,7 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.testing import RankPool
 from megarl.types import DataError
 from megarl.weights.boxes import Box, Piece
-from megarl.weights.families import hf_tensors
+from megarl.weights.families import FAMILIES, hf_tensors, rules_of
 from megarl.weights.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.weights.layouts.safetensors import check_tensors, export, load, read_layout
 from megarl.weights.plan import make_plan
@@ -207,13 +207,21 @@ def test_broken_folders_are_refused(tmp_path: Path, change: Callable[[Path], obj
         read_layout(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_tables_name_what_transformers_saves(tiny_model: Callable[..., Path], family: str, tied: bool) -> None:
     folder = tiny_model(family=family, tie_word_embeddings=tied)
     layout, tensors = read_layout(folder)
     check_tensors(read_model_shape(folder), tensors, folder)
     assert {piece.box.name for piece in layout} == set(hf_tensors(read_model_shape(folder)))
+
+
+def test_two_rules_for_a_parameter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    monkeypatch.setitem(FAMILIES, "qwen3", lambda model: (*rules, rules[-1]))
+    rules = FAMILIES["llama"](model)
+    with pytest.raises(ValueError, match=r"family qwen3 has two rules for output_layer\.weight"):
+        rules_of(model)
 
 
 def test_storage_too_small_is_refused() -> None:
