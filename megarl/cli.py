@@ -233,11 +233,8 @@ def _print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any])
     )
     for name, other in orders.items():
         links = ("same_node", "other_node")
-        saved = [reshard["received_bytes"][k]["mean"] - other["received_bytes"][k]["mean"] for k in links]
-        if max(sum(saved), saved[1]) <= 0:
-            continue
-        how = "trainer.rank_order" if other["megatron_takes_it"] else "Megatron 0.16 does not take it"
+        more = [other["received_bytes"][k]["mean"] - reshard["received_bytes"][k]["mean"] for k in links]
         console.print(
-            f"rank order {name}: a rank receives {sum(saved) / 1e9:.3f} GB less from others, {saved[1] / 1e9:.3f} GB "
-            f"less from other nodes, {other['seconds'] * 1e3:.1f} ms ({how})"
+            f"with ranks {name}: {sum(more) / 1e9:+.3f} GB from others, {more[1] / 1e9:+.3f} GB from other nodes, "
+            f"{other['seconds'] * 1e3:.1f} ms"
         )

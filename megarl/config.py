@@ -64,6 +64,8 @@ class TrainerConfig(Section):
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
     """Megatron's order of ranks, the first axis fastest. With dp last, all stages of a replica are neighbours, weights
     cross fewer nodes in a reshard and gradients more in an update; `megarl plan` counts the former."""
+    align_ranks: bool = True
+    """Where it saves bytes in a reshard, deal neighbouring ranks parts of the trainer that lie far apart."""
     sequence_parallel: bool | None = None
     """Split norms and residuals over the tensor-parallel ranks too; left out, on where tp > 1."""
     distributed_optimizer: bool = True

@@ -53,6 +53,7 @@ class ParallelLayout:
         """`4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
         more = [f"{axis} {getattr(self, axis)}" for axis in ("vpp", "ep", "etp") if getattr(self, axis) > 1]
         order = f" in order {self.order}" if self.order != RANK_ORDERS[0] else ""
+        order += f", ranks dealt {self.deal[0]} by {self.deal[1]}" if self.deal != (1, 1) else ""
         return (
             f"{self.world_size} ranks: trainer tp {self.tp} * pp {self.pp} * dp {self.dp}"
             f"{f' * cp {self.cp}' if self.cp > 1 else ''}{''.join(f', {size}' for size in more)}{order}, "
@@ -97,6 +98,11 @@ class ParallelLayout:
         a, b = self.deal
         block, place = divmod(rank, a * b)
         return block * a * b + place % b * a + place // b
+
+    @property
+    def rank_of_part(self) -> tuple[int, ...]:
+        """Which rank plays each part of the trainer's order."""
+        return tuple(sorted(range(self.world_size), key=self.part))
 
     def replica(self, rank: int) -> int:
         """The vLLM engine a rank belongs to."""

@@ -27,6 +27,7 @@ def check(recipe: Recipe) -> ParallelLayout:
         try:
             shape = read_model_shape(recipe.model.path)
             wrong += [*_model_fit(recipe, shape), *_positions(recipe, shape), *_trained_family(recipe, shape)]
+            layout = layout if wrong else _aligned(recipe, shape, layout)
         except DataError as error:
             broken.insert(0, str(error))
     if wrong:
@@ -44,7 +45,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelLayout]:
     shape = read_model_shape(recipe.model.path)
     if wrong := [*_ranks(recipe), *_model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-    return shape, _layout(recipe)
+    return shape, _aligned(recipe, shape, _layout(recipe))
 
 
 def _layout(recipe: Recipe) -> ParallelLayout:
@@ -94,6 +95,14 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     if broken:
         raise DataError(error_page(f"data of recipe {recipe.name}", broken))
     return counts
+
+
+def _aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:
+    if not recipe.trainer.align_ranks:
+        return layout
+    from megarl.weights.forecast import align
+
+    return align(shape, layout, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
 def _machines(recipe: Recipe) -> Iterator[str]:

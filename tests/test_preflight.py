@@ -42,8 +42,8 @@ def recipe(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., Rec
     ("ranks", "tp", "pp", "rollout_tp", "layout"),
     [
         pytest.param(1, 1, 1, 1, ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1), id="one"),
-        pytest.param(4, 2, 1, 4, ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4), id="(2,1,2)->4"),
-        pytest.param(4, 4, 1, 2, ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2), id="copies of kv heads"),
+        pytest.param(4, 2, 1, 4, ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4, deal=(2, 2)), id="(2,1,2)->4"),
+        pytest.param(4, 4, 1, 2, ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2, deal=(2, 2)), id="copies of kv heads"),
         pytest.param(6, 1, 3, 2, ParallelLayout(tp=1, pp=3, dp=2, rollout_tp=2), id="(1,3,2)->2"),
     ],
 )

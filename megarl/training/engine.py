@@ -20,6 +20,7 @@ from megarl.models.configuration import transformer_config
 from megarl.models.policy import PolicyModel
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
+from megarl.platform.megatron_ranks import ranks_dealt
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 from megarl.training.batch import Microbatch, pack_row, unpack_row
 from megarl.training.objective import Objective, policy_objective, supervised
@@ -42,12 +43,13 @@ class TrainingEngine:
         self.recipe, self.shape = recipe, shape
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            order=layout.order,
-            create_gloo_process_groups=False,
-        )
+        with ranks_dealt(layout.rank_of_part):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                order=layout.order,
+                create_gloo_process_groups=False,
+            )
         model_parallel_cuda_manual_seed(recipe.seed)
         self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
         self.config = transformer_config(

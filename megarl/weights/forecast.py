@@ -115,10 +115,7 @@ def forecast(
         "model_bytes": sum(map(prod, hf_tensors(model).values())) * itemsize,
         "plan_seconds": plan_seconds,
         "reshard": count(plan).summary(),
-        "rank_orders": {
-            name: count(planned(layout)).summary() | {"megatron_takes_it": layout.deal == (1, 1)}
-            for name, layout in rank_orders(model, parallel)
-        },
+        "rank_orders": {name: count(planned(layout)).summary() for name, layout in rank_orders(model, parallel)},
         "bytes_per_second": {
             "nvlink": NVLINK_BYTES_PER_SECOND,
             "infiniband": INFINIBAND_BYTES_PER_SECOND,
@@ -181,22 +178,38 @@ def reshard_plan(
     )
 
 
-def rank_orders(model: ModelShape, parallel: ParallelLayout) -> Iterator[tuple[str, ParallelLayout]]:
-    """Other ways to number the same trainer's ranks, with a name each.
+def align(model: ModelShape, parallel: ParallelLayout, *, ranks_per_node: int) -> ParallelLayout:
+    """The layout with its ranks dealt so that a reshard moves least; undealt where a deal saves nothing."""
 
-    Megatron takes an order of its axes. It cannot take a deal, its groups are made of ascending ranks; what one would
-    save is worth knowing all the same. A deal makes neighbours in an engine hold neighbouring parts.
-    """
+    def moved(layout: ParallelLayout) -> int:
+        plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
+        return int(count(plan).lower_bound.sum())
+
+    layouts = [dataclasses.replace(parallel, deal=deal) for deal in _deals(model, parallel)]
+    return min(layouts, key=moved) if len(layouts) > 1 else parallel
+
+
+def rank_orders(model: ModelShape, parallel: ParallelLayout) -> Iterator[tuple[str, ParallelLayout]]:
+    """Other ways to number the same trainer's ranks, with a name each: Megatron's other order, and other deals."""
     experts = parallel.etp * parallel.ep if model.num_experts else parallel.tp
     if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == experts:
         for order in RANK_ORDERS:
             if order != parallel.order:
                 yield order, dataclasses.replace(parallel, order=order)
-    for size in sorted({parallel.tp, experts}):
+    for deal in _deals(model, parallel):
+        if deal != parallel.deal:
+            name = f"dealt {deal[0]} by {deal[1]}" if deal != (1, 1) else "undealt"
+            yield name, dataclasses.replace(parallel, deal=deal)
+
+
+def _deals(model: ModelShape, parallel: ParallelLayout) -> list[tuple[int, int]]:
+    """Deals that make the ranks of an engine hold neighbouring parts, after none."""
+    deals = [(1, 1)]
+    for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
         if 1 < small < large and large % small == 0 and parallel.world_size % large == 0:
-            deal = (large // small, small) if size == large else (small, large // small)
-            yield f"dealt {deal[0]} by {deal[1]}", dataclasses.replace(parallel, deal=deal)
+            deals.append((large // small, small) if size == large else (small, large // small))
+    return deals
 
 
 @dataclass(frozen=True, slots=True)

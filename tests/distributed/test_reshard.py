@@ -36,8 +36,13 @@ CASES = [
     pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv equal tp, untied"),
     pytest.param(ParallelLayout(tp=2, pp=2, dp=1, rollout_tp=2), "qwen3 kv equal tp, untied"),
     pytest.param(ParallelLayout(tp=1, pp=2, dp=2, rollout_tp=2, order="tp-cp-ep-pp-dp"), "mistral kv above tp, untied"),
+    pytest.param(
+        ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4, deal=(2, 2)), "qwen3 kv below tp, tied, odd vocabulary"
+    ),
     pytest.param(ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4), "llama kv equal tp, untied, odd vocabulary"),
-    pytest.param(ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
+    pytest.param(
+        ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2, deal=(2, 2)), "qwen3 kv below tp, tied, odd vocabulary"
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.model_shape import ModelShape
 from megarl.parallel_layout import Coordinates, ParallelLayout
@@ -19,9 +19,6 @@ from megarl.weights.boxes import Layout, contiguous_strides
 from megarl.weights.families import rules_of, tensors_of
 from megarl.weights.families.rules import Rule
 from megarl.weights.world import Holding, Layouts, Place, Tensor
-
-if TYPE_CHECKING:
-    import torch
 
 
 def megatron_layout(
@@ -64,7 +61,7 @@ def chunk_prefix(chunk: int, vpp: int) -> str:
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
-def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, torch.Tensor]) -> None:
+def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
     """Refuse a live model that `parameter_shapes` does not describe exactly. Raises ConfigError with the first name."""
     for name, value in live.items():
         if name not in shapes:
