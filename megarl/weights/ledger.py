@@ -22,6 +22,7 @@ from megarl.weights.layouts.safetensors import replace_folder
 MANIFEST = "manifest.json"
 
 _BLOCK_BYTES = 1 << 22
+_MOST_OPEN = 256
 
 
 class Ledger:
@@ -32,21 +33,27 @@ class Ledger:
         self.sizes: dict[str, int] = {}
         self._hashes: dict[str, Any] = {}
         self._hasher = ThreadPoolExecutor(1)
+        self._open: dict[str, IO[bytes]] = {}
 
     def append(self, name: str, data: bytes | memoryview) -> int:
         """Add to the end of a file, which this makes if need be; returns where the data begins."""
-        path = self.folder / name
-        start = self.sizes.get(name, 0)
-        if name not in self.sizes:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._hashes[name] = hashlib.sha256()
+        start = self.sizes.setdefault(name, 0)
         # Disk and hash take turns at waiting: do both at once.
-        hashed = self._hasher.submit(self._hashes[name].update, data)
-        with path.open("ab") as file:
-            file.write(data)
+        hashed = self._hasher.submit(self._hashes.setdefault(name, hashlib.sha256()).update, data)
+        self._file(name).write(data)
         hashed.result()
         self.sizes[name] = start + len(data)
         return start
+
+    def _file(self, name: str) -> IO[bytes]:
+        """The open file; opening and closing it around each write would make a file system's work many times longer."""
+        if name not in self._open:
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if len(self._open) == _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[name] = path.open("ab")
+        return self._open[name]
 
     def stream(self, name: str) -> IO[bytes]:
         """The end of a file, for a writer that wants an open one."""
@@ -61,7 +68,7 @@ class Ledger:
 
     def close(self, layout: Mapping[str, Any]) -> None:
         """Write the manifest: files with size and sha256, versions, and what the caller says of the layout."""
-        self._hasher.shutdown()
+        self.release()
         manifest = {
             "files": {
                 name: {"size": size, "sha256": self._hashes[name].hexdigest()}
@@ -76,6 +83,12 @@ class Ledger:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(self.folder / MANIFEST)
+
+    def release(self) -> None:
+        """Close all files."""
+        self._hasher.shutdown()
+        while self._open:
+            self._open.popitem()[1].close()
 
 
 class _Stream:
@@ -97,10 +110,12 @@ def new_folder(folder: Path) -> Iterator[Ledger]:
     partial = folder.absolute().with_name(f".{folder.absolute().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    ledger = Ledger(partial)
     try:
-        yield Ledger(partial)
+        yield ledger
         replace_folder(partial, folder.absolute())
     finally:
+        ledger.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ Chunks are read as weights only.
 from __future__ import annotations
 
 import json
+import mmap
 import pickle
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -43,17 +45,17 @@ _ALLOWED = {
 class CheckpointReader:
     """A `torch_dist` checkpoint of a known model, in Hugging Face's coordinates.
 
-    `pieces` and `dtypes` are by Hugging Face tensor; `storage` loads the chunk that a piece names and keeps the last
-    `cache_bytes` of them. Raises DataError naming the file for anything missing, cut short or not of this model.
+    `pieces` and `dtypes` are by Hugging Face tensor; `storage` maps the chunk that a piece names. Raises DataError
+    naming the file for anything missing, cut short or not of this model.
     """
 
-    def __init__(self, folder: Path, model: ModelShape, cache_bytes: int = 1 << 28) -> None:
+    def __init__(self, folder: Path, model: ModelShape) -> None:
         self.folder = folder
         self.pieces: dict[str, list[Piece]] = defaultdict(list)
         self.dtypes: dict[str, torch.dtype] = {}
-        self._cache_bytes = cache_bytes
-        self._cache: dict[str, Tensor] = {}
         self._chunks: dict[str, tuple[Stored, tuple[int, ...], torch.dtype]] = {}
+        self._starts: dict[str, int] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
         _check_backend(folder)
         stored = _Metadata(folder)
         for parameter in parameters(model):
@@ -63,16 +65,19 @@ class CheckpointReader:
                 raise DataError(f"{folder / METADATA}: the checkpoint does not hold all of {name}. {_AGAIN}")
 
     def storage(self, name: str) -> Tensor:
-        if name not in self._cache:
-            self._cache[name] = self._load(*self._chunks[name])
-        else:
-            self._cache[name] = self._cache.pop(name)
-        return self._cache[name]
+        place, shape, dtype = self._chunks[name]
+        if name not in self._starts:
+            self._starts[name] = place.start + self._locate(place, shape, dtype)
+        path = self.folder / place.file
+        if path not in self._maps:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
 
     def release(self) -> None:
-        """Forget the chunks used longest ago."""
-        while sum(chunk.nbytes for chunk in self._cache.values()) > self._cache_bytes:
-            self._cache.pop(next(iter(self._cache)))
+        """Let go of the pages that were read."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     def _add(self, parameter: Parameter, stored: _Metadata) -> None:
         key, leading = stored.find(parameter)
@@ -90,17 +95,21 @@ class CheckpointReader:
                 self.pieces[piece.box.name].append(piece)
                 self.dtypes[piece.box.name] = tensor.dtype
 
-    def _load(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Where in a chunk its elements begin: torch reads all but them."""
         path = self.folder / place.file
         try:
-            with path.open("rb") as file:
+            with path.open("rb") as file, FakeTensorMode():
                 view: Any = _create_file_view(file, place.start, place.length)
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * dtype.itemsize
+        except (OSError, RuntimeError, ValueError, EOFError, AttributeError, pickle.UnpicklingError) as error:
             raise DataError(f"{path}: a chunk at byte {place.start} cannot be read ({error}). {_AGAIN}") from None
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise DataError(f"{path}: the chunk at byte {place.start} is not {dtype} {shape}. {_AGAIN}")
-        return tensor.contiguous().view(-1)
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise DataError(f"{path}: the chunk at byte {place.start} is not a dense {dtype} {shape}. {_AGAIN}")
+        if start + prod(shape) * dtype.itemsize > place.length:
+            raise DataError(f"{path}: the chunk at byte {place.start} is cut short. {_AGAIN}")
+        return start
 
 
 _AGAIN = "Copy or convert the checkpoint again."
