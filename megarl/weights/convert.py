@@ -29,7 +29,14 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError, DataError
 from megarl.weights.boxes import Box, Piece, contiguous_strides
 from megarl.weights.families import hf_tensors
-from megarl.weights.layouts.safetensors import check_tensors, file_header, index_text, pack_files, read_layout
+from megarl.weights.layouts.safetensors import (
+    check_tensors,
+    config_of_type,
+    file_header,
+    index_text,
+    pack_files,
+    read_layout,
+)
 from megarl.weights.layouts.torch_dist import (
     BACKEND,
     COMMON,
@@ -370,15 +377,9 @@ def _copy_companions(source: Path, ledger: Ledger, folder: str, dtype: torch.dty
             continue
         target = f"{folder}/{name}" if folder else name
         if name == "config.json" and dtype is not None:
-            ledger.append(target, _config_of_type(path, dtype))
+            ledger.append(target, config_of_type(path, dtype))
         else:
             ledger.copy(path, target)
-
-
-def _config_of_type(path: Path, dtype: torch.dtype) -> bytes:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _find_checkpoint(folder: Path) -> Path:

@@ -303,7 +303,7 @@ def test_a_rank_that_does_not_connect_is_named(tmp_path, statement, message):
 
 def test_strangers_are_turned_away(tmp_path):
     async def drive():
-        environment = slow_to_start(tmp_path, "time.sleep(1.5)")
+        environment = slow_to_start(tmp_path, "time.sleep(6)")
         start = asyncio.create_task(ProcessGroup.start("probe:Probe", {}, world_size=2, environment=environment))
         children = Path(f"/proc/self/task/{os.getpid()}/children")
         await asyncio.sleep(0.5)

@@ -134,6 +134,7 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _copy_companions(source, partial)
+        (partial / "config.json").write_bytes(config_of_type(source / "config.json", dtype))
         if len(files) > 1:
             total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
             (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")
@@ -241,6 +242,16 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copytree(path, target / path.name)
         else:
             shutil.copyfile(path, target / path.name)
+
+
+def config_of_type(path: Path, dtype: torch.dtype) -> bytes:
+    """The config.json at `path`; where it states a type, it states this one: transformers loads the weights in it."""
+    content = path.read_bytes()
+    fields = json.loads(content)
+    name, declared = "torch_dtype" if "torch_dtype" in fields else "dtype", str(dtype).removeprefix("torch.")
+    if fields.get(name, declared) == declared:
+        return content
+    return (json.dumps(fields | {name: declared}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:

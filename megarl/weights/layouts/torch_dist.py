@@ -165,7 +165,7 @@ def _boxes(rule: Rule, shape: tuple[int, ...], parallel: ParallelLayout, limit: 
     for length in blocks:
         if length % ranks:
             raise ConfigError(
-                f"{'etp' if rule.is_expert else 'tp'} {ranks} does not divide {rule.parameter}: {length} rows or columns."
+                f"{'etp' if rule.is_expert else 'tp'} {ranks} does not divide {rule.parameter}: {length} rows/columns"
             )
         for rank in range(ranks):
             start, stop = [0] * len(shape), list(shape)
