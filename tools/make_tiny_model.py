@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -92,6 +94,31 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def expert_fields(family: str, num_experts: int, experts_per_token: int, intermediate_size: int) -> dict[str, object]:
+    """What a config says of its experts."""
+    fields: dict[str, object] = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": intermediate_size,
+        "norm_topk_prob": family == "qwen3_moe",
+    }
+    if family == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = 2 * intermediate_size
+    return fields
+
+
+def draw_weights(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """A model with random weights. Norms and biases, close to one and zero, are drawn too: a permuted one shows."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
 def make_tiny_model(
     out: str | Path,
     *,
@@ -115,7 +142,6 @@ def make_tiny_model(
 
     The three sizes of experts count for the families that have them. `head_dim` left out is hidden_size / num_heads;
     `vocab_size` left out is the tokenizer's, and may be larger.
-    Norm weights and biases are drawn as well, close to one and zero, so that a permuted or skipped one shows.
     """
     tokenizer = make_tokenizer()
     vocab_size = vocab_size or len(tokenizer)
@@ -125,14 +151,11 @@ def make_tiny_model(
     has_head_dim = family not in ("qwen2", "qwen2_moe")
     if not has_head_dim and head_dim * num_heads != hidden_size:
         raise ValueError(f"{family} has head_dim = hidden_size / num_heads, not {head_dim}")
-    experts = {
-        "num_experts": num_experts,
-        "num_experts_per_tok": experts_per_token,
-        "moe_intermediate_size": expert_intermediate_size,
-        "norm_topk_prob": family == "qwen3_moe",
-    }
-    if family == "qwen2_moe":
-        experts["shared_expert_intermediate_size"] = 2 * expert_intermediate_size
+    own_fields: dict[str, object] = {"head_dim": head_dim} if has_head_dim else {}
+    if family == "mistral":
+        own_fields["sliding_window"] = None
+    if family.endswith("_moe"):
+        own_fields |= expert_fields(family, num_experts, experts_per_token, expert_intermediate_size)
     config_class, model_class = FAMILIES[family]
     config = config_class(
         vocab_size=vocab_size,
@@ -148,17 +171,9 @@ def make_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
-        **({"head_dim": head_dim} if has_head_dim else {}),
-        **({"sliding_window": None} if family == "mistral" else {}),
-        **(experts if family.endswith("_moe") else {}),
+        **own_fields,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model = draw_weights(model_class, config, seed)
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
     )

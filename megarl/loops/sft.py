@@ -20,6 +20,7 @@ async def train(session: Session) -> None:
     )
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     tracker.log(0, await session.evaluate(0))
+    await session.ranks.call("sleep_engine")
     for step in range(1, recipe.train.steps + 1):
         batch = weigh([conversations[index] for index in order.batch(step - 1)], recipe.algorithm)
         with tracker.phase("train"):
@@ -28,5 +29,6 @@ async def train(session: Session) -> None:
             with tracker.phase("reshard"):
                 scalars |= await session.reshard()
             scalars |= await session.evaluate(step)
+            await session.ranks.call("sleep_engine")
         tracker.log(step, scalars)
         session.folder.set_status(step=step)

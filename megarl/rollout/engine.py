@@ -57,6 +57,7 @@ class RolloutEngine:
         self.is_leader = rank % config.tp == 0
         self.weight_version = 0
         self._can_sleep = arguments.enable_sleep_mode
+        self._asleep: set[str] = set()
         self._running: dict[str, tuple[str, int]] = {}
         self._channel = _open_channel(config.tp)
         with preserved_random_state():
@@ -111,13 +112,15 @@ class RolloutEngine:
         is kept in host memory.
         """
         self.reset_prefix_cache()
-        if self._can_sleep:
+        if self._can_sleep and not self._asleep:
             self._worker.sleep(level=self._sleep_level)
+            self._asleep = {"weights", "kv_cache"}
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take memory again, at the same addresses; the weights must then be written."""
-        if self._can_sleep:
-            self._worker.wake_up(tags=list(tags))
+        """Take memory again where it was given, at the same addresses; the weights must then be written."""
+        if given := self._asleep.intersection(tags):
+            self._worker.wake_up(tags=sorted(given))
+            self._asleep -= given
 
     def close(self) -> None:
         """End the engine and free its memory; the world's process group stays. A collective over the world."""
