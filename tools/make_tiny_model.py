@@ -174,13 +174,11 @@ def make_tiny_model(
         **own_fields,
     )
     model = draw_weights(model_class, config, seed)
-    model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
-    )
-    out = Path(out)
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return out
+    return Path(out)
 
 
 def main() -> None:

@@ -304,10 +304,13 @@ def test_a_rank_that_does_not_connect_is_named(tmp_path, statement, message):
 def test_strangers_are_turned_away(tmp_path):
     async def drive():
         environment = slow_to_start(tmp_path, "time.sleep(6)")
-        start = asyncio.create_task(ProcessGroup.start("probe:Probe", {}, world_size=2, environment=environment))
         children = Path(f"/proc/self/task/{os.getpid()}/children")
+        # Other tests' pools may be alive too.
+        others = set(children.read_text().split())
+        start = asyncio.create_task(ProcessGroup.start("probe:Probe", {}, world_size=2, environment=environment))
         await asyncio.sleep(0.5)
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children.read_text().split()]
+        mine = set(children.read_text().split()) - others
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in mine]
         name = next(command[4].decode() for command in commands if b"megarl.workers.rank" in command)
         with pytest.raises(multiprocessing.AuthenticationError):
             await asyncio.to_thread(Client, "\0" + name, "AF_UNIX", b"a guess")
