@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +42,9 @@ def phase_seconds(steps: list[dict[str, float]]) -> Counter[str]:
 def answer(model_folder: Path, prompts: list[str], max_new_tokens: int = 64) -> list[str]:
     """Greedy answers of an exported model, by transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True)
     answers = []
@@ -63,13 +66,13 @@ def main() -> None:
     console = Console(soft_wrap=True, highlight=False)
     sft, grpo = read_steps(arguments.sft), read_steps(arguments.grpo)
 
-    table = Table(title="held-out accuracy, greedy", title_justify="left")
+    table = Table(title="held-out accuracy, greedy", title_justify="left", box=box.SIMPLE)
     for column in ("before SFT", "after SFT", "after GRPO"):
         table.add_column(column, justify="right")
     table.add_row(*(f"{value:.3f}" for value in (accuracies(sft)[0], accuracies(sft)[-1], accuracies(grpo)[-1])))
     console.print(table)
 
-    table = Table(title="seconds by phase", title_justify="left")
+    table = Table(title="seconds by phase", title_justify="left", box=box.SIMPLE)
     table.add_column("run")
     runs = {"SFT": phase_seconds(sft), "GRPO": phase_seconds(grpo)}
     for phase in [*runs["GRPO"], "all"]:
