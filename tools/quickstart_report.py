@@ -66,13 +66,15 @@ def main() -> None:
     console = Console(soft_wrap=True, highlight=False)
     sft, grpo = read_steps(arguments.sft), read_steps(arguments.grpo)
 
-    table = Table(title="held-out accuracy, greedy", title_justify="left", box=box.SIMPLE)
+    table = Table(
+        title="held-out accuracy, greedy", title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True
+    )
     for column in ("before SFT", "after SFT", "after GRPO"):
         table.add_column(column, justify="right")
     table.add_row(*(f"{value:.3f}" for value in (accuracies(sft)[0], accuracies(sft)[-1], accuracies(grpo)[-1])))
     console.print(table)
 
-    table = Table(title="seconds by phase", title_justify="left", box=box.SIMPLE)
+    table = Table(title="seconds by phase", title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     table.add_column("run")
     runs = {"SFT": phase_seconds(sft), "GRPO": phase_seconds(grpo)}
     for phase in [*runs["GRPO"], "all"]:
