@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
 from megarl.model_folder import check_model_folder
 from megarl.model_shape import TRAINABLE_FAMILIES, ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.recipe import error_page
-from megarl.types import ConfigError, DataError
+from megarl.types import ConfigError, DataError, Problem, TrainingSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 def check(recipe: Recipe) -> ParallelLayout:
@@ -70,31 +74,46 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     Raises one DataError with the first faulty line of each file.
     """
     from megarl.data.chat import load_tokenizer
-    from megarl.data.conversations import read_conversations
-    from megarl.data.problems import read_problems
 
     data, tokenizer = recipe.data, load_tokenizer(recipe.model.path)
     files = [("train", data.train, recipe.loop)] + [(name, path, "rl") for name, path in data.validation.items()]
     counts, broken = {}, []
     for name, path, loop in files:
         try:
-            if loop == "rl":
-                records = read_problems(
-                    path,
-                    tokenizer,
-                    answer_field=data.answer_field,
-                    system_prompt=data.system_prompt,
-                    max_prompt_tokens=data.max_prompt_tokens,
-                )
-            else:
-                longest = recipe.trainer.max_tokens_per_microbatch
-                records = read_conversations(path, tokenizer, system_prompt=data.system_prompt, max_tokens=longest)
-            counts[name] = len(records)
+            is_rl = loop == "rl"
+            counts[name] = len(
+                read_problems(recipe, tokenizer, path) if is_rl else read_conversations(recipe, tokenizer)
+            )
         except DataError as error:
             broken.append(str(error))
     if broken:
         raise DataError(error_page(f"data of recipe {recipe.name}", broken))
     return counts
+
+
+def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Problem]:
+    """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line."""
+    from megarl.data import problems
+
+    data = recipe.data
+    return problems.read_problems(
+        path,
+        tokenizer,
+        answer_field=data.answer_field,
+        system_prompt=data.system_prompt,
+        max_prompt_tokens=data.max_prompt_tokens,
+    )
+
+
+def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSequence]:
+    """The training conversations of a recipe, each fitting a row, which is padded to a multiple of tp."""
+    from megarl.data import conversations
+
+    tp = recipe.trainer.tp
+    longest = recipe.trainer.max_tokens_per_microbatch // tp * tp
+    return conversations.read_conversations(
+        recipe.data.train, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest
+    )
 
 
 def _aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megarl.data.sampler import DataOrder
 from megarl.loops.batches import first_gap, reward_metrics, split, to_sequences
-from megarl.loops.session import Session, read_problems, sampling_settings
+from megarl.loops.session import Session, sampling_settings
+from megarl.preflight import read_problems
 from megarl.tracking.metrics import merge, values
 
 

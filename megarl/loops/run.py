@@ -10,9 +10,10 @@ from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.evaluation import Respondents
 from megarl.loops import rl, sft
-from megarl.loops.session import Session, read_problems
+from megarl.loops.session import Session
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
+from megarl.preflight import read_problems
 from megarl.rewards.scoring import RewardPool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.config import Recipe, SamplingConfig
-from megarl.data import problems
 from megarl.evaluation import Respondents, accuracy
 from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.run_folder import RunFolder
@@ -74,23 +73,7 @@ class Session:
         every = self.recipe.evaluation.every_steps
         return bool(self.validation) and (step == self.recipe.train.steps or (every > 0 and step % every == 0))
 
-    async def memory(self) -> dict[str, float]:
-        """The largest rank's peak."""
-        return {"memory/peak_gib": max(await self.ranks.call("peak_memory_bytes")) / 2**30}
-
 
 def sampling_settings(config: SamplingConfig) -> SamplingSettings:
     """What a request carries of the recipe's sampling section."""
     return SamplingSettings(**config.model_dump())
-
-
-def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Problem]:
-    """The problems of a data file, as a run of this recipe renders them."""
-    data = recipe.data
-    return problems.read_problems(
-        path,
-        tokenizer,
-        answer_field=data.answer_field,
-        system_prompt=data.system_prompt,
-        max_prompt_tokens=data.max_prompt_tokens,
-    )

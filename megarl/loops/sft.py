@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from megarl.data.conversations import read_conversations
 from megarl.data.sampler import DataOrder
 from megarl.loops.batches import weigh
 from megarl.loops.session import Session
+from megarl.preflight import read_conversations
 from megarl.tracking.metrics import values
 
 
 async def train(session: Session) -> None:
     """Metrics: `train/loss` (nats a trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
     recipe, tracker = session.recipe, session.tracker
-    conversations = read_conversations(
-        recipe.data.train,
-        session.tokenizer,
-        system_prompt=recipe.data.system_prompt,
-        max_tokens=session.trainer.longest_sequence,
-    )
+    conversations = read_conversations(recipe, session.tokenizer)
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     tracker.log(0, await session.evaluate(0))
     await session.ranks.call("sleep_engine")

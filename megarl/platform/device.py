@@ -31,12 +31,3 @@ def init_world(timeout_seconds: float) -> None:
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
     )
-
-
-def peak_memory_bytes() -> int:
-    """Most memory this rank has held: on the accelerator, or resident on the CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,11 +22,6 @@ class TrainerRanks:
     layout: ParallelLayout
     max_tokens_per_microbatch: int
 
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that a row can hold, which is padded to a multiple of tp."""
-        return self.max_tokens_per_microbatch // self.layout.tp * self.layout.tp
-
     async def update(self, sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
         """One optimizer step on all sequences. Returns the metrics of the whole batch."""
         rows = self._pack(sequences)

@@ -87,10 +87,6 @@ class Worker:
             bucket_bytes=self.recipe.weights.bucket_mib << 20,
         )
 
-    def peak_memory_bytes(self) -> int:
-        """Most memory this rank has held."""
-        return device.peak_memory_bytes()
-
     def _build_engine(self) -> RolloutEngine:
         recipe = self.recipe
         longest = max(recipe.rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
