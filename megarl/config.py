@@ -70,6 +70,10 @@ class TrainerConfig(Section):
     """Split norms and residuals over the tensor-parallel ranks too; left out, on where tp > 1."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Compute again in the backward pass instead of keeping: the attention's inside, or whole layers."""
+    offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
+    """What leaves the accelerator for host memory while the engine samples; nothing where all fits."""
     max_tokens_per_microbatch: PositiveInt = 8192
     """Cap on the padded tokens of one packed row of one data-parallel rank."""
     logprob_chunk_tokens: PositiveInt = 1024
@@ -79,14 +83,18 @@ class TrainerConfig(Section):
 
 
 class OptimizerConfig(Section):
+    name: Literal["adam", "sgd"] = "adam"
+    """AdamW, or gradient descent without momentum, which has no state (needs trainer.distributed_optimizer false)."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: flat, or a fall to `min_learning_rate` at the last step."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """What follows the warm-up: flat, a fall to `min_learning_rate`, or flat and then a linear fall (wsd)."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps of the fall that ends a wsd schedule; left out, a tenth of the run."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up from zero."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where linear and cosine schedules end."""
+    """Where a falling schedule ends."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay (AdamW) on matrices; norms and biases have none."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
@@ -95,6 +103,8 @@ class OptimizerConfig(Section):
     """Adam's denominator term."""
     clip_grad_norm: NonNegativeFloat = 1.0
     """Scale the gradient down to this global norm; 0 leaves it."""
+    max_skipped_updates: NonNegativeInt = 3
+    """An update whose loss or gradient is not finite is skipped on all ranks; more than so many in a row end the run."""
 
 
 class SamplingConfig(Section):
@@ -208,6 +218,9 @@ class EvaluationConfig(Section):
 class WeightsConfig(Section):
     bucket_mib: PositiveInt = 256
     """Staging memory of one reshard bucket; two are alive at most."""
+    verify_every: NonNegativeInt = 0
+    """Compare checksums of the engine's live parameters with the trainer's after each so many steps' reshard; 0: only
+    once, before training."""
 
 
 class Recipe(Section):

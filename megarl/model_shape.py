@@ -20,9 +20,6 @@ ARCHITECTURES = {
 }
 """Architecture of config.json -> family of `weights.families`."""
 
-TRAINABLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that the trainer can run; plans and conversions know all of ARCHITECTURES."""
-
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron-Core's llama3 scaling assumes beside its factor."""
 

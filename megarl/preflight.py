@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
 from megarl.model_folder import check_model_folder
-from megarl.model_shape import TRAINABLE_FAMILIES, ModelShape, read_model_shape
+from megarl.model_shape import ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.recipe import error_page
 from megarl.types import ConfigError, DataError, Problem, TrainingSequence
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def check(recipe: Recipe) -> ParallelLayout:
     """The layout of a recipe that can run. Raises one ConfigError, or else one DataError, that lists all faults."""
     layout = _layout(recipe)
-    wrong = [*_machines(recipe), *_ranks(recipe), *_trained(recipe), *_batches(recipe, layout.dp)]
+    wrong = [*_machines(recipe), *_ranks(recipe), *_batches(recipe, layout.dp)]
     wrong += [*_lengths(recipe), *_optimizer(recipe), *_rewards(recipe)]
     broken = [*check_model_folder(recipe.model.path), *_data_files(recipe)]
     if Path(recipe.model.path).is_dir():
         try:
             shape = read_model_shape(recipe.model.path)
-            wrong += [*_model_fit(recipe, shape), *_positions(recipe, shape), *_trained_family(recipe, shape)]
+            wrong += [*_model_fit(recipe, shape), *_positions(recipe, shape), *_expert_fit(recipe, shape)]
             layout = layout if wrong else _aligned(recipe, shape, layout)
         except DataError as error:
             broken.insert(0, str(error))
@@ -106,14 +106,19 @@ def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Probl
 
 
 def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSequence]:
-    """The training conversations of a recipe, each fitting a row, which is padded to a multiple of tp."""
+    """The training conversations of a recipe, each fitting a padded row."""
     from megarl.data import conversations
 
-    tp = recipe.trainer.tp
-    longest = recipe.trainer.max_tokens_per_microbatch // tp * tp
+    longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
     return conversations.read_conversations(
         recipe.data.train, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest
     )
+
+
+def row_multiple(recipe: Recipe) -> int:
+    """The tokens of a row are padded to a multiple of this: two chunks for each context rank, parts for tensor ranks."""
+    trainer = recipe.trainer
+    return (2 * trainer.cp if trainer.cp > 1 else 1) * (trainer.tp if trainer.sequence_parallel is not False else 1)
 
 
 def _aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:
@@ -176,6 +181,7 @@ def _batches(recipe: Recipe, dp: int) -> Iterator[str]:
                 f"train.prompts_per_step = {train.prompts_per_step}: does not divide by the data-parallel size {dp} "
                 f"(trainer.dp); use {_around(train.prompts_per_step, dp)}"
             )
+        yield from _chunk_batches(recipe, train.prompts_per_step // dp)
         return
     parts, completions = train.updates_per_step * dp, train.prompts_per_step * train.samples_per_prompt
     if completions % parts:
@@ -185,10 +191,20 @@ def _batches(recipe: Recipe, dp: int) -> Iterator[str]:
             f"{train.samples_per_prompt} makes {completions} completions, not to be divided by train.updates_per_step "
             f"{train.updates_per_step} * dp {dp}; use prompts_per_step {_around(train.prompts_per_step, unit)}"
         )
+    yield from _chunk_batches(recipe, completions // parts)
     if recipe.algorithm.advantage == "grpo" and train.samples_per_prompt < 2:
         yield (
             f"train.samples_per_prompt = {train.samples_per_prompt}: algorithm.advantage grpo compares the completions "
             "of one prompt; use 2 or more"
+        )
+
+
+def _chunk_batches(recipe: Recipe, sequences: int) -> Iterator[str]:
+    trainer = recipe.trainer
+    if trainer.vpp > 1 and sequences < trainer.pp:
+        yield (
+            f"trainer.vpp = {trainer.vpp}: the interleaved schedule takes trainer.pp {trainer.pp} microbatches at a "
+            f"time, an update has {sequences} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
 
 
@@ -197,8 +213,7 @@ def _lengths(recipe: Recipe) -> Iterator[str]:
         return
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
     longest = recipe.data.max_prompt_tokens + sampling.max_new_tokens
-    # Sequence parallelism splits each padded sequence evenly over the tensor-parallel ranks.
-    multiple = trainer.tp if trainer.sequence_parallel is not False else 1
+    multiple = row_multiple(recipe)
     padded = -(-longest // multiple) * multiple
     if trainer.max_tokens_per_microbatch < padded:
         yield (
@@ -218,6 +233,8 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
             f"optimizer.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates (train.steps * "
             f"train.updates_per_step in rl); use at most {updates}"
         )
+    if optimizer.name == "sgd" and recipe.trainer.distributed_optimizer:
+        yield "optimizer.name = sgd: has no state to shard; set trainer.distributed_optimizer=false"
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield (
             f"optimizer.min_learning_rate = {optimizer.min_learning_rate}: is above optimizer.learning_rate "
@@ -245,20 +262,6 @@ def _data_files(recipe: Recipe) -> Iterator[str]:
             yield f"{path}: data.{field} is empty; write one JSON record a line"
 
 
-def _trained(recipe: Recipe) -> Iterator[str]:
-    for axis in ("vpp", "cp", "ep", "etp"):
-        if (size := getattr(recipe.trainer, axis)) > 1:
-            yield f"trainer.{axis} = {size}: can be planned, not trained; leave it out"
-
-
-def _trained_family(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    if shape.family not in TRAINABLE_FAMILIES:
-        yield (
-            f"model.path = {recipe.model.path}: a {shape.family} model can be planned and converted, not trained; "
-            f"trained are {_one_of(TRAINABLE_FAMILIES)}"
-        )
-
-
 def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
     whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
@@ -280,6 +283,9 @@ def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{'etp * ep' if shape.num_experts else 'tp'} = {expert}; leave it out or change those"
         )
     if not shape.num_experts:
+        for field, size in (("trainer.ep", trainer.ep), ("trainer.etp", trainer.etp)):
+            if size > 1:
+                yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
         return
     for field, size, whole, name in (
         ("trainer.ep", trainer.ep, shape.num_experts, "experts"),
@@ -289,6 +295,15 @@ def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             yield f"{field} = {size}: does not divide the model's {whole} {name}; use {_one_of(_divisors(whole))}"
     if rollout.tp > shape.num_experts:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
+
+
+def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    trainer = recipe.trainer
+    if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
+        yield (
+            f"trainer.sequence_parallel = False: Megatron trains experts at trainer.tp {trainer.tp} with sequence "
+            "parallelism only; leave it out"
+        )
 
 
 def _positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -18,7 +18,13 @@ Bins = list[list[int]]
 
 
 def pack(
-    lengths: Sequence[int], *, max_tokens: int, num_ranks: int, multiple: int = 1, attention_ratio: float = 65536.0
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    num_ranks: int,
+    multiple: int = 1,
+    rows_multiple: int = 1,
+    attention_ratio: float = 65536.0,
 ) -> list[list[list[int]]]:
     """Sequence indices by rank and microbatch: [num_ranks][num_microbatches][sequences].
 
@@ -36,10 +42,11 @@ def pack(
     costs = tokens * (1.0 + tokens / attention_ratio)
     longest_first = np.argsort(-tokens, kind="stable").tolist()
     tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
-    num_bins = -(-max(1, len(tight)) // num_ranks) * num_ranks
+    unit = num_ranks * rows_multiple
+    num_bins = -(-max(1, len(tight)) // unit) * unit
     even = _fill_evenly(longest_first, tokens.tolist(), costs.tolist(), max_tokens, num_bins)
     candidates = [
-        _balanced_rows(bins, tokens, costs, max_tokens, num_ranks) for bins in (even, tight) if bins is not None
+        _balanced_rows(bins, tokens, costs, max_tokens, num_ranks, unit) for bins in (even, tight) if bins is not None
     ]
     rows = min(candidates, key=lambda rows: sum(max(costs[bin].sum() for bin in row) for row in rows))
     return [[sorted(row[rank]) for row in rows] for rank in range(num_ranks)]
@@ -84,10 +91,10 @@ def _fill_evenly(
 
 
 def _balanced_rows(
-    bins: Bins, tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int, num_ranks: int
+    bins: Bins, tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int, num_ranks: int, unit: int
 ) -> list[Bins]:
     """Bins of like cost side by side, [rows][num_ranks], then evened out within each row."""
-    bins = bins + [[] for _ in range(-max(1, len(bins)) % num_ranks + (not bins))]
+    bins = bins + [[] for _ in range(-max(1, len(bins)) % unit + (not bins))]
     for bin in bins:
         if not bin and len(donor := max(bins, key=len)) > 1:
             bin.append(donor.pop())

@@ -30,7 +30,7 @@ async def train(session: Session) -> None:
         with tracker.phase("train"):
             updates = [await session.trainer.update(batch) for batch in split(sequences, recipe)]
         with tracker.phase("reshard"):
-            scalars = await session.reshard()
+            scalars = await session.reshard(step)
         scalars |= values(merge(updates)) | first_gap(updates) | reward_metrics(answered)
         if session.evaluates_at(step):
             scalars |= await session.evaluate(step)

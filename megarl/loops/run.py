@@ -13,7 +13,7 @@ from megarl.loops import rl, sft
 from megarl.loops.session import Session
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
-from megarl.preflight import read_problems
+from megarl.preflight import read_problems, row_multiple
 from megarl.rewards.scoring import RewardPool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -55,6 +55,8 @@ async def _run(
             )
         stack.push_async_callback(ranks.close)
         ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
+        for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
+            tracker.notice(notice)
         folder.set_status("running")
         concurrent = recipe.rollout.max_concurrent_requests
         session = Session(
@@ -64,7 +66,7 @@ async def _run(
             tracker=tracker,
             tokenizer=tokenizer,
             ranks=ranks,
-            trainer=TrainerRanks(ranks, layout, recipe.trainer.max_tokens_per_microbatch),
+            trainer=TrainerRanks(ranks, layout, recipe.trainer.max_tokens_per_microbatch, row_multiple(recipe)),
             respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
         )

@@ -46,9 +46,10 @@ class Session:
             sequences = [replace(s, reference_logprobs=r) for s, r in zip(sequences, reference, strict=True)]
         return sequences
 
-    async def reshard(self) -> dict[str, float]:
+    async def reshard(self, step: int) -> dict[str, float]:
         """Bring the trainer's weights into the engines; the slowest rank's seconds and the bytes of all."""
-        reports = await self.ranks.call("reshard")
+        every = self.recipe.weights.verify_every
+        reports = await self.ranks.call("reshard", verify=every > 0 and step % every == 0)
         seconds = {
             f"time/reshard_{name}": max(r[name] for r in reports) for name in reports[0] if name.endswith("_seconds")
         }

@@ -22,7 +22,7 @@ async def train(session: Session) -> None:
             scalars = values(await session.trainer.update(batch))
         if session.evaluates_at(step):
             with tracker.phase("reshard"):
-                scalars |= await session.reshard()
+                scalars |= await session.reshard(step)
             scalars |= await session.evaluate(step)
             await session.ranks.call("sleep_engine")
         tracker.log(step, scalars)

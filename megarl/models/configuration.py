@@ -16,12 +16,24 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError
 
 
+def uses_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers are used: where it is installed and CUDA is there."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401 # type: ignore[import-not-found]
+    except ImportError:
+        return False
+    return True
+
+
 def transformer_config(
     shape: ModelShape,
     layout: ParallelLayout,
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
+    recompute: str = "none",
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
     """The config of one rank's model. Raises ConfigError for an override that TransformerConfig does not know."""
@@ -49,6 +61,11 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        # With the schedule of several chunks both neighbours of a stage may be the same rank: sends must not be batched.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
         "sequence_parallel": sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # Packed rows differ in length; Megatron sends such between stages only with this dispatcher named.
@@ -66,9 +83,33 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
     }
+    if recompute == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    elif recompute == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if shape.num_experts:
+        settings |= _expert_settings(shape, layout)
+        # Balancing pulls the policy away from the reward's gradient: it must be asked for.
+        defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     for name in sorted(overrides.keys() & settings.keys()):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
         return TransformerConfig(**(settings | defaults | dict(overrides)))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None
+
+
+def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.top_k,
+        "moe_ffn_hidden_size": shape.moe_intermediate_size,
+        # Softmax before or after the choice: what is not normalised over the chosen was normalised over all.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": shape.shared_intermediate_size or None,
+        "moe_shared_expert_gate": shape.shared_intermediate_size > 0,
+        "moe_grouped_gemm": uses_transformer_engine(),
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }

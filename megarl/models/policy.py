@@ -19,55 +19,61 @@ from torch import Tensor
 
 from megarl.model_shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedAttention, PackedRow
+from megarl.models.configuration import uses_transformer_engine
 from megarl.models.logprobs import vocab_parallel_logprobs
 from megarl.models.norm import RMSNorm
 
 
-def uses_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers are used: where it is installed and CUDA is there."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        import transformer_engine.pytorch  # noqa: F401 # type: ignore[import-not-found]
-    except ImportError:
-        return False
-    return True
-
-
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules | ModuleSpec:
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
     """Transformer Engine's layers where they can be used, else Megatron's local ones with our norm and attention."""
+    kinds: dict[str, Any] = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(**kinds)
+    layer = get_gpt_layer_local_spec(**kinds, normalization="RMSNorm")
     modules = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm  # type: ignore[union-attr]
     attention = modules.self_attention.submodules  # type: ignore[union-attr]
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)  # type: ignore[arg-type]
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of a policy. The last stage returns log-probs and entropies, the others hidden states."""
+    """One pipeline stage of a policy, or chunk `vp_stage` of it where a stage has several.
+
+    The last of all returns log-probs and entropies, the others hidden states.
+    """
 
     def __init__(
-        self, config: TransformerConfig, shape: ModelShape, *, temperature: float, logprob_chunk_tokens: int
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        *,
+        temperature: float,
+        logprob_chunk_tokens: int,
+        vp_stage: int | None = None,
     ) -> None:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         scaling = shape.rope_scaling or {}
         super().__init__(
             config,
-            layer_spec(config),  # type: ignore[arg-type]
+            layer_spec(config, vp_stage),  # type: ignore[arg-type]
             vocab_size=padded_vocab_size(shape.vocab_size, tp),
             max_sequence_length=shape.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,  # type: ignore[arg-type]
             rope_scaling=bool(scaling),
             rope_scaling_factor=scaling.get("factor", 1.0),
+            vp_stage=vp_stage,
         )
         self.temperature = temperature
         self.logprob_chunk_tokens = logprob_chunk_tokens
@@ -84,7 +90,7 @@ class PolicyModel(GPTModel):
         # One angle per token. Megatron's own way for packed rows, without Transformer Engine's kernel, is a Python
         # loop over the sequences in every layer.
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        angles = self.rotary_pos_emb(self.max_sequence_length)[packed_seq_params.positions]
+        angles = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)[packed_seq_params.positions]
         return embedded, angles, None, None, None, None
 
     def _postprocess(

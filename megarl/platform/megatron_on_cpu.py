@@ -60,6 +60,45 @@ def prepare() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    _adapt_experts()
+
+
+def _adapt_experts() -> None:
+    """What the mixture of experts asks of CUDA, of Transformer Engine, and of NCCL where ranks have unlike shares."""
+    import megatron.core.tensor_parallel.mappings as mappings
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_unlike(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = gather(padded, group).split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter_unlike(
+        input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in input_split_sizes]
+        padded = input_.new_zeros(len(sizes), max(sizes), *input_.shape[1:])
+        for part, target in zip(input_.split(sizes), padded, strict=True):
+            target[: len(part)] = part
+        return reduce_scatter(padded.flatten(0, 1), group)[: sizes[group.rank()]]
+
+    mappings._gather_along_first_dim = gather_unlike
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_unlike
 
 
 def _on_cpu(factory: Any) -> Any:

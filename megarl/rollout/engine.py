@@ -7,7 +7,7 @@ import difflib
 import functools
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -94,6 +94,11 @@ class RolloutEngine:
     def num_unfinished(self) -> int:
         """Requests that are running or wait; zero on followers."""
         return len(self._running)
+
+    def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full checkpoint tensors through vLLM's own loader, converted as at its start. All ranks of a replica."""
+        with preserved_random_state():
+            self._worker.reload_weights(weights_iterator=tensors)
 
     def weights_updated(self) -> None:
         """Say that the live weights were rewritten: nothing computed with the old ones is reused."""

@@ -111,13 +111,14 @@ class Tracker:
             self._tensorboard = None
             self._warn_of_tensorboard(error)
 
+    def notice(self, text: str) -> None:
+        """Tell the person at the terminal what they might not expect."""
+        self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+
     def _warn_of_tensorboard(self, error: OSError) -> None:
-        self._console.print(
-            f"warning: {self._folder.tensorboard_folder}: cannot be written ({error}); going on without TensorBoard, "
-            f"{self._folder.metrics_file} has the same numbers",
-            style="yellow",
-            soft_wrap=True,
-            markup=False,
+        self.notice(
+            f"{self._folder.tensorboard_folder}: cannot be written ({error}); going on without TensorBoard, "
+            f"{self._folder.metrics_file} has the same numbers"
         )
 
     def _print(self, step: int, row: Mapping[str, float], now: float) -> None:

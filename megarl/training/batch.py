@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.models.attention import PackedRow
@@ -34,18 +36,33 @@ PER_TOKEN = ("token_weights", "advantages", "old_logprobs", "rollout_logprobs", 
 
 
 def pack_row(
-    sequences: Sequence[TrainingSequence], *, multiple: int, qkv_format: str, device: torch.device
+    sequences: Sequence[TrainingSequence],
+    *,
+    multiple: int,
+    qkv_format: str,
+    device: torch.device,
+    cp: int = 1,
+    cp_rank: int = 0,
 ) -> Microbatch:
-    """The row of these sequences, the last one padded so that the row's tokens are a multiple of `multiple`."""
+    """The row of these sequences, or a context-parallel rank's part of it.
+
+    With cp > 1 each sequence is padded to a multiple of 2 * cp; the last one, so that the tokens of the row are a
+    multiple of cp * `multiple`.
+    """
     lengths = [len(sequence) for sequence in sequences]
-    padding = -sum(lengths) % multiple
-    row = PackedRow.from_lengths([*lengths[:-1], lengths[-1] + padding], device, qkv_format)
+    padded = padded_lengths(lengths, cp=cp, multiple=multiple)
+    row = PackedRow.from_lengths(padded, device, qkv_format, cp=cp, cp_rank=cp_rank)
+    assert row.local is not None
+    local = row.local.cpu().numpy()
 
     def join(arrays: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate([*arrays, np.zeros(padding, arrays[0].dtype)])).to(device)
+        whole = np.zeros(sum(padded), arrays[0].dtype)
+        for start, array in zip(np.cumsum([0, *padded]), arrays, strict=False):
+            whole[start : start + len(array)] = array
+        return torch.from_numpy(whole[local]).to(device)
 
     def next_token(arrays: Sequence[np.ndarray]) -> Tensor:
-        return join([np.append(array[1:], np.zeros(1, array.dtype)) for array in arrays])
+        return join([array[1:] for array in arrays])
 
     known: dict[str, Tensor] = {}
     for name in PER_TOKEN:
@@ -61,11 +78,32 @@ def pack_row(
     )
 
 
-def unpack_row(values: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Per-token values of a row back to one float32 array per sequence; a sequence's first entry is zero."""
+def padded_lengths(lengths: Sequence[int], *, cp: int, multiple: int) -> list[int]:
+    """What the sequences of a row take in it; see `pack_row`."""
+    each = 2 * cp if cp > 1 else 1
+    padded = [-(-length // each) * each for length in lengths]
+    # A chunk of the last sequence grows on every rank alike, by as much as makes the ranks' tokens divide.
+    whole = math.lcm(each, cp * multiple)
+    padded[-1] += -sum(padded) % whole
+    return padded
+
+
+def unpack_row(values: Tensor, lengths: Sequence[int], padded: Sequence[int]) -> list[np.ndarray]:
+    """Per-token values of a whole row back to one float32 array per sequence; a sequence's first entry is zero."""
     flat = values.float().cpu().numpy()
-    ends = np.cumsum(lengths)
+    starts = np.cumsum([0, *padded])
     return [
-        np.concatenate([np.zeros(1, np.float32), flat[end - length : end - 1]])
-        for end, length in zip(ends, lengths, strict=True)
+        np.concatenate([np.zeros(1, np.float32), flat[start : start + length - 1]])
+        for start, length in zip(starts, lengths, strict=False)
     ]
+
+
+def whole_row(values: Tensor, row: PackedRow) -> Tensor:
+    """Values [tokens] of a rank's part of a row, on every context-parallel rank as values of the whole row."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return values
+    places, parts = (torch.empty(group.size() * len(x), dtype=x.dtype, device=x.device) for x in (row.local, values))
+    torch.distributed.all_gather_into_tensor(places, row.local, group=group)
+    torch.distributed.all_gather_into_tensor(parts, values.contiguous(), group=group)
+    return torch.empty_like(parts).index_copy_(0, places, parts)

@@ -22,10 +22,11 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.platform.megatron_ranks import ranks_dealt
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
-from megarl.training.batch import Microbatch, pack_row, unpack_row
+from megarl.training.batch import Microbatch, pack_row, padded_lengths, unpack_row, whole_row
 from megarl.training.objective import Objective, policy_objective, supervised
-from megarl.training.optimizer import build_optimizer, build_schedule
+from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.types import MegarlError, TrainingSequence
+from megarl.weights.layouts.megatron import chunk_prefix
 
 Row = Sequence[TrainingSequence]
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
@@ -35,117 +36,167 @@ LoadWeights = Callable[[Mapping[str, Tensor]], None]
 class TrainingEngine:
     """The policy on this rank, and the reference model if the objective needs one.
 
-    Built on all ranks together; every method is a collective over the trainer's ranks. `load_weights` fills the
-    parameters before the optimizer copies them.
+    `chunks` are this stage's parts of the policy, one unless `layout.vpp` says otherwise, `models` the same with their
+    gradients. Built on all ranks together; every method is a collective over the trainer's ranks. `load_weights` fills
+    the parameters before the optimizer copies them.
     """
 
     def __init__(self, recipe: Recipe, layout: ParallelLayout, shape: ModelShape, load_weights: LoadWeights) -> None:
-        self.recipe, self.shape = recipe, shape
+        self.recipe, self.layout, self.shape = recipe, layout, shape
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
         with ranks_dealt(layout.rank_of_part):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp if shape.num_experts else None,
                 order=layout.order,
                 create_gloo_process_groups=False,
             )
         model_parallel_cuda_manual_seed(recipe.seed)
-        self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
+        trainer = recipe.trainer
+        self.sequence_parallel = layout.tp > 1 and trainer.sequence_parallel is not False
         self.config = transformer_config(
             shape,
             layout,
             dtype=self.dtype,
             sequence_parallel=self.sequence_parallel,
-            overrides=recipe.trainer.megatron,
+            recompute=trainer.recompute,
+            overrides=trainer.megatron,
         )
-        self.policy = self._build_model(load_weights)
-        self.reference: PolicyModel | None = None
+        self.chunks = self._build_chunks(load_weights, self.device)
+        self.reference: list[PolicyModel] = []
         if recipe.loop == "rl" and recipe.algorithm.kl_coefficient:
-            self.reference = self._build_model(load_weights).requires_grad_(False)
-        self.model = self._wrap(self.policy, recipe.trainer.distributed_optimizer)
+            # Between its passes the reference waits in host memory.
+            self.reference = self._build_chunks(load_weights, torch.device("cpu"))
+        self.models = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
-            recipe.optimizer, self.model, dtype=self.dtype, distributed=recipe.trainer.distributed_optimizer
+            recipe.optimizer, self.models, dtype=self.dtype, distributed=trainer.distributed_optimizer
         )
         updates = recipe.train.steps * (recipe.train.updates_per_step if recipe.loop == "rl" else 1)
         self.schedule = build_schedule(recipe.optimizer, self.optimizer, num_updates=updates)
         self.objective = policy_objective(recipe.algorithm) if recipe.loop == "rl" else supervised
         self.config.finalize_model_grads_func = _sum_gradients
+        self.skipped_in_a_row = 0
 
-    def _build_model(self, load_weights: LoadWeights) -> PolicyModel:
-        sampling = self.recipe.rollout.sampling
-        model = PolicyModel(
-            self.config,
-            self.shape,
-            temperature=sampling.temperature if self.recipe.loop == "rl" else 1.0,
-            logprob_chunk_tokens=self.recipe.trainer.logprob_chunk_tokens,
-        ).to(self.device)
-        load_weights(dict(model.named_parameters()))
-        return model
+    def _build_chunks(self, load_weights: LoadWeights, place: torch.device) -> list[PolicyModel]:
+        """This stage's parts of the model, their weights loaded, on a device."""
+        recipe, vpp = self.recipe, self.layout.vpp
+        chunks = [
+            PolicyModel(
+                self.config,
+                self.shape,
+                temperature=recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0,
+                logprob_chunk_tokens=recipe.trainer.logprob_chunk_tokens,
+                vp_stage=index if vpp > 1 else None,
+            ).to(self.device)
+            for index in range(vpp)
+        ]
+        load_weights(named_parameters(chunks))
+        return [chunk.to(place) for chunk in chunks]
 
-    def _wrap(self, model: PolicyModel, distributed_optimizer: bool) -> DistributedDataParallel:
+    def _wrap(self, chunk: PolicyModel, index: int) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=False,
-            use_distributed_optimizer=distributed_optimizer,
+            use_distributed_optimizer=self.recipe.trainer.distributed_optimizer,
         )
-        return DistributedDataParallel(self.config, settings, model)
+        return DistributedDataParallel(self.config, settings, chunk, disable_bucketing=index > 0)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The policy's live parameters on this rank, by Megatron's names."""
-        return dict(self.policy.named_parameters())
+        return named_parameters(self.chunks)
 
     @property
     def reports(self) -> bool:
-        """Whether this rank holds its data-parallel replica's results: the last stage's first tensor rank."""
+        """Whether this rank holds results of its replica: the last stage's first tensor rank, of every context part."""
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def logprobs(self, rows: Sequence[Row], *, of: str = "policy") -> list[list[np.ndarray]] | None:
         """Log-probs of every token of this replica's rows under the `policy` or the `reference`, before any update.
 
-        Returns, on the rank that reports, one float32 [tokens] array per sequence of each row; elsewhere None.
+        Returns, on the ranks that report, one float32 [tokens] array per sequence of each row; elsewhere None.
         """
-        model = self.model if of == "policy" else self.reference
-        assert model is not None, "the reference model exists where algorithm.kl_coefficient is not zero"
-        outputs = self._run(rows, model, lambda output, batch: output[0], forward_only=True)
+        models: Sequence[torch.nn.Module] = self.models
+        if of == "reference":
+            assert self.reference, "the reference model exists where algorithm.kl_coefficient is not zero"
+            models = [chunk.to(self.device) for chunk in self.reference]
+        outputs = self._run(rows, models, lambda output, batch: (output[0], batch), forward_only=True)
+        for chunk in self.reference:
+            chunk.cpu()
         if not self.reports:
             return None
-        return [unpack_row(values, [len(s) for s in row]) for values, row in zip(outputs, rows, strict=True)]
+        unpacked = []
+        for row, (values, batch) in zip(rows, outputs, strict=True):
+            lengths = [len(sequence) for sequence in row]
+            padded = padded_lengths(lengths, cp=self.layout.cp, multiple=self._multiple)
+            unpacked.append(unpack_row(whole_row(values, batch.row), lengths, padded))
+        return unpacked
 
     def update(self, rows: Sequence[Row]) -> dict[str, Metric]:
-        """One optimizer step on this replica's share of the global batch. Metrics on the rank that reports.
+        """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
-        Raises MegarlError where the loss or the gradient is not finite.
+        `train/update_skipped` is 1 where loss or gradient was not finite and no parameter changed. Raises MegarlError
+        after too many such updates in a row.
         """
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._run(rows, self.model, partial(_weighted_loss, objective=self.objective), forward_only=False)
+        losses = self._run(rows, self.models, partial(_weighted_loss, objective=self.objective), forward_only=False)
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = self.optimizer.step()  # type: ignore[misc]
-        if not np.isfinite(grad_norm):
+        finite = all(np.isfinite(part["train/loss"].number) for part in losses)
+        grad_norm, applied = step_if_finite(self.optimizer, loss_is_finite=self._everywhere(finite))
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row > self.recipe.optimizer.max_skipped_updates:
             raise MegarlError(
-                f"gradient norm {grad_norm} is not finite. Lower optimizer.learning_rate or look at this step's data."
+                f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. Lower "
+                "optimizer.learning_rate, look at this step's data, or raise optimizer.max_skipped_updates."
             )
         if not self.reports:
             return {}
-        metrics = {"train/grad_norm": Max(float(grad_norm)), "train/learning_rate": Max(float(learning_rate))}
+        metrics = {
+            "train/grad_norm": Max(grad_norm),
+            "train/learning_rate": Max(float(learning_rate)),
+            "train/update_skipped": Max(float(not applied)),
+        }
         return merge([metrics, *losses])
+
+    @property
+    def _multiple(self) -> int:
+        """A rank's tokens of a row are a multiple of this."""
+        return self.layout.tp if self.sequence_parallel else 1
+
+    def _everywhere(self, flag: bool) -> bool:
+        """Whether the flag is up on all ranks."""
+        flags = torch.tensor([float(flag)], device=self.device)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
+        return bool(flags.item())
 
     def _run(
         self,
         rows: Sequence[Row],
-        model: torch.nn.Module,
+        models: Sequence[torch.nn.Module],
         reduce: Callable[[Tensor, Microbatch], Any],
         *,
         forward_only: bool,
     ) -> list[Any]:
         """Run Megatron's schedule over the rows; on the last stage, one result of `reduce` a row."""
-        multiple = self.config.tensor_model_parallel_size if self.sequence_parallel else 1
-        batches = (
-            pack_row(row, multiple=multiple, qkv_format=self.policy.qkv_format, device=self.device) for row in rows
-        )
+        batches = [
+            pack_row(
+                row,
+                multiple=self._multiple,
+                qkv_format=self.chunks[0].qkv_format,
+                device=self.device,
+                cp=self.layout.cp,
+                cp_rank=parallel_state.get_context_parallel_rank(),
+            )
+            for row in rows
+        ]
 
         def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             batch: Microbatch = next(iterator)
@@ -161,14 +212,23 @@ class TrainingEngine:
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=batches,
-                model=model,
+                data_iterator=[iter(batches) for _ in models],
+                model=list(models),
                 num_microbatches=len(rows),
                 seq_length=self.recipe.trainer.max_tokens_per_microbatch,
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """The parameters of a stage's chunks by the names that Megatron's layout gives them."""
+    return {
+        chunk_prefix(index, len(chunks)) + name: parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 def _collect(

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: DistributedDataParallel, *, dtype: torch.dtype, distributed: bool
-) -> MegatronOptimizer:
-    """AdamW over float32 master weights, its state sharded over the data-parallel ranks if `distributed`."""
+    config: OptimizerConfig, models: Sequence[DistributedDataParallel], *, dtype: torch.dtype, distributed: bool
+) -> ChainedOptimizer:
+    """AdamW or plain SGD over float32 master weights; Adam's state sharded over the data-parallel ranks on demand.
+
+    Adam is Transformer Engine's or apex's where one of them is installed, else torch's.
+    """
     settings = MegatronOptimizerConfig(
-        optimizer="adam",
+        optimizer=config.name,
+        sgd_momentum=0.0,
         lr=config.learning_rate,
         min_lr=config.min_learning_rate,
         weight_decay=config.weight_decay,
@@ -28,23 +37,49 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    return get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(settings, list(models), use_gloo_process_groups=False)
+    return optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
+
+
+@torch.no_grad()
+def step_if_finite(optimizer: ChainedOptimizer, *, loss_is_finite: bool) -> tuple[float, bool]:
+    """One step on the gradients that were reduced, or none where loss or gradient is not finite.
+
+    Returns the global gradient norm before clipping, and whether parameters changed; equal on all ranks if
+    `loss_is_finite` is.
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not (loss_is_finite and math.isfinite(grad_norm)):
+        optimizer.zero_grad()
+        return grad_norm, False
+    for part in optimizer.chained_optimizers:
+        if (parameters := part.get_parameters()) and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+    return grad_norm, True
 
 
 def build_schedule(
     config: OptimizerConfig, optimizer: MegatronOptimizer, *, num_updates: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine to the last update. Step it before each update."""
+    """Linear warm-up, then the schedule's course to the end of the run. Step it before each update."""
+    # One more than there are: the last update still moves.
+    last = max(num_updates + 1, config.warmup_steps + 1)
+    wsd: dict[str, Any] = {}
+    if config.schedule == "wsd":
+        wsd = {"wsd_decay_steps": config.decay_steps or max(1, num_updates // 10), "lr_wsd_decay_style": "linear"}
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=config.learning_rate,
         min_lr=config.min_learning_rate,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(num_updates, config.warmup_steps + 1),
-        lr_decay_style=config.schedule,
+        lr_decay_steps=last,
+        lr_decay_style="WSD" if config.schedule == "wsd" else config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        **wsd,
     )

@@ -21,12 +21,13 @@ class TrainerRanks:
     group: WorkerGroup
     layout: ParallelLayout
     max_tokens_per_microbatch: int
+    row_multiple: int = 1
 
     async def update(self, sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
         """One optimizer step on all sequences. Returns the metrics of the whole batch."""
         rows = self._pack(sequences)
         results = await self._scatter("update", [[[sequences[i] for i in row] for row in rank] for rank in rows])
-        return merge(results)
+        return merge(part for replica in results for part in replica)
 
     async def logprobs(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:
         """Log-probs of every token under the `policy` or the `reference`: float32 [tokens] per sequence, in order."""
@@ -34,7 +35,7 @@ class TrainerRanks:
         results = await self._scatter("logprobs", [[[sequences[i] for i in row] for row in rank] for rank in rows], of)
         found = {
             index: values
-            for rank, result in zip(rows, results, strict=True)
+            for rank, (result, *_) in zip(rows, results, strict=True)
             for row, row_values in zip(rank, result, strict=True)
             for index, values in zip(row, row_values, strict=True)
         }
@@ -42,14 +43,21 @@ class TrainerRanks:
 
     def _pack(self, sequences: Sequence[TrainingSequence]) -> list[list[list[int]]]:
         """Indices of the sequences in each row of each data-parallel replica."""
-        lengths = [len(sequence) for sequence in sequences]
+        layout, multiple = self.layout, self.row_multiple
         return pack(
-            lengths, max_tokens=self.max_tokens_per_microbatch, num_ranks=self.layout.dp, multiple=self.layout.tp
+            [len(sequence) for sequence in sequences],
+            max_tokens=self.max_tokens_per_microbatch // multiple * multiple,
+            num_ranks=layout.dp,
+            multiple=2 * layout.cp if layout.cp > 1 else 1,
+            rows_multiple=layout.pp if layout.vpp > 1 else 1,
         )
 
-    async def _scatter(self, method: str, per_replica: Sequence[object], *args: object) -> list:
-        """Give every rank its replica's share; collect from the rank of each replica that reports."""
+    async def _scatter(self, method: str, per_replica: Sequence[object], *args: object) -> list[list]:
+        """Give every rank its replica's share; what the ranks of each replica report, by context part."""
         layout = self.layout
         per_rank = [per_replica[layout.coordinates(rank).dp] for rank in range(layout.world_size)]
         results = await self.group.scatter(method, per_rank, *args)
-        return [results[layout.rank(tp=0, dp=replica, pp=layout.pp - 1)] for replica in range(layout.dp)]
+        return [
+            [results[layout.rank(tp=0, cp=part, dp=replica, pp=layout.pp - 1)] for part in range(layout.cp)]
+            for replica in range(layout.dp)
+        ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -11,19 +13,17 @@ from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.model_shape import padded_vocab_size, read_model_shape
-from megarl.models.policy import uses_transformer_engine
+from megarl.models.configuration import uses_transformer_engine
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.metrics import Metric
 from megarl.training.engine import Row, TrainingEngine
 from megarl.types import Completion, Request
-from megarl.weights.families import hf_tensors
 from megarl.weights.layouts import safetensors
 from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
-from megarl.weights.layouts.vllm import record_layout, zero_padding
 from megarl.weights.layouts.vllm_computed import VllmLayouts
-from megarl.weights.reshard import Reshard
+from megarl.weights.reshard import GatheredReshard, Reshard, record
 
 
 class Worker:
@@ -42,9 +42,15 @@ class Worker:
         # The engine first: what it needs of memory must be free before the trainer takes its share.
         self.engine = self._build_engine() if recipe.loop == "rl" or recipe.data.validation else None
         self.trainer = TrainingEngine(recipe, layout, self.shape, self._load_weights)
-        self.reshard_plan = self._plan_reshard(self.engine) if self.engine else None
-        if self.engine:
-            self.reshard()
+        self.notices: list[str] = []
+        self.resharding = self._plan_reshard(self.engine) if self.engine else None
+        if self.engine and self.resharding:
+            self.resharding.self_test()
+            self.engine.weights_updated()
+
+    def start_notices(self) -> list[str]:
+        """What the person at the terminal should know of how this run goes."""
+        return self.notices
 
     def advance(self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float) -> list[Completion]:
         """Sample for a while: new requests and aborts in, finished completions out (leaders only)."""
@@ -64,12 +70,18 @@ class Worker:
         """One optimizer step; see `TrainingEngine.update`."""
         return self.trainer.update(rows)
 
-    def reshard(self) -> dict[str, float]:
-        """Copy the trainer's weights into the engine's live parameters. Returns seconds and bytes by stage."""
-        assert self.engine is not None and self.reshard_plan is not None
+    def reshard(self, verify: bool = False) -> dict[str, float]:
+        """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.
+
+        Raises MegarlError with the first parameter that differs.
+        """
+        assert self.engine is not None and self.resharding is not None
         self.engine.wake(["weights"])
-        zero_padding(self.engine.model)
-        report = self.reshard_plan.run()
+        report = self.resharding.run()
+        if verify:
+            started = time.perf_counter()
+            self.resharding.verify()
+            report["verify_seconds"] = time.perf_counter() - started
         self.engine.wake(["kv_cache"])
         self.engine.weights_updated()
         return report
@@ -99,29 +111,25 @@ class Worker:
         )
 
     def _load_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        shapes = parameter_shapes(
-            self.shape,
-            self.layout,
-            self.layout.coordinates(self.rank),
-            padded_vocab_size=padded_vocab_size(self.shape.vocab_size, self.layout.tp),
-            transformer_engine=uses_transformer_engine(),
-        )
+        shapes = parameter_shapes(self.megatron_layouts, self.layout.coordinates(self.rank))
         check_against(shapes, parameters)
         safetensors.load(self.recipe.model.path, self.shape, self.megatron_layouts[self.rank], parameters)
 
-    def _plan_reshard(self, engine: RolloutEngine) -> Reshard:
-        tensors = {name: (shape, self.trainer.dtype) for name, shape in hf_tensors(self.shape).items()}
-        live = dict(engine.model.named_parameters())
-        return Reshard(
-            self.megatron_layouts,
-            VllmLayouts(self.shape, self.layout.rollout_tp, self.layout.world_size, self.layout.rollout_ep),
-            record_layout(engine.model, tensors),
-            self.trainer.parameters,
-            live,
-            dtype=self.trainer.dtype,
-            bucket_bytes=self.recipe.weights.bucket_mib << 20,
-            ranks_per_node=self.recipe.cluster.ranks_per_node,
-        )
+    def _plan_reshard(self, engine: RolloutEngine) -> Reshard | GatheredReshard:
+        settings: dict[str, Any] = {
+            "dtype": self.trainer.dtype,
+            "bucket_bytes": self.recipe.weights.bucket_mib << 20,
+            "ranks_per_node": self.recipe.cluster.ranks_per_node,
+        }
+        recorded, refusal = record(engine.model, self.shape, self.trainer.dtype)
+        if recorded is None:
+            self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
+            return GatheredReshard(
+                self.megatron_layouts, self.shape, self.trainer.parameters, engine.load_tensors, **settings
+            )
+        layout = self.layout
+        computed = VllmLayouts(self.shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
+        return Reshard(self.megatron_layouts, computed, recorded, self.trainer.parameters, engine.model, **settings)
 
     def close(self) -> None:
         """End the engine and leave the world."""

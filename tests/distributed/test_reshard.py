@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,19 +53,9 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
         yield cache(lambda world_size: stack.enter_context(RankPool(world_size)))
 
 
-def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: str) -> list[str]:
-    """One update on random tokens, one reshard; the names of live parameters that differ from the loader's."""
-    import torch
-    import torch.distributed as dist
-    from safetensors.torch import load_file
-
-    from megarl.weights.layouts.vllm import load_full_tensors
-    from megarl.workers.worker import Worker
-
-    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout)
-    assert worker.engine is not None and worker.reshard_plan is not None
-    assert worker.reshard_plan.is_computed, "vLLM's layout is not as computed"
-    rng = np.random.default_rng(layout.coordinates(dist.get_rank()).dp)
+def update(worker: Any, layout: ParallelLayout) -> None:
+    """One optimizer step on random tokens, other ones on each data-parallel replica."""
+    rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
     trained = np.arange(17) > 0
     row = [
         TrainingSequence(
@@ -74,10 +65,25 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: 
         )
     ]
     worker.update([row])
+
+
+def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: str) -> list[str]:
+    """One update on random tokens, one reshard; the names of live parameters that differ from the loader's."""
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from megarl.weights.reshard import Reshard
+    from megarl.workers.worker import Worker
+
+    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout)
+    assert worker.engine is not None and isinstance(worker.resharding, Reshard)
+    assert worker.resharding.is_computed, "vLLM's layout is not as computed"
+    update(worker, layout)
     live = dict(worker.engine.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
-    worker.reshard()
+    worker.reshard(verify=True)
     written = {name: parameter.detach().clone() for name, parameter in live.items()}
     assert any(not torch.equal(before[name], written[name]) for name in live), "the update changed nothing"
     assert addresses == {name: parameter.data_ptr() for name, parameter in worker.engine.model.named_parameters()}
@@ -85,10 +91,32 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: 
     with torch.no_grad():
         for parameter in live.values():
             parameter.fill_(float("nan"))
-    load_full_tensors(worker.engine.model, load_file(f"{exported}/model.safetensors").items())
+    worker.engine.model.load_weights(load_file(f"{exported}/model.safetensors").items())
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
     worker.close()
     return different
+
+
+def recipe_of(model: Path, layout: ParallelLayout, **vllm: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "reshard",
+            "loop": "sft",
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"train": "unused", "validation": {"unused": "unused"}, "max_prompt_tokens": 32},
+            "cluster": {"ranks_per_node": layout.world_size},
+            "trainer": {"tp": layout.tp, "pp": layout.pp, "max_tokens_per_microbatch": 64},
+            "optimizer": {"learning_rate": 1e-2},
+            "rollout": {
+                "tp": layout.rollout_tp,
+                "kv_cache_gib": 0.05,
+                "sampling": {"max_new_tokens": 16},
+                "vllm": vllm,
+            },
+            # Smaller than the model: several buckets travel.
+            "weights": {"bucket_mib": 1},
+        }
+    )
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
@@ -99,21 +127,87 @@ def test_live_parameters_equal_what_the_loader_makes(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    recipe = Recipe.model_validate(
-        {
-            "name": "reshard",
-            "loop": "sft",
-            "model": {"path": str(tiny_model(num_layers=2, **MODELS[model])), "dtype": "float32"},
-            "data": {"train": "unused", "validation": {"unused": "unused"}, "max_prompt_tokens": 32},
-            "cluster": {"ranks_per_node": layout.world_size},
-            "trainer": {"tp": layout.tp, "pp": layout.pp, "max_tokens_per_microbatch": 64},
-            "optimizer": {"learning_rate": 1e-2},
-            "rollout": {"tp": layout.rollout_tp, "kv_cache_gib": 0.05, "sampling": {"max_new_tokens": 16}},
-            # Smaller than the model: several buckets travel.
-            "weights": {"bucket_mib": 1},
-        }
-    )
+    recipe = recipe_of(tiny_model(num_layers=2, **MODELS[model]), layout)
     results = pool_of(layout.world_size).run(
         train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
     )
     assert results == [[]] * layout.world_size
+
+
+def spoil_and_verify(recipe: Recipe, layout: ParallelLayout) -> list[str]:
+    """What verification says after two rows of one rank's engine were exchanged, and after a reshard mended it."""
+    import torch
+
+    from megarl.types import MegarlError
+    from megarl.workers.worker import Worker
+
+    rank = torch.distributed.get_rank()
+    worker = Worker(rank, layout.world_size, recipe, layout)
+    assert worker.engine is not None and worker.resharding is not None
+    said = []
+    if rank == 1:
+        with torch.no_grad():
+            parameter = worker.engine.model.get_parameter("model.layers.1.mlp.gate_up_proj.weight")
+            parameter[:2] = parameter[[1, 0]]
+    for _ in range(2):
+        try:
+            worker.resharding.verify()
+            said.append("equal")
+        except MegarlError as error:
+            said.append(str(error))
+        worker.reshard(verify=True)
+    worker.close()
+    return said
+
+
+def test_verification_names_the_parameter_that_differs(
+    pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path]
+) -> None:
+    layout = ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
+    for before, after in pool_of(2).run(spoil_and_verify, recipe, layout, timeout_seconds=300):
+        assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in before
+        assert "model.layers.1.mlp.gate_proj.weight" in before
+        assert after == "equal"
+
+
+def train_and_gather(recipe: Recipe, layout: ParallelLayout, exported: str) -> tuple[list[str], list[str]]:
+    """After an update, live parameters of an engine with adapters that are not the export's; and the notices."""
+    import torch
+    from safetensors.torch import load_file
+
+    from megarl.workers.worker import Worker
+
+    worker = Worker(torch.distributed.get_rank(), layout.world_size, recipe, layout)
+    assert worker.engine is not None
+    update(worker, layout)
+    worker.reshard(verify=True)
+    worker.export(Path(exported))
+    tensors = load_file(f"{exported}/model.safetensors")
+    attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
+    expected = {
+        f"{attention}qkv_proj.base_layer.weight": [f"{attention}{letter}_proj.weight" for letter in "qkv"],
+        f"{attention}o_proj.base_layer.weight": [f"{attention}o_proj.weight"],
+        f"{mlp}gate_up_proj.base_layer.weight": [f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"],
+        f"{mlp}down_proj.base_layer.weight": [f"{mlp}down_proj.weight"],
+        "model.norm.weight": ["model.norm.weight"],
+    }
+    live = dict(worker.engine.model.named_parameters())
+    different = [
+        name for name, parts in expected.items() if not torch.equal(live[name], torch.cat([tensors[p] for p in parts]))
+    ]
+    notices = worker.start_notices()
+    worker.close()
+    return different, notices
+
+
+def test_an_engine_that_keeps_other_weights_gets_full_tensors(
+    pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    layout = ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout, enable_lora=True)
+    for different, notices in pool_of(2).run(
+        train_and_gather, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
+    ):
+        assert different == []
+        assert len(notices) == 1 and "full tensors" in notices[0] and "adapters inside vLLM" in notices[0]

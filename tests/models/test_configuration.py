@@ -11,7 +11,7 @@ import torch
 
 from megarl.model_shape import read_model_shape
 from megarl.models.configuration import transformer_config
-from megarl.models.policy import padded_vocab_size
+from megarl.model_shape import padded_vocab_size
 from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError
 

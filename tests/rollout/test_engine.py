@@ -44,7 +44,6 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     from megarl.rollout.engine import RolloutEngine, holds_loose_tensors
-    from megarl.weights.layouts.vllm import load_full_tensors
 
     set_num_threads, random_state = torch.set_num_threads, _random_state()
     engine = RolloutEngine(
@@ -55,7 +54,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
         seed=3,
     )
     weights = load_file(f"{model_path}/model.safetensors")
-    load_full_tensors(engine.model, weights.items())
+    engine.model.load_weights(weights.items())
 
     def run(new: list[Request], aborts: tuple[str, ...] = (), budget: float = float("inf")) -> dict[str, Completion]:
         done = engine.advance(new if engine.is_leader else (), aborts, budget)

@@ -86,7 +86,7 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
 
 
 def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any]:
-    from megarl.models.policy import padded_vocab_size
+    from megarl.model_shape import padded_vocab_size
     from megarl.training.engine import TrainingEngine
     from megarl.weights.layouts import safetensors
     from megarl.weights.layouts.megatron import megatron_layout

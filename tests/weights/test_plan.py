@@ -172,7 +172,7 @@ def reshard_case(model: ModelShape, parallel: ParallelLayout, bucket_bytes: int 
     shards = []
     for rank in ranks:
         at = parallel.coordinates(rank)
-        shapes = parameter_shapes(model, parallel, at, padded_vocab_size=padded, transformer_engine=te)
+        shapes = parameter_shapes(sources, at)
         shards.append(fill(sources[rank], shapes, tensors))
     engine, ep = parallel.rollout_tp, parallel.rollout_ep
     expected = [engine_parameters(model, tensors, engine, rank % engine, ep) for rank in ranks]

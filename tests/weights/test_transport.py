@@ -67,12 +67,13 @@ def shards_of(
 ) -> tuple[tuple, dict[str, torch.Tensor], int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     padded = -(-model.vocab_size // (8 * parallel.tp)) * 8 * parallel.tp
-    shapes = parameter_shapes(model, parallel, parallel.coordinates(rank), padded_vocab_size=padded)
+    layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
+    shapes = parameter_shapes(layouts, parallel.coordinates(rank))
     # Live parameters of Megatron are views into one buffer.
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     flat = torch.full((sum(sizes),), -7.0, dtype=dtype).split(sizes)
     parameters = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), flat, strict=True)}
-    return megatron_layouts(model, parallel, padded_vocab_size=padded), parameters, rank
+    return layouts, parameters, rank
 
 
 def round_trip(source: str, target: str, model: ModelShape, first: tuple, second: tuple, dtype: torch.dtype) -> dict:

@@ -40,16 +40,8 @@ def megatron_layouts(
     return MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine)
 
 
-def parameter_shapes(
-    model: ModelShape,
-    parallel: ParallelLayout,
-    coordinates: Coordinates,
-    *,
-    padded_vocab_size: int,
-    transformer_engine: bool = False,
-) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict[str, tuple[int, ...]]:
     """Every parameter of one rank with its local shape, vocabulary padding included."""
-    layouts = MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine)
     return {
         layouts.place(rule, chunk, coordinates.ep).of(tensor)[0]: _local_shape(rule, layouts.cut(rule))
         for rule, chunk, tensor in layouts.parameters(coordinates)

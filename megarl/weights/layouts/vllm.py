@@ -2,14 +2,13 @@
 
 `load_weights` is run once on tensors without storage; every copy it makes into a live parameter tells which box of
 which Hugging Face tensor lies where. Fused projections, replicated KV heads, padding and experts are covered without a
-rule here. A loader that computes instead of copying is refused by the parameter's name; `load_full_tensors` serves such
-models.
+rule here. A loader that computes instead of copying is refused by the parameter's name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -53,11 +52,6 @@ def check_direct_write(model: nn.Module) -> None:
             )
         if hasattr(module, "lora_a_stacked"):
             raise DirectWriteError(f"{name}: adapters inside vLLM cannot be combined with in-place weights")
-
-
-def load_full_tensors(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write full checkpoint tensors through vLLM's own loader: the slow path that every model has."""
-    model.load_weights(tensors)  # type: ignore[operator]
 
 
 def zero_padding(model: nn.Module) -> None:

@@ -147,7 +147,7 @@ def load_and_compare(folder: str, parallel: ParallelLayout) -> int:
     }
     at = parallel.coordinates(dist.get_rank())
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
-    check_against(parameter_shapes(model, parallel, at, padded_vocab_size=padded), live)
+    check_against(parameter_shapes(megatron_layouts(model, parallel, padded_vocab_size=padded), at), live)
     load(folder, model, megatron_layout(model, parallel, at, padded_vocab_size=padded), live)
 
     globals_ = megatron_tensors(model, load_file(Path(folder) / "model.safetensors"))
@@ -218,9 +218,8 @@ def test_grouped_experts_have_transformer_engines_names(tiny_model: Callable[...
     """The second expert-parallel rank's four experts, on the last of two stages."""
     model = read_model_shape(tiny_model(family="qwen2_moe", num_layers=2))
     parallel = ParallelLayout(tp=1, pp=2, dp=2, rollout_tp=1, ep=2)
-    names = parameter_shapes(
-        model, parallel, parallel.coordinates(3), padded_vocab_size=1 << 20, transformer_engine=True
-    )
+    layouts = megatron_layouts(model, parallel, padded_vocab_size=1 << 20, transformer_engine=True)
+    names = parameter_shapes(layouts, parallel.coordinates(3))
     mlp = "decoder.layers.0.mlp."
     assert {name: shape for name, shape in names.items() if "mlp" in name} == {
         "decoder.layers.0.pre_mlp_layernorm.weight": (128,),
@@ -231,7 +230,7 @@ def test_grouped_experts_have_transformer_engines_names(tiny_model: Callable[...
         mlp + "shared_experts.linear_fc2.weight": (128, 128),
         mlp + "shared_experts.gate_weight": (1, 128),
     }
-    pieces = megatron_layouts(model, parallel, padded_vocab_size=1 << 20, transformer_engine=True)[3]
+    pieces = layouts[3]
     assert {p.box.name for p in pieces if p.storage == mlp + "experts.linear_fc2.weight1"} == {
         "model.layers.1.mlp.experts.5.down_proj.weight"
     }
@@ -242,7 +241,7 @@ def test_transformer_engine_names_replace_the_norms(tiny_model: Callable[..., Pa
     parallel = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
     at = parallel.coordinates(0)
     local, fused = (
-        parameter_shapes(model, parallel, at, padded_vocab_size=1 << 20, transformer_engine=flag)
+        parameter_shapes(megatron_layouts(model, parallel, padded_vocab_size=1 << 20, transformer_engine=flag), at)
         for flag in (False, True)
     )
     assert {name for name in fused if "layers.0" in name} - local.keys() == {

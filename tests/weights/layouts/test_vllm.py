@@ -22,7 +22,7 @@ def write_both_ways(model_path: str, tp: int) -> dict[str, Any]:
 
     from megarl.config import RolloutConfig
     from megarl.rollout.engine import RolloutEngine
-    from megarl.weights.layouts.vllm import load_full_tensors, zero_padding
+    from megarl.weights.layouts.vllm import zero_padding
 
     config = RolloutConfig(tp=tp, kv_cache_gib=0.01, max_concurrent_requests=4)
     engine = RolloutEngine(model_path, config, max_model_len=64, dtype="float32", seed=0)
@@ -42,7 +42,7 @@ def write_both_ways(model_path: str, tp: int) -> dict[str, Any]:
     written = {name: parameter.clone() for name, parameter in live.items()}
     for parameter in live.values():
         parameter.normal_()
-    load_full_tensors(engine.model, tensors.items())
+    engine.model.load_weights(tensors.items())
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
     engine.close()
     return {

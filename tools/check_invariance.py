@@ -1,0 +1,281 @@
+"""Train the same batches in many layouts and compare with one rank: loss, gradient norm, every parameter.
+
+    python tools/check_invariance.py [--only tp2 --only "tp2 pp2 cp2"] [--json results.jsonl]
+
+Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
+supervised loss and the clipped policy loss in every aggregation. A parameter's difference counts relative to how far
+training moved it. Exits with 1 if a difference is above its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.parallel_layout import ParallelLayout
+from megarl.testing import RankPool
+from megarl.types import TrainingSequence
+
+LOSS_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4
+NUM_STEPS, NUM_SEQUENCES, LONGEST = 3, 24, 40
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length")
+OBJECTIVES = ("sft", *AGGREGATIONS)
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": dict(family="qwen3", num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=False),
+    "moe": dict(family="qwen3_moe", num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=True),
+}
+Case = tuple[str, dict[str, int], dict[str, Any]]
+"""Name, parallel sizes, fields of the recipe's trainer section."""
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "dense": (
+        ("one rank", {}, {}),
+        ("rows of 64", {}, {"max_tokens_per_microbatch": 64}),
+        ("a sequence a row", {}, {"max_tokens_per_microbatch": LONGEST}),
+        ("recompute selective", {}, {"recompute": "selective"}),
+        ("recompute full", {}, {"recompute": "full"}),
+        ("tp2", {"tp": 2}, {}),
+        ("tp2 without sp", {"tp": 2}, {"sequence_parallel": False}),
+        ("tp4", {"tp": 4}, {}),
+        ("pp2", {"pp": 2}, {}),
+        ("pp4", {"pp": 4}, {}),
+        ("pp2 vpp2", {"pp": 2, "vpp": 2}, {"max_tokens_per_microbatch": 128}),
+        ("cp2", {"cp": 2}, {}),
+        ("cp4", {"cp": 4}, {}),
+        ("dp2", {"dp": 2}, {}),
+        ("dp4 rows of 64", {"dp": 4}, {"max_tokens_per_microbatch": 64}),
+        ("tp2 pp2", {"tp": 2, "pp": 2}, {}),
+        ("tp2 cp2", {"tp": 2, "cp": 2}, {}),
+        ("tp2 dp2", {"tp": 2, "dp": 2}, {}),
+        ("pp2 cp2", {"pp": 2, "cp": 2}, {}),
+        ("cp2 dp2", {"cp": 2, "dp": 2}, {}),
+        ("tp2 pp2 cp2", {"tp": 2, "pp": 2, "cp": 2}, {}),
+        ("tp2 pp2 dp2", {"tp": 2, "pp": 2, "dp": 2}, {"recompute": "full"}),
+        ("tp2 pp2 vpp2 dp2", {"tp": 2, "pp": 2, "vpp": 2, "dp": 2}, {}),
+        ("pp2 vpp2 cp2 dp2", {"pp": 2, "vpp": 2, "cp": 2, "dp": 2}, {"max_tokens_per_microbatch": 128}),
+    ),
+    "moe": (
+        ("one rank", {}, {}),
+        ("rows of 64", {}, {"max_tokens_per_microbatch": 64}),
+        ("ep2 dp2", {"ep": 2, "dp": 2}, {}),
+        ("ep4 dp4", {"ep": 4, "dp": 4}, {}),
+        ("tp2 etp2", {"tp": 2, "etp": 2}, {}),
+        ("tp2 ep2", {"tp": 2, "ep": 2}, {}),
+        ("tp2 etp2 ep2 dp2", {"tp": 2, "etp": 2, "ep": 2, "dp": 2}, {}),
+        ("etp2 dp2", {"etp": 2, "dp": 2}, {}),
+        ("cp2 ep2", {"cp": 2, "ep": 2}, {}),
+        ("pp2 ep2 dp2", {"pp": 2, "ep": 2, "dp": 2}, {}),
+        ("pp2 vpp2", {"pp": 2, "vpp": 2}, {"max_tokens_per_microbatch": 128}),
+        ("tp2 pp2 cp2 ep4", {"tp": 2, "pp": 2, "cp": 2, "ep": 4}, {}),
+        ("tp2 pp2 vpp2 etp2 ep2 dp2", {"tp": 2, "pp": 2, "vpp": 2, "etp": 2, "ep": 2, "dp": 2}, {}),
+    ),
+}
+
+
+def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "invariance",
+            "loop": "rl",
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"train": "unused"},
+            "trainer": {
+                "max_tokens_per_microbatch": 512,
+                "logprob_chunk_tokens": 32,
+                "distributed_optimizer": False,
+                **trainer,
+            },
+            "optimizer": {"name": "sgd", "learning_rate": 0.3, "clip_grad_norm": 0.0},
+            "algorithm": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.5},
+        }
+    )
+
+
+def layout_of(sizes: Mapping[str, int]) -> ParallelLayout:
+    return ParallelLayout(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+
+
+def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
+    """Random tokens, with log-probs of the past on both sides of the clip."""
+    from megarl.config import AlgorithmConfig
+    from megarl.loops.batches import weigh
+
+    random = np.random.default_rng(5)
+    steps = []
+    for _ in range(NUM_STEPS):
+        sequences = []
+        for length in random.integers(2, LONGEST - 8, size=NUM_SEQUENCES).tolist():
+            prompt = int(random.integers(1, length))
+            policy = {
+                "advantages": random.normal(size=length).astype(np.float32),
+                "old_logprobs": random.normal(-6.0, 0.7, length).astype(np.float32),
+            }
+            sequences.append(
+                TrainingSequence(
+                    token_ids=random.integers(1, vocab_size, size=length),
+                    loss_mask=np.arange(length) >= prompt,
+                    **({} if objective == "sft" else policy),
+                )
+            )
+        aggregation = "token_mean" if objective == "sft" else objective
+        steps.append(weigh(sequences, AlgorithmConfig.model_validate({"aggregation": aggregation}), LONGEST))
+    return steps
+
+
+Cut = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
+
+
+def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> dict[str, Any]:
+    """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end."""
+    import torch.distributed as dist
+
+    from megarl.data.packing import pack
+    from megarl.model_shape import padded_vocab_size, read_model_shape
+    from megarl.training.engine import TrainingEngine
+    from megarl.training.objective import policy_objective, supervised
+    from megarl.weights.layouts import safetensors
+    from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+
+    shape, at = read_model_shape(recipe.model.path), layout.coordinates(dist.get_rank())
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    pieces = layouts.at(at)
+
+    def load(parameters: Mapping[str, Any]) -> None:
+        check_against(parameter_shapes(layouts, at), parameters)
+        safetensors.load(recipe.model.path, shape, pieces, parameters)
+
+    engine = TrainingEngine(recipe, layout, shape, load)
+    results: dict[str, Any] = {}
+    for objective, batches in steps.items():
+        load(engine.parameters)
+        engine.objective = supervised if objective == "sft" else policy_objective(recipe.algorithm)
+        metrics = []
+        for sequences in batches:
+            packed = pack(
+                [len(s) for s in sequences],
+                max_tokens=recipe.trainer.max_tokens_per_microbatch,
+                num_ranks=layout.dp,
+                multiple=2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp,
+                rows_multiple=layout.pp if layout.vpp > 1 else 1,
+            )
+            metrics.append(engine.update([[sequences[i] for i in row] for row in packed[at.dp]]))
+        results[objective] = metrics, _cut_out(pieces, engine.parameters)
+    return results
+
+
+def _cut_out(pieces: Any, stored: Mapping[str, Any]) -> dict[str, list[Cut]]:
+    cuts: dict[str, list[Cut]] = {}
+    for piece in pieces:
+        flat = stored[piece.storage].detach().reshape(-1)
+        value = flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset)
+        cuts.setdefault(piece.box.name, []).append((piece.box.start, piece.box.stop, value.clone().numpy()))
+    return cuts
+
+
+def join(parts: Sequence[Mapping[str, list[Cut]]]) -> dict[str, np.ndarray]:
+    """Whole tensors from all ranks' cuts. Raises ValueError where two ranks hold different values of one element."""
+    whole: dict[str, np.ndarray] = {}
+    for name in sorted({name for part in parts for name in part}):
+        cuts = [cut for part in parts for cut in part.get(name, ())]
+        value = np.full(np.max([stop for _, stop, _ in cuts], axis=0), np.nan, np.float32)
+        for start, stop, held in cuts:
+            place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
+            if not np.isnan(value[place]).all() and not np.array_equal(value[place], held):
+                raise ValueError(f"ranks hold different values of {name}")
+            value[place] = held
+        whole[name] = value
+    return whole
+
+
+def compare(
+    own: tuple[Sequence[Mapping[str, float]], Mapping[str, np.ndarray]],
+    alone: tuple[Sequence[Mapping[str, float]], Mapping[str, np.ndarray]],
+    before: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    """Largest relative differences over the steps, and over the parameters with the name of the worst."""
+
+    def worst(metric: str) -> float:
+        pairs = [(a[metric], b[metric]) for a, b in zip(own[0], alone[0], strict=True)]
+        return max(abs(a - b) / abs(b) for a, b in pairs)
+
+    parameters = {
+        name: float(np.linalg.norm(own[1][name] - value) / np.linalg.norm(value - before[name]))
+        for name, value in alone[1].items()
+    }
+    name = max(parameters, key=lambda key: parameters[key])
+    loss, grad_norm = worst("train/loss"), worst("train/grad_norm")
+    return {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "parameter": parameters[name],
+        "worst_parameter": name,
+        "met": loss <= LOSS_LIMIT and grad_norm <= LOSS_LIMIT and parameters[name] <= PARAMETER_LIMIT,
+    }
+
+
+def check(
+    model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str] = OBJECTIVES
+) -> list[dict[str, Any]]:
+    """One line for each layout and objective of one model."""
+    from safetensors.numpy import load_file
+
+    from megarl.tracking.metrics import merge, values
+
+    steps = {objective: make_steps(objective, MODELS[model]["vocab_size"]) for objective in objectives}
+    before = load_file(folder / "model.safetensors")
+    alone: dict[str, Any] = {}
+    lines = []
+    for name, sizes, trainer in CASES[model]:
+        if only and name not in ("one rank", *only):
+            continue
+        layout = layout_of(sizes)
+        ranks = pool.run(
+            train, recipe_of(folder, trainer), layout, steps, timeout_seconds=900, world_size=layout.world_size
+        )
+        for objective in objectives:
+            reported = [[part for part in step if part] for step in zip(*(r[objective][0] for r in ranks), strict=True)]
+            own = [values(merge(parts)) for parts in reported], join([r[objective][1] for r in ranks])
+            if name == "one rank":
+                alone[objective] = own
+            else:
+                line = {"model": model, "layout": name, "ranks": layout.world_size, "objective": objective}
+                lines.append(line | compare(own, alone[objective], before))
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="check this layout; repeatable")
+    parser.add_argument("--model", action="append", choices=MODELS, help="check this model; repeatable")
+    parser.add_argument("--json", type=Path, help="write one JSON object a line here")
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(Path(__file__).parent))
+    from make_tiny_model import make_tiny_model
+
+    show(f"{'':34}{'loss':>9}{'grad':>9}{'param':>9}   worst parameter")
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as work, RankPool(8) as pool:
+        for model in options.model or MODELS:
+            folder = make_tiny_model(Path(work) / model, **MODELS[model])
+            for line in check(model, folder, pool, options.only):
+                lines.append(line)
+                numbers = "".join(f"{line[key]:9.1e}" for key in ("loss", "grad_norm", "parameter"))
+                place = f"{model} {line['layout']} {line['objective']}"
+                show(f"{place:34}{numbers} {' ' if line['met'] else '!'} {line['worst_parameter']}")
+    if options.json:
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    missed = sum(not line["met"] for line in lines)
+    show(f"{len(lines)} comparisons, {missed} above the limits (loss and gradient {LOSS_LIMIT}, parameters {PARAMETER_LIMIT})")
+    return 1 if missed or not lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
