@@ -104,7 +104,7 @@ class OptimizerConfig(Section):
     clip_grad_norm: NonNegativeFloat = 1.0
     """Scale the gradient down to this global norm; 0 leaves it."""
     max_skipped_updates: NonNegativeInt = 3
-    """An update whose loss or gradient is not finite is skipped on all ranks; more than so many in a row end the run."""
+    """Updates in a row that may be skipped because loss or gradient is not finite, before the run ends."""
 
 
 class SamplingConfig(Section):

@@ -116,7 +116,7 @@ def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSeq
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """The tokens of a row are padded to a multiple of this: two chunks for each context rank, parts for tensor ranks."""
+    """A row's tokens are padded to a multiple of this: two chunks a context rank, equal parts for tensor ranks."""
     trainer = recipe.trainer
     return (2 * trainer.cp if trainer.cp > 1 else 1) * (trainer.tp if trainer.sequence_parallel is not False else 1)
 

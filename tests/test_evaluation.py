@@ -213,11 +213,12 @@ def sequences() -> list[TrainingSequence]:
         pytest.param(ParallelLayout(1, 1, 1, 1), id="one rank"),
         pytest.param(ParallelLayout(2, 1, 2, 1), id="tp2 dp2"),
         pytest.param(ParallelLayout(2, 2, 2, 1), id="tp2 pp2 dp2"),
+        pytest.param(ParallelLayout(1, 2, 2, 1, vpp=2), id="pp2 vpp2 dp2"),
     ],
 )
 def test_trainer_ranks(layout: ParallelLayout) -> None:
     ranks = Trainers(layout)
-    trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14)
+    trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)
     got = asyncio.run(trainer.logprobs(sequences(), of="reference"))
     assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences()]
     assert asyncio.run(trainer.update(sequences())) == {"train/tokens": Sum(sum(LENGTHS))}
@@ -226,5 +227,5 @@ def test_trainer_ranks(layout: ParallelLayout) -> None:
     for rank, rows in enumerate(given):
         at = layout.coordinates(rank)
         assert rows is given[layout.rank(tp=0, dp=at.dp, pp=0)], "ranks of one replica get the same rows"
-        assert all(sum(-(-len(s) // layout.tp) * layout.tp for s in row) <= 14 for row in rows)
+        assert all(-(-sum(len(s) for s in row) // layout.tp) * layout.tp <= 14 for row in rows)
     assert len({len(rows) for rows in given}) == 1

@@ -273,7 +273,10 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     if options.json:
         options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     missed = sum(not line["met"] for line in lines)
-    show(f"{len(lines)} comparisons, {missed} above the limits (loss and gradient {LOSS_LIMIT}, parameters {PARAMETER_LIMIT})")
+    show(
+        f"{len(lines)} comparisons, {missed} above the limits "
+        f"(loss and gradient {LOSS_LIMIT}, parameters {PARAMETER_LIMIT})"
+    )
     return 1 if missed or not lines else 0
 
 

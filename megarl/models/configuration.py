@@ -63,7 +63,7 @@ def transformer_config(
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
-        # With the schedule of several chunks both neighbours of a stage may be the same rank: sends must not be batched.
+        # With several chunks both neighbours of a stage may be the same rank: sends must not be batched.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
         "sequence_parallel": sequence_parallel,

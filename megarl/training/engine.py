@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from megarl.platform.megatron_ranks import ranks_dealt
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 from megarl.training.batch import Microbatch, pack_row, padded_lengths, unpack_row, whole_row
 from megarl.training.objective import Objective, policy_objective, supervised
+from megarl.training.offload import Lent
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.types import MegarlError, TrainingSequence
 from megarl.weights.layouts.megatron import chunk_prefix
@@ -81,6 +82,11 @@ class TrainingEngine:
         self.objective = policy_objective(recipe.algorithm) if recipe.loop == "rl" else supervised
         self.config.finalize_model_grads_func = _sum_gradients
         self.skipped_in_a_row = 0
+        self._lent = {
+            "parameters": Lent(lambda: self.parameters.values()),
+            "gradients": Lent(self._gradients, keeps_values=False),
+            "optimizer": Lent(self._optimizer_state),
+        }
 
     def _build_chunks(self, load_weights: LoadWeights, place: torch.device) -> list[PolicyModel]:
         """This stage's parts of the model, their weights loaded, on a device."""
@@ -105,6 +111,35 @@ class TrainingEngine:
             use_distributed_optimizer=self.recipe.trainer.distributed_optimizer,
         )
         return DistributedDataParallel(self.config, settings, chunk, disable_bucketing=index > 0)
+
+    def offload(self, *, but: Collection[str] = ()) -> None:
+        """Give the engine what memory `trainer.offload` names, all `but` some of it."""
+        self.optimizer.zero_grad()
+        for name in self.recipe.trainer.offload:
+            if name not in but:
+                self._lent[name].give()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
+        """Take memory back that was given; needed before anything else is asked of the trainer."""
+        for name in names:
+            self._lent[name].take()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        for model in self.models:
+            yield from (buffer.grad_data for buffer in (*model.buffers, *model.expert_parallel_buffers))  # type: ignore[misc]
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        """Moments and master weights; where the weights themselves are trained, those are not the optimizer's."""
+        others = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self._gradients())}
+        for part in self.optimizer.chained_optimizers:
+            inner: Any = part.optimizer
+            tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+            tensors += [value for state in inner.state.values() for value in state.values()]
+            yield from (
+                t for t in tensors if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
+            )
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -154,8 +189,8 @@ class TrainingEngine:
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.recipe.optimizer.max_skipped_updates:
             raise MegarlError(
-                f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. Lower "
-                "optimizer.learning_rate, look at this step's data, or raise optimizer.max_skipped_updates."
+                f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. "
+                "Lower optimizer.learning_rate, look at this step's data, or raise optimizer.max_skipped_updates."
             )
         if not self.reports:
             return {}

@@ -47,6 +47,7 @@ class Worker:
         if self.engine and self.resharding:
             self.resharding.self_test()
             self.engine.weights_updated()
+            self.trainer.offload()
 
     def start_notices(self) -> list[str]:
         """What the person at the terminal should know of how this run goes."""
@@ -61,6 +62,7 @@ class Worker:
         """Hand the engine's memory to the trainer until the next reshard."""
         if self.engine:
             self.engine.sleep()
+        self.trainer.onload()
 
     def logprobs(self, rows: Sequence[Row], of: str) -> list[list[np.ndarray]] | None:
         """Log-probs of this replica's rows; see `TrainingEngine.logprobs`."""
@@ -76,18 +78,22 @@ class Worker:
         Raises MegarlError with the first parameter that differs.
         """
         assert self.engine is not None and self.resharding is not None
+        self.trainer.offload(but=("parameters",))
+        self.trainer.onload(("parameters",))
         self.engine.wake(["weights"])
         report = self.resharding.run()
         if verify:
             started = time.perf_counter()
             self.resharding.verify()
             report["verify_seconds"] = time.perf_counter() - started
+        self.trainer.offload()
         self.engine.wake(["kv_cache"])
         self.engine.weights_updated()
         return report
 
     def export(self, folder: Path) -> None:
         """Write the trainer's weights as a Hugging Face model folder."""
+        self.trainer.onload(("parameters",))
         safetensors.export(
             folder,
             self.recipe.model.path,

@@ -19,7 +19,8 @@ def test_packed_row() -> None:
     assert row.cu_seqlens_q.dtype == torch.int32
     assert (row.max_seqlen_q, row.max_seqlen_kv, row.qkv_format) == (4, 4, "packed")
     assert row.positions is not None and row.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
-    assert row.padded_index is not None and row.padded_index.tolist() == [0, 1, 2, 4, 8, 9, 10, 11]
+    (part,) = row.parts
+    assert part.queries is None and part.keys is None and part.cu_keys.tolist() == [0, 3, 4, 8]
 
 
 def attend_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.model_shape import read_model_shape
+from megarl.model_shape import padded_vocab_size, read_model_shape
 from megarl.models.configuration import transformer_config
-from megarl.model_shape import padded_vocab_size
 from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError
 

@@ -44,8 +44,8 @@ def build(folder: str, layout: ParallelLayout) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megarl.models.configuration import transformer_config
     from megarl.model_shape import padded_vocab_size
+    from megarl.models.configuration import transformer_config
     from megarl.models.policy import PolicyModel
     from megarl.weights.layouts import safetensors
     from megarl.weights.layouts.megatron import megatron_layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megarl.training.batch import pack_row, unpack_row
+from megarl.training.batch import pack_row, padded_lengths, unpack_row
 from megarl.types import TrainingSequence
 
 CPU = torch.device("cpu")
@@ -45,15 +45,34 @@ def test_a_row_that_needs_no_padding() -> None:
 
 def test_unpack_row_undoes_the_shift() -> None:
     values = torch.tensor([-11.0, -12, 99, -21, -22, -23, 99, 99], dtype=torch.float64)
-    first, second = unpack_row(values, [3, 4])
+    first, second = unpack_row(values, [3, 4], [3, 5])
     assert first.tolist() == [0, -11, -12] and second.tolist() == [0, -21, -22, -23]
     assert first.dtype == second.dtype == np.float32
-    assert [array.tolist() for array in unpack_row(torch.tensor([7.0]), [1])] == [[0.0]]
+    assert [array.tolist() for array in unpack_row(torch.tensor([7.0]), [1], [1])] == [[0.0]]
 
 
 def test_packing_and_unpacking_is_the_identity() -> None:
     sequences = [sequence(100, 5, 1), sequence(200, 1, 1), sequence(300, 7, 1)]
     batch = pack_row(sequences, multiple=8, qkv_format="packed", device=CPU)
-    for got, had in zip(unpack_row(batch.known["rollout_logprobs"], [5, 1, 7]), sequences, strict=True):
+    for got, had in zip(unpack_row(batch.known["rollout_logprobs"], [5, 1, 7], [5, 1, 10]), sequences, strict=True):
         assert had.rollout_logprobs is not None
         assert got.tolist() == [0.0, *had.rollout_logprobs[1:].tolist()]
+
+
+def test_context_ranks_hold_a_front_and_a_back_chunk_of_every_sequence() -> None:
+    sequences = [sequence(10, 7, 1), sequence(30, 3, 1)]
+    ranks = [pack_row(sequences, multiple=1, qkv_format="packed", device=CPU, cp=2, cp_rank=rank) for rank in (0, 1)]
+    assert ranks[0].input_ids.tolist() == [[10, 11, 16, 0, 30, 0]]
+    assert ranks[1].input_ids.tolist() == [[12, 13, 14, 15, 31, 32]]
+    assert ranks[0].labels.tolist() == [[11, 12, 0, 0, 31, 0]]
+    assert ranks[1].labels.tolist() == [[13, 14, 15, 16, 32, 0]]
+    assert ranks[0].row.positions is not None and ranks[0].row.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    assert [rank.row.cu_seqlens_q.tolist() for rank in ranks] == [[0, 8, 12]] * 2
+    assert sum(int(rank.mask.sum()) for rank in ranks) == 6 + 2
+
+
+def test_padding_makes_every_ranks_tokens_divide() -> None:
+    assert padded_lengths([7, 3], cp=1, multiple=4) == [7, 5]
+    assert padded_lengths([7, 3], cp=2, multiple=1) == [8, 4]
+    assert padded_lengths([7, 3], cp=2, multiple=4) == [8, 8]
+    assert padded_lengths([5], cp=2, multiple=3) == [12]

@@ -131,7 +131,7 @@ def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSeq
         rows = [[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)]
         result["metrics"].append(engine.update(rows))
         if "gradient" not in result:
-            result["gradient"] = cut_out(pieces, {n: p.main_grad for n, p in engine.policy.named_parameters()})
+            result["gradient"] = cut_out(pieces, {n: p.main_grad for n, p in engine.parameters.items()})
     result["parameters"] = cut_out(pieces, engine.parameters)
     result["after"] = engine.logprobs(first)
     result["reference"] = engine.logprobs(first, of="reference") if engine.reference else None
@@ -322,24 +322,68 @@ def test_updates_are_those_of_float64(
     assert distance(got["parameters"], expected["parameters"]) <= 1e-5
 
 
-def poisoned(recipe: Recipe, layout: ParallelLayout, sequences: list[TrainingSequence]) -> tuple[int, str]:
+def poisoned(
+    recipe: Recipe, layout: ParallelLayout, sequences: list[TrainingSequence], sound: list[TrainingSequence]
+) -> tuple[list[float], bool, int, str]:
+    """Whether each update was skipped, whether weights stayed while they were, and the error in the end."""
     engine, _ = build(recipe, layout)
+    before = {name: value.detach().clone() for name, value in engine.parameters.items()}
+    skipped, stayed = [], True
     try:
-        engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
+        for batch in (sequences, sound, sequences, sequences):
+            metrics = engine.update([[batch[i] for i in row] for row in rows_of(recipe, layout, batch)])
+            skipped.append(metrics["train/update_skipped"].number)
+            if len(skipped) == 1:
+                stayed = all(torch.equal(before[name], value) for name, value in engine.parameters.items())
+        return skipped, stayed, 0, "no error"
     except MegarlError as error:
-        return error.exit_code, str(error)
-    return 0, "no error"
+        return skipped, stayed, error.exit_code, str(error)
 
 
-def test_a_gradient_that_is_no_number_ends_every_rank(ranks: RankPool, folder: Callable[..., Path]) -> None:
+def test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run(
+    ranks: RankPool, folder: Callable[..., Path]
+) -> None:
     recipe = recipe_of(folder(), "rl")
-    sequences = make_updates(recipe, 431)[0]
+    recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"max_skipped_updates": 1})})
+    sequences, sound, _ = make_updates(recipe, 431)
     advantages = sequences[3].advantages
     assert advantages is not None
     advantages[-1] = np.nan
-    for code, message in ranks.run(poisoned, recipe, ParallelLayout(1, 1, 2, 1), sequences, world_size=2):
-        assert code == 70
-        assert "gradient norm nan is not finite. Lower optimizer.learning_rate" in message
+    layout = ParallelLayout(1, 1, 2, 1)
+    for skipped, stayed, code, message in ranks.run(poisoned, recipe, layout, sequences, sound, world_size=2):
+        assert (skipped, stayed, code) == ([1, 0, 1], True, 70)
+        assert "(norm nan) of 2 updates in a row was not finite. Lower optimizer.learning_rate" in message
+
+
+def offloading(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+    """Updates with everything given away between them; bytes that stayed; parameters at the end."""
+    engine, _ = build(recipe, layout)
+    stayed = 0
+    for sequences in updates:
+        engine.onload()
+        engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
+        engine.offload()
+        held = [*engine.parameters.values(), *engine._gradients(), *engine._optimizer_state()]
+        stayed += sum(tensor.untyped_storage().nbytes() for tensor in held)
+    engine.onload(["parameters"])
+    return {"stayed": stayed, "parameters": {n: v.detach().numpy() for n, v in engine.parameters.items()}}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_as_if_memory_had_never_been_lent(
+    ranks: RankPool, folder: Callable[..., Path], dtype: str
+) -> None:
+    everything = ("optimizer", "gradients", "parameters")
+    results = []
+    for offload in ((), everything):
+        recipe = recipe_of(folder(), "sft", offload=offload)
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
+        updates = make_updates(recipe, 431)
+        results.append(ranks.run(offloading, recipe, ParallelLayout(1, 1, 2, 1), updates, world_size=2))
+    for kept, lent in zip(*results, strict=True):
+        assert kept["stayed"] > 0 and lent["stayed"] == 0
+        for name, value in kept["parameters"].items():
+            np.testing.assert_array_equal(value, lent["parameters"][name], err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -347,11 +391,18 @@ def test_a_gradient_that_is_no_number_ends_every_rank(ranks: RankPool, folder: C
     [
         pytest.param({"schedule": "constant", "warmup_steps": 4}, [2, 4, 6, 8, 8, 8], id="warm-up, constant"),
         pytest.param({"schedule": "constant"}, [8, 8, 8, 8, 8, 8], id="constant"),
-        pytest.param({"schedule": "linear", "warmup_steps": 2}, [4, 8, 6, 4, 2, 0], id="warm-up, linear"),
+        pytest.param({"schedule": "linear", "warmup_steps": 2}, [4, 8, 6.4, 4.8, 3.2, 1.6], id="warm-up, linear"),
         pytest.param(
-            {"schedule": "linear", "warmup_steps": 2, "min_learning_rate": 2.0}, [4, 8, 6.5, 5, 3.5, 2], id="minimum"
+            {"schedule": "linear", "warmup_steps": 2, "min_learning_rate": 2.0},
+            [4, 8, 6.8, 5.6, 4.4, 3.2],
+            id="minimum",
         ),
-        pytest.param({"schedule": "cosine", "warmup_steps": 2}, [4, 8, 6.828427, 4, 1.171573, 0], id="warm-up, cosine"),
+        pytest.param(
+            {"schedule": "cosine", "warmup_steps": 2},
+            [4, 8, 7.236068, 5.236068, 2.763932, 0.763932],
+            id="warm-up, cosine",
+        ),
+        pytest.param({"schedule": "wsd", "warmup_steps": 2, "decay_steps": 4}, [4, 8, 8, 6, 4, 2], id="warm-up, wsd"),
         pytest.param({"schedule": "linear", "warmup_steps": 6}, [8 / 6, 16 / 6, 4, 32 / 6, 40 / 6, 8], id="warm-up"),
     ],
 )

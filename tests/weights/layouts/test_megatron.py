@@ -74,43 +74,17 @@ def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dic
 
 
 def build_chunks(model: ModelShape, parallel: ParallelLayout) -> list[torch.nn.Module]:
-    """This rank's model chunks: the trainer's model, or Megatron-Core's own for what the trainer does not build."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
+    """This rank's model chunks."""
     from megarl.models.configuration import transformer_config
     from megarl.models.policy import PolicyModel
 
-    experts = {
-        "num_moe_experts": model.num_experts,
-        "moe_router_topk": model.top_k,
-        "moe_ffn_hidden_size": model.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": model.shared_intermediate_size or None,
-        "moe_shared_expert_gate": bool(model.shared_intermediate_size),
-    }
-    overrides = {
-        **(experts if model.num_experts else {}),
-        "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": parallel.etp,
-        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
-    }
-    config = transformer_config(model, parallel, dtype=torch.float32, sequence_parallel=False, overrides=overrides)
-    if not model.num_experts and parallel.vpp == 1:
-        return [PolicyModel(config, model, temperature=1.0, logprob_chunk_tokens=64)]
-    spec = get_gpt_layer_local_spec(
-        num_experts=model.num_experts or None, qk_layernorm=model.qk_norm, normalization="RMSNorm"
-    )
+    config = transformer_config(model, parallel, dtype=torch.float32, sequence_parallel=parallel.tp > 1, overrides={})
     return [
-        GPTModel(
+        PolicyModel(
             config,
-            spec,
-            vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
-            max_sequence_length=64,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
-            share_embeddings_and_output_weights=model.tie_word_embeddings,
-            position_embedding_type="rope",
+            model,
+            temperature=1.0,
+            logprob_chunk_tokens=64,
             vp_stage=chunk if parallel.vpp > 1 else None,
         )
         for chunk in range(parallel.vpp)
