@@ -1,0 +1,127 @@
+"""What only a GPU can show: its kernels, its streams, its memory, and the colocated loop on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_varlen_attention_is_attention(cp: int) -> None:
+    """Each context rank's queries against plain softmax attention in float32."""
+    from megarl.models.attention import PackedAttention, PackedRow
+
+    lengths, heads, groups, width = [64, 4, 128, 32], 8, 2, 64
+    config: Any = SimpleNamespace(kv_channels=width)
+    attention = PackedAttention(config=config)
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(lengths), n, width, device="cuda", dtype=torch.bfloat16) for n in (heads, groups, groups)
+    )
+    expected = torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1).float() for x in parts), is_causal=True, enable_gqa=True
+            ).transpose(0, 1)
+            for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        ]
+    )
+    rows = [PackedRow.from_lengths(lengths, torch.device("cuda"), "packed", cp=cp, cp_rank=rank) for rank in range(cp)]
+    gathered = torch.cat([row.local for row in rows])
+    for row in rows:
+        parts = [
+            attention._varlen(
+                *(
+                    x if index is None else x[index]
+                    for x, index in ((q[row.local], part.queries), (k[gathered], part.keys), (v[gathered], part.keys))
+                ),
+                part,
+            )
+            for part in row.parts
+        ]
+        out = parts[0] if row.order is None else torch.cat(parts)[row.order]
+        torch.testing.assert_close(out.float(), expected[row.local], rtol=0, atol=2e-2)
+
+
+def test_logprobs_are_those_of_float64() -> None:
+    from megarl.models.logprobs import vocab_parallel_logprobs
+
+    torch.manual_seed(0)
+    hidden = torch.randn(300, 256, device="cuda", requires_grad=True)
+    weight = (torch.randn(5003, 256, device="cuda") * 0.1).requires_grad_()
+    targets = torch.randint(5003, (300,), device="cuda")
+    got, entropies = vocab_parallel_logprobs(
+        hidden, weight, targets, first_token_id=0, group=None, temperature=0.7, chunk_tokens=64
+    )
+    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logprobs = (wide_hidden @ wide_weight.T / 0.7).log_softmax(-1)
+    expected = logprobs.gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(entropies.double(), -(logprobs.exp() * logprobs).sum(-1), rtol=0, atol=1e-4)
+    (got.sum() + entropies.sum()).backward()
+    (expected.sum() - (logprobs.exp() * logprobs).sum()).backward()
+    for own, wide in ((hidden, wide_hidden), (weight, wide_weight)):
+        assert own.grad is not None and wide.grad is not None
+        assert (own.grad - wide.grad).norm() <= 1e-3 * wide.grad.norm()
+
+
+def lend_memory() -> tuple[int, int, int, bool]:
+    from megarl.training.offload import Lent
+
+    torch.cuda.set_device(0)
+    whole = torch.arange(1 << 26, device="cuda", dtype=torch.float32)
+    view = whole[17:33]
+    before = torch.cuda.memory_allocated()
+    lent = Lent(lambda: [whole, view])
+    lent.give()
+    away = torch.cuda.memory_allocated()
+    lent.take()
+    return before, away, torch.cuda.memory_allocated(), view.tolist() == list(range(17, 33))
+
+
+def test_lent_memory_is_freed_and_comes_back() -> None:
+    before, away, after, equal = lend_memory()
+    assert before - away >= 4 << 26 and after == before and equal
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_colocated_loop_learns_its_own_weights(dtype: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """A short run through the command line: sleep and wake, reshard with verification, memory lent, export."""
+    model = tiny_model(num_layers=2, num_heads=4, head_dim=64)
+    sizes = ["--sft", "8", "--train", "64", "--heldout", "16"]
+    make = [sys.executable, str(ROOT / "tools/make_dataset.py"), "--out", str(tmp_path / "data"), *sizes]
+    subprocess.run(make, check=True, capture_output=True)
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "megarl", "train", str(ROOT / "launch/recipes/quickstart.yaml"),
+            f"model.path={model}", f"model.dtype={dtype}", f"runs_folder={tmp_path / 'runs'}", "name=gpu",
+            f"data.train={tmp_path / 'data/train.jsonl'}", f"data.validation.heldout={tmp_path / 'data/heldout.jsonl'}",
+            "cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1", "train.steps=3", "train.prompts_per_step=4",
+            "train.samples_per_prompt=4", "weights.verify_every=1",
+            "trainer.offload=[optimizer,gradients,parameters]", "rollout.vllm.enforce_eager=true",
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr + run.stdout
+    lines = [json.loads(line) for line in (tmp_path / "runs/gpu/metrics.jsonl").read_text().splitlines()]
+    gaps = [line["logprob_gap/mean"] for line in lines if "logprob_gap/mean" in line]
+    assert len(gaps) == 3 and max(gaps) < (1e-3 if dtype == "float32" else 5e-2)
+    assert (tmp_path / "runs/gpu/hf/model.safetensors").exists()

@@ -1,0 +1,313 @@
+"""Train steps of Qwen3-4B and 8B on one GPU: share of the GPU's speed, memory, log-probs; against a GEMM and transformers.
+
+    python tools/bench/train_step_gpu.py [--shape qwen3-4b] [--tokens 131072]
+
+Random weights, rows of at most 16k tokens packed from long-tailed lengths, the clipped policy loss. A step of the 4B
+model keeps Adam's moments; the 8B model takes plain gradient descent, whose state fits beside it. Causal attention is
+counted once. In the same run: the speed of an 8192-wide GEMM, and transformers on the same packed rows. Before timing,
+the log-probs of both are compared. Ends with status 2 where no CUDA is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import report
+import torch
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-4b": dict(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, tie_word_embeddings=True
+    ),
+    "qwen3-8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
+    "small": dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, tie_word_embeddings=True,
+        vocab_size=997, num_key_value_heads=2, head_dim=32,
+    ),
+}  # fmt: skip
+COMMON: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "initializer_range": 0.02, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MFU_TARGET, PEER_TARGET, LOGPROB_TARGET, GAP_LIMIT = 0.60, 1.2, 0.80, 0.05
+
+
+def lengths_of(num_tokens: int, row: int) -> list[int]:
+    """Long-tailed lengths: log-normal, median 3k at rows of 16k, none longer than a row."""
+    random = np.random.default_rng(0)
+    lengths: list[int] = []
+    while sum(lengths) < num_tokens:
+        lengths.append(int(np.clip(random.lognormal(np.log(row * 3 / 16), 0.9), 16, row)))
+    return lengths
+
+
+def make_sequences(lengths: Sequence[int], vocab_size: int) -> list[Any]:
+    from megarl.config import AlgorithmConfig
+    from megarl.loops.batches import weigh
+    from megarl.types import TrainingSequence
+
+    random = np.random.default_rng(1)
+    return weigh(
+        [
+            TrainingSequence(
+                token_ids=random.integers(1, vocab_size, n),
+                loss_mask=np.arange(n) > n // 8,
+                advantages=random.normal(size=n).astype(np.float32),
+            )
+            for n in lengths
+        ],
+        AlgorithmConfig(),
+    )
+
+
+def flops(config: dict[str, Any], lengths: Sequence[int]) -> float:
+    """Of forward and backward, causal attention once (arXiv:2205.05198, section 4.3)."""
+    heads, width = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
+    groups = config["num_key_value_heads"] * config["head_dim"]
+    layer = width * (2 * heads + 2 * groups) + 3 * width * config["intermediate_size"]
+    weights = config["num_hidden_layers"] * layer + config["vocab_size"] * width
+    attention = config["num_hidden_layers"] * heads * sum(n * n for n in lengths) * 2
+    return 3 * (2 * weights * sum(lengths) + attention)
+
+
+def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str) -> Any:
+    from megarl.config import Recipe
+    from megarl.model_shape import read_model_shape
+    from megarl.parallel_layout import ParallelLayout
+    from megarl.training.engine import TrainingEngine
+
+    recipe = Recipe.model_validate(
+        {
+            "name": "bench", "loop": "rl", "model": {"path": str(folder), "dtype": dtype}, "data": {"train": "unused"},
+            "trainer": {"max_tokens_per_microbatch": row, "recompute": recompute, "distributed_optimizer": adam},
+            "optimizer": {"name": "adam" if adam else "sgd"},
+        }
+    )  # fmt: skip
+
+    def load(parameters: Any) -> None:
+        torch.manual_seed(0)
+        for name, parameter in parameters.items():
+            if "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+
+    return TrainingEngine(recipe, ParallelLayout(1, 1, 1, 1), read_model_shape(folder), load)
+
+
+def export(engine: Any) -> dict[str, torch.Tensor]:
+    """The trainer's weights under their Hugging Face names."""
+    from megarl.model_shape import padded_vocab_size
+    from megarl.weights.layouts.megatron import megatron_layouts
+
+    layouts = megatron_layouts(
+        engine.shape, engine.layout, padded_vocab_size=padded_vocab_size(engine.shape.vocab_size, 1),
+        transformer_engine=engine.chunks[0].qkv_format == "thd",
+    )  # fmt: skip
+    found: dict[str, torch.Tensor] = {}
+    for piece in layouts[0]:
+        flat = engine.parameters[piece.storage].detach().reshape(-1)
+        view = flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset)
+        whole = found.setdefault(piece.box.name, view.new_empty([s.stop for s in engine_slices(engine, piece)]))
+        whole[tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))] = view
+    return found
+
+
+def engine_slices(engine: Any, piece: Any) -> list[slice]:
+    from megarl.weights.families import hf_tensors
+
+    return [slice(0, n) for n in hf_tensors(engine.shape)[piece.box.name]]
+
+
+class Peer:
+    """transformers on packed rows: flash attention if it is installed, else SDPA with a mask of blocks."""
+
+    def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor], adam: bool) -> None:
+        import importlib.util
+
+        from transformers import AutoModelForCausalLM, Qwen3Config
+
+        self.kind = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
+        with torch.device(device()):
+            self.model = AutoModelForCausalLM.from_config(
+                Qwen3Config(**config), attn_implementation=self.kind, dtype=next(iter(weights.values())).dtype
+            )
+        missing = self.model.load_state_dict(weights, strict=False).missing_keys
+        assert all(name == "lm_head.weight" and config["tie_word_embeddings"] for name in missing), missing
+        self.model.tie_weights()
+        self.model.gradient_checkpointing_enable()
+        parameters = self.model.parameters()
+        self.optimizer = torch.optim.AdamW(parameters) if adam else torch.optim.SGD(parameters, lr=1e-6)
+
+    def logprobs(self, row: Sequence[Any]) -> torch.Tensor:
+        ids = torch.from_numpy(np.concatenate([s.token_ids for s in row]))[None].to(device())
+        positions = torch.from_numpy(np.concatenate([np.arange(len(s)) for s in row]))[None].to(device())
+        logits = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+
+    def step(self, rows: Sequence[Sequence[Any]]) -> None:
+        self.model.train()
+        for row in rows:
+            weights = np.concatenate([s.token_weights * s.advantages for s in row])[1:]
+            (-self.logprobs(row) * torch.from_numpy(weights).to(device())).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seconds(work: Callable[[], object], rounds: int = 5) -> list[float]:
+    """Of each round after a first one that warms up."""
+    taken = []
+    for index in range(rounds + 1):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if index:
+            taken.append(time.perf_counter() - started)
+    return taken
+
+
+def gemm_flops_per_second() -> list[float]:
+    n = 8192 if torch.cuda.is_available() else 512
+    a, b = (torch.randn(n, n, device=device(), dtype=torch.bfloat16) for _ in range(2))
+    return [2 * n**3 * 10 / t for t in seconds(lambda: [a @ b for _ in range(10)])]
+
+
+def measure_logprobs(config: dict[str, Any], num_tokens: int, ceiling: float, line: Callable[..., None]) -> None:
+    """Forward and backward of the vocabulary's log-probs alone."""
+    from megarl.models.logprobs import vocab_parallel_logprobs
+
+    hidden = torch.randn(num_tokens, config["hidden_size"], device=device(), dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(config["vocab_size"], config["hidden_size"], device=device(), dtype=torch.bfloat16) * 0.02
+    weight.requires_grad_()
+    targets = torch.randint(config["vocab_size"], (num_tokens,), device=device())
+
+    def run() -> None:
+        logprobs, _ = vocab_parallel_logprobs(
+            hidden, weight, targets, first_token_id=0, group=None, temperature=1.0, chunk_tokens=1024
+        )
+        logprobs.sum().backward()
+        hidden.grad = weight.grad = None
+
+    run()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work = 6 * num_tokens * config["vocab_size"] * config["hidden_size"]
+    shares = [work / t / ceiling for t in seconds(run)]
+    line("logprobs_forward_backward", shares, "of GEMM", f">= {LOGPROB_TARGET}", "8192-wide GEMM of this run")
+    extra = torch.cuda.max_memory_allocated() - before
+    naive = 12.0 * num_tokens * config["vocab_size"]
+    line("logprobs_memory", [extra / naive], "of naive", "<= 0.05", f"{naive:.0f} bytes of logits and gradients")
+
+
+@contextmanager
+def folder_of(config: dict[str, Any]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        yield Path(folder)
+
+
+def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], versions: dict[str, str]) -> bool:
+    """All lines of one shape; False if the log-probs of both differ."""
+    from megarl.data.packing import pack
+
+    num_tokens, row = options.tokens, options.row
+
+    config, adam = COMMON | SHAPES[name], name != "qwen3-8b"
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+
+    def line(metric: str, values: Sequence[float], unit: str, target: str | None, against: str) -> None:
+        case = {"case": f"{name}, {num_tokens} tokens in rows of {row}, {dtype}, recompute {options.recompute}"}
+        made = report.metric_line(
+            metric, values, unit, target=target, against=against, machine=machine, versions=versions, **case
+        )
+        report.print_line(made)
+
+    ceilings = gemm_flops_per_second()
+    ceiling = sorted(ceilings)[len(ceilings) // 2]
+    line("gemm", [c / 1e12 for c in ceilings], "TFLOP/s", None, "the ceiling of this run")
+    lengths = lengths_of(num_tokens, row)
+    sequences = make_sequences(lengths, config["vocab_size"])
+    (rows,) = pack(lengths, max_tokens=row, num_ranks=1)
+    batches = [[sequences[i] for i in indices] for indices in rows]
+    with folder_of(config) as folder:
+        engine = build_engine(folder, row, dtype, adam, options.recompute)
+    own = engine.logprobs(batches[:1])
+    weights = {key: value.cpu() for key, value in export(engine).items()}
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    taken = seconds(lambda: engine.update(batches))
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    work = flops(config, lengths)
+    line("train_step", [work / t / ceiling for t in taken], "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run")
+    line("train_step_peak_memory", [peak / 2**30], "GiB", None, "all of the step, optimizer included")
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    peer = Peer(config, {key: value.to(device()) for key, value in weights.items()}, adam)
+    with torch.no_grad():
+        theirs = peer.logprobs(batches[0]).cpu().numpy()
+    mine = np.concatenate(own[0])[1:]
+    within = np.concatenate([np.arange(len(s)) > 0 for s in batches[0]])[1:]
+    gap = float(np.abs(mine - theirs)[within].mean())
+    line("logprob_gap", [gap], "nats, mean", f"<= {GAP_LIMIT}", f"transformers, {peer.kind}")
+    if gap > GAP_LIMIT:
+        return False
+    others = seconds(lambda: peer.step(batches), rounds=3)
+    ratios = [min(others) / t for t in taken]
+    line("train_step_speedup", ratios, "times", f">= {PEER_TARGET}", f"transformers packed, {peer.kind}, checkpointing")
+    del peer
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        measure_logprobs(config, 2 * row, ceiling, line)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="repeatable; left out: 4B and 8B")
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens of one step")
+    parser.add_argument("--row", type=int, default=16384, help="tokens of one packed row")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="full")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: show that all parts work")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA here: --device cpu --shape small --tokens 4096 --row 512 shows that all parts work")
+        return 2
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    from megarl.platform import device as platform
+    from megarl.platform import megatron_on_cpu
+
+    megatron_on_cpu.prepare()
+    platform.init_world(600)
+    machine, versions = report.machine(), report.versions("megatron-core", "transformer-engine", "transformers")
+    sound = True
+    for name in options.shape or ("qwen3-4b", "qwen3-8b"):
+        sound &= measure(name, options, machine, versions)
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
