@@ -1,4 +1,4 @@
-"""Train steps of Qwen3-4B and 8B on one GPU: share of the GPU's speed, memory, log-probs; against a GEMM and transformers.
+"""Train steps of Qwen3-4B and 8B on one GPU: speed, memory, log-probs, against a GEMM and transformers.
 
     python tools/bench/train_step_gpu.py [--shape qwen3-4b] [--tokens 131072]
 
@@ -225,61 +225,67 @@ def folder_of(config: dict[str, Any]) -> Iterator[Path]:
         yield Path(folder)
 
 
+def own_steps(
+    config: dict[str, Any], batches: list[list[Any]], options: argparse.Namespace, dtype: str, adam: bool
+) -> tuple[Any, dict[str, torch.Tensor], list[float], int]:
+    """Log-probs and weights before the first step, seconds of steps, and their peak bytes."""
+    with folder_of(config) as folder:
+        engine = build_engine(folder, options.row, dtype, adam, options.recompute)
+    logprobs = engine.logprobs(batches[:1])
+    weights = {key: value.cpu() for key, value in export(engine).items()}
+    if not torch.cuda.is_available():
+        return logprobs, weights, seconds(lambda: engine.update(batches)), 0
+    torch.cuda.reset_peak_memory_stats()
+    return logprobs, weights, seconds(lambda: engine.update(batches)), torch.cuda.max_memory_allocated()
+
+
 def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], versions: dict[str, str]) -> bool:
     """All lines of one shape; False if the log-probs of both differ."""
     from megarl.data.packing import pack
 
-    num_tokens, row = options.tokens, options.row
-
     config, adam = COMMON | SHAPES[name], name != "qwen3-8b"
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    case = f"{name}, {options.tokens} tokens in rows of {options.row}, {dtype}, recompute {options.recompute}"
 
     def line(metric: str, values: Sequence[float], unit: str, target: str | None, against: str) -> None:
-        case = {"case": f"{name}, {num_tokens} tokens in rows of {row}, {dtype}, recompute {options.recompute}"}
-        made = report.metric_line(
-            metric, values, unit, target=target, against=against, machine=machine, versions=versions, **case
-        )
-        report.print_line(made)
+        shared: dict[str, Any] = {"machine": machine, "versions": versions, "case": case}
+        report.print_line(report.metric_line(metric, values, unit, target=target, against=against, **shared))
 
     ceilings = gemm_flops_per_second()
     ceiling = sorted(ceilings)[len(ceilings) // 2]
     line("gemm", [c / 1e12 for c in ceilings], "TFLOP/s", None, "the ceiling of this run")
-    lengths = lengths_of(num_tokens, row)
+    lengths = lengths_of(options.tokens, options.row)
     sequences = make_sequences(lengths, config["vocab_size"])
-    (rows,) = pack(lengths, max_tokens=row, num_ranks=1)
+    (rows,) = pack(lengths, max_tokens=options.row, num_ranks=1)
     batches = [[sequences[i] for i in indices] for indices in rows]
-    with folder_of(config) as folder:
-        engine = build_engine(folder, row, dtype, adam, options.recompute)
-    own = engine.logprobs(batches[:1])
-    weights = {key: value.cpu() for key, value in export(engine).items()}
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    taken = seconds(lambda: engine.update(batches))
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    work = flops(config, lengths)
-    line("train_step", [work / t / ceiling for t in taken], "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run")
+    own, weights, taken, peak = own_steps(config, batches, options, dtype, adam)
+    shares = [flops(config, lengths) / t / ceiling for t in taken]
+    line("train_step", shares, "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run")
     line("train_step_peak_memory", [peak / 2**30], "GiB", None, "all of the step, optimizer included")
-    del engine
-    gc.collect()
-    torch.cuda.empty_cache()
+    release()
     peer = Peer(config, {key: value.to(device()) for key, value in weights.items()}, adam)
     with torch.no_grad():
         theirs = peer.logprobs(batches[0]).cpu().numpy()
-    mine = np.concatenate(own[0])[1:]
     within = np.concatenate([np.arange(len(s)) > 0 for s in batches[0]])[1:]
-    gap = float(np.abs(mine - theirs)[within].mean())
+    gap = float(np.abs(np.concatenate(own[0])[1:] - theirs)[within].mean())
     line("logprob_gap", [gap], "nats, mean", f"<= {GAP_LIMIT}", f"transformers, {peer.kind}")
     if gap > GAP_LIMIT:
         return False
-    others = seconds(lambda: peer.step(batches), rounds=3)
-    ratios = [min(others) / t for t in taken]
-    line("train_step_speedup", ratios, "times", f">= {PEER_TARGET}", f"transformers packed, {peer.kind}, checkpointing")
-    del peer
+    step = peer.step
+    fastest = min(seconds(lambda: step(batches), rounds=3))
+    against = f"transformers packed, {peer.kind}, checkpointing"
+    line("train_step_speedup", [fastest / t for t in taken], "times", f">= {PEER_TARGET}", against)
+    del peer, step
+    release()
+    if torch.cuda.is_available():
+        measure_logprobs(config, 2 * options.row, ceiling, line)
+    return True
+
+
+def release() -> None:
+    """Free what nothing refers to any more."""
     gc.collect()
     torch.cuda.empty_cache()
-    if torch.cuda.is_available():
-        measure_logprobs(config, 2 * row, ceiling, line)
-    return True
 
 
 def main() -> int:
