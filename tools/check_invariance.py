@@ -93,7 +93,7 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
                 "distributed_optimizer": False,
                 **trainer,
             },
-            "optimizer": {"name": "sgd", "learning_rate": 0.3, "clip_grad_norm": 0.0},
+            "optimizer": {"name": "sgd", "learning_rate": 2.0, "clip_grad_norm": 0.0},
             "algorithm": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.5},
         }
     )
@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     sys.path.insert(0, str(Path(__file__).parent))
     from make_tiny_model import make_tiny_model
 
-    show(f"{'':34}{'loss':>9}{'grad':>9}{'param':>9}   worst parameter")
+    show(f"{'':44}{'loss':>9}{'grad':>9}{'param':>9}   worst parameter")
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work, RankPool(8) as pool:
         for model in options.model or MODELS:
@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
                 lines.append(line)
                 numbers = "".join(f"{line[key]:9.1e}" for key in ("loss", "grad_norm", "parameter"))
                 place = f"{model} {line['layout']} {line['objective']}"
-                show(f"{place:34}{numbers} {' ' if line['met'] else '!'} {line['worst_parameter']}")
+                show(f"{place:44}{numbers} {' ' if line['met'] else '!'} {line['worst_parameter']}")
     if options.json:
         options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     missed = sum(not line["met"] for line in lines)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,11 +272,10 @@ def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], ver
     line("logprob_gap", [gap], "nats, mean", f"<= {GAP_LIMIT}", f"transformers, {peer.kind}")
     if gap > GAP_LIMIT:
         return False
-    step = peer.step
-    fastest = min(seconds(lambda: step(batches), rounds=3))
+    fastest = min(seconds(partial(peer.step, batches), rounds=3))
     against = f"transformers packed, {peer.kind}, checkpointing"
     line("train_step_speedup", [fastest / t for t in taken], "times", f">= {PEER_TARGET}", against)
-    del peer, step
+    del peer
     release()
     if torch.cuda.is_available():
         measure_logprobs(config, 2 * options.row, ceiling, line)
