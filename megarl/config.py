@@ -70,6 +70,8 @@ class TrainerConfig(Section):
     """Split norms and residuals over the tensor-parallel ranks too; left out, on where tp > 1."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
+    router_replay: bool = False
+    """Train with the experts that the engine chose for each token (mixtures of experts)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Compute again in the backward pass instead of keeping: the attention's inside, or whole layers."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()

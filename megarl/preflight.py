@@ -304,6 +304,10 @@ def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"trainer.sequence_parallel = False: Megatron trains experts at trainer.tp {trainer.tp} with sequence "
             "parallelism only; leave it out"
         )
+    if trainer.router_replay and (not shape.num_experts or recipe.loop != "rl"):
+        yield "trainer.router_replay = True: replays what an engine chose in rl for a model with experts; leave it out"
+    if trainer.router_replay and trainer.recompute == "full":
+        yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
 
 
 def _positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

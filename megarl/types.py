@@ -90,7 +90,8 @@ class Completion:
 
     Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs are those of the sampled tokens under the
     sampling distribution (after temperature). The end-of-sequence token, if sampled, is the last token.
-    `weight_version` counts the reshards the engine had seen when the completion began.
+    `weight_version` counts the reshards the engine had seen when the completion began. `routed_experts` [prompt +
+    new_tokens - 1, layers, top_k], if asked for, are the experts of every token that went through the model.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class Completion:
     rollout_logprobs: NDArray[np.float32]
     finish_reason: FinishReason
     weight_version: int
+    routed_experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class TrainingSequence:
     old_logprobs: NDArray[np.float32] | None = None
     rollout_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.int16] | None = None
+    """[tokens, layers, top_k]: the experts that each token is sent to, not those that its prediction came from."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

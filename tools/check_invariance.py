@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ def compare(
 
 def check(
     model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str] = OBJECTIVES
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One line for each layout and objective of one model."""
     from safetensors.numpy import load_file
 
@@ -232,7 +232,6 @@ def check(
     steps = {objective: make_steps(objective, MODELS[model]["vocab_size"]) for objective in objectives}
     before = load_file(folder / "model.safetensors")
     alone: dict[str, Any] = {}
-    lines = []
     for name, sizes, trainer in CASES[model]:
         if only and name not in ("one rank", *only):
             continue
@@ -247,8 +246,7 @@ def check(
                 alone[objective] = own
             else:
                 line = {"model": model, "layout": name, "ranks": layout.world_size, "objective": objective}
-                lines.append(line | compare(own, alone[objective], before))
-    return lines
+                yield line | compare(own, alone[objective], before)
 
 
 def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> int:

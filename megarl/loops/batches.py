@@ -30,11 +30,16 @@ def to_sequences(answered: Sequence[Answered], recipe: Recipe) -> list[TrainingS
 def _to_sequence(answered: Answered, advantage: float) -> TrainingSequence:
     prompt, completion = answered.problem.prompt_token_ids, answered.completion
     trained = np.arange(len(prompt) + len(completion.token_ids)) >= len(prompt)
+    routed = completion.routed_experts
+    if routed is not None:
+        # The last token was sampled but never read; nothing follows it, so any experts do.
+        routed = np.concatenate([routed, routed[-1:]])
     return TrainingSequence(
         token_ids=np.concatenate([np.array(prompt, np.int64), completion.token_ids]),
         loss_mask=trained,
         advantages=np.where(trained, advantage, 0.0).astype(np.float32),
         rollout_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.rollout_logprobs]),
+        routed_experts=routed,
     )
 
 

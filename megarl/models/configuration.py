@@ -34,6 +34,7 @@ def transformer_config(
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: str = "none",
+    router_replay: bool = False,
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
     """The config of one rank's model. Raises ConfigError for an override that TransformerConfig does not know."""
@@ -88,7 +89,7 @@ def transformer_config(
     elif recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.num_experts:
-        settings |= _expert_settings(shape, layout)
+        settings |= _expert_settings(shape, layout) | {"moe_enable_routing_replay": router_replay}
         # Balancing pulls the policy away from the reward's gradient: it must be asked for.
         defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     for name in sorted(overrides.keys() & settings.keys()):

@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
@@ -81,6 +82,13 @@ class PolicyModel(GPTModel):
         rows = self.vocab_size // tp
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
+
+    def replay_routes(self, routes: Tensor) -> None:
+        """Send the next pass's tokens to these experts: [tokens of this rank, layers of the model, top_k]."""
+        for layer in self.decoder.layers:
+            replay = layer.mlp.router.router_replay
+            replay.target_topk_idx = routes[:, layer.layer_number - 1]
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def _preprocess(
         self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any

@@ -162,7 +162,10 @@ class RolloutEngine:
     def _finish(self, output: Any) -> Completion:
         (sampled,) = output.outputs
         _, version = self._running.pop(output.request_id)
-        return _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version)
+        done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version)
+        if sampled.routed_experts is None:
+            return done
+        return dataclasses.replace(done, routed_experts=sampled.routed_experts.astype(np.int16))
 
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
         internal_id, version = self._running.pop(request_id)

@@ -29,6 +29,8 @@ class Microbatch:
     mask: Tensor
     known: dict[str, Tensor]
     """`token_weights`, `advantages`, `old_logprobs`, ... : what the sequences carried."""
+    routes: Tensor | None = None
+    """[tokens, layers, top_k]: the experts of each token, where the sequences say."""
 
 
 PER_TOKEN = ("token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
@@ -56,7 +58,7 @@ def pack_row(
     local = row.local.cpu().numpy()
 
     def join(arrays: Sequence[np.ndarray]) -> Tensor:
-        whole = np.zeros(sum(padded), arrays[0].dtype)
+        whole = np.zeros((sum(padded), *arrays[0].shape[1:]), arrays[0].dtype)
         for start, array in zip(np.cumsum([0, *padded]), arrays, strict=False):
             whole[start : start + len(array)] = array
         return torch.from_numpy(whole[local]).to(device)
@@ -69,7 +71,13 @@ def pack_row(
         arrays = [getattr(sequence, name) for sequence in sequences]
         if arrays[0] is not None:
             known[name] = next_token(arrays)
+    routes = None
+    if (first := sequences[0].routed_experts) is not None:
+        # Padding goes to as many experts as a token; sequences count from the first of them.
+        unused = np.arange(first.shape[-1], dtype=first.dtype)
+        routes = join([s.routed_experts - unused for s in sequences]).long() + torch.from_numpy(unused).to(device)  # type: ignore[operator]
     return Microbatch(
+        routes=routes,
         input_ids=join([sequence.token_ids for sequence in sequences])[None],
         labels=next_token([sequence.token_ids for sequence in sequences])[None],
         row=row,

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megarl.config import Recipe
@@ -66,6 +67,7 @@ class TrainingEngine:
             dtype=self.dtype,
             sequence_parallel=self.sequence_parallel,
             recompute=trainer.recompute,
+            router_replay=trainer.router_replay,
             overrides=trainer.megatron,
         )
         self.chunks = self._build_chunks(load_weights, self.device)
@@ -233,8 +235,14 @@ class TrainingEngine:
             for row in rows
         ]
 
+        of_policy = models is self.models
+
         def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             batch: Microbatch = next(iterator)
+            if batch.routes is not None and of_policy:
+                parts = self._multiple
+                routes = batch.routes.chunk(parts)[parallel_state.get_tensor_model_parallel_rank() % parts]
+                get_attr_wrapped_model(chunk, "replay_routes")(routes)
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,

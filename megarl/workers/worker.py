@@ -108,9 +108,12 @@ class Worker:
     def _build_engine(self) -> RolloutEngine:
         recipe = self.recipe
         longest = max(recipe.rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
+        rollout = recipe.rollout
+        if recipe.trainer.router_replay:
+            rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
         return RolloutEngine(
             recipe.model.path,
-            recipe.rollout,
+            rollout,
             max_model_len=recipe.data.max_prompt_tokens + longest,
             dtype=recipe.model.dtype,
             seed=recipe.seed,

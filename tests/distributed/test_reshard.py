@@ -28,6 +28,8 @@ MODELS = {
         family="llama", num_kv_heads=2, tie_word_embeddings=False, vocab_size=421
     ),
     "mistral kv above tp, untied": {"family": "mistral", "num_kv_heads": 4, "tie_word_embeddings": False},
+    "qwen3_moe": {"family": "qwen3_moe", "num_kv_heads": 2},
+    "qwen2_moe": {"family": "qwen2_moe", "num_kv_heads": 2},
 }
 CASES = [
     pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
@@ -44,6 +46,12 @@ CASES = [
     pytest.param(
         ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2, deal=(2, 2)), "qwen3 kv below tp, tied, odd vocabulary"
     ),
+    pytest.param(ParallelLayout(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "qwen3 kv equal tp, untied"),
+    pytest.param(ParallelLayout(tp=1, pp=1, dp=1, cp=2, rollout_tp=2), "qwen3 kv equal tp, untied"),
+    pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen3_moe"),
+    pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2, ep=2, rollout_ep=True), "qwen3_moe"),
+    pytest.param(ParallelLayout(tp=2, pp=2, dp=1, rollout_tp=2, etp=2, vpp=2, rollout_ep=True), "qwen3_moe"),
+    pytest.param(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=2, ep=2), "qwen2_moe"),
 ]
 
 
@@ -54,17 +62,20 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
 
 
 def update(worker: Any, layout: ParallelLayout) -> None:
-    """One optimizer step on random tokens, other ones on each data-parallel replica."""
+    """One optimizer step on two rows of random tokens, other ones on each data-parallel replica."""
     rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
     trained = np.arange(17) > 0
-    row = [
-        TrainingSequence(
-            token_ids=rng.integers(0, worker.shape.vocab_size, 17),
-            loss_mask=trained,
-            token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
-        )
+    rows = [
+        [
+            TrainingSequence(
+                token_ids=rng.integers(0, worker.shape.vocab_size, 17),
+                loss_mask=trained,
+                token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
+            )
+        ]
+        for _ in range(2)
     ]
-    worker.update([row])
+    worker.update(rows)
 
 
 def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: str) -> list[str]:
@@ -105,13 +116,16 @@ def recipe_of(model: Path, layout: ParallelLayout, **vllm: Any) -> Recipe:
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": "unused", "validation": {"unused": "unused"}, "max_prompt_tokens": 32},
             "cluster": {"ranks_per_node": layout.world_size},
-            "trainer": {"tp": layout.tp, "pp": layout.pp, "max_tokens_per_microbatch": 64},
+            "trainer": {
+                **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+                "max_tokens_per_microbatch": 64,
+            },
             "optimizer": {"learning_rate": 1e-2},
             "rollout": {
                 "tp": layout.rollout_tp,
                 "kv_cache_gib": 0.05,
                 "sampling": {"max_new_tokens": 16},
-                "vllm": vllm,
+                "vllm": vllm | ({"enable_expert_parallel": True} if layout.rollout_ep else {}),
             },
             # Smaller than the model: several buckets travel.
             "weights": {"bucket_mib": 1},
@@ -127,7 +141,7 @@ def test_live_parameters_equal_what_the_loader_makes(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tiny_model(num_layers=2, **MODELS[model]), layout)
+    recipe = recipe_of(tiny_model(num_layers=2 * layout.vpp, **MODELS[model]), layout)
     results = pool_of(layout.world_size).run(
         train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
     )
