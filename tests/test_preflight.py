@@ -116,6 +116,27 @@ WRONG = [
         {"rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0}}}, ["temperature = 0"], id="greedy rollout"
     ),
     pytest.param(
+        {
+            "cluster": RANKS_4,
+            "trainer": {"tp": 2, "cp": 2, "max_tokens_per_microbatch": 65},
+            "rollout": {"sampling": {"max_new_tokens": 25}},
+        },
+        ["trainer.max_tokens_per_microbatch = 65", "raise it to 72"],
+        id="microbatch, padded for context parallelism",
+    ),
+    pytest.param(
+        {
+            "cluster": RANKS_4,
+            "trainer": {"pp": 2, "vpp": 3},
+            "train": {"prompts_per_step": 2, "samples_per_prompt": 2, "updates_per_step": 2},
+        },
+        ["trainer.vpp = 3", "trainer.pp 2 microbatches at a time", "has 1 sequences"],
+        id="too few microbatches for chunks",
+    ),
+    pytest.param({"trainer": {"ep": 2}, "cluster": RANKS_4}, ["trainer.ep = 2", "has no experts"], id="experts"),
+    pytest.param({"trainer": {"router_replay": True}}, ["trainer.router_replay", "leave it out"], id="no router"),
+    pytest.param({"optimizer": {"name": "sgd"}}, ["trainer.distributed_optimizer=false"], id="sgd"),
+    pytest.param(
         {"evaluation": {"sampling": {"max_new_tokens": 2009}}},
         ["evaluation.sampling.max_new_tokens = 2009", "2048 positions; use at most 2008"],
         id="positions",
