@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 launch/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
+# Every rank is an interpreter of its own: none should compile torch and vLLM anew.
+unset PYTHONDONTWRITEBYTECODE
 
 for folder in quickstart quickstart_sft; do
     if [ -e "runs/$folder" ]; then
