@@ -233,9 +233,9 @@ def check(
     before = load_file(folder / "model.safetensors")
     alone: dict[str, Any] = {}
     for name, sizes, trainer in CASES[model]:
-        if only and name not in ("one rank", *only):
-            continue
         layout = layout_of(sizes)
+        if layout.world_size > pool.world_size or (only and name not in ("one rank", *only)):
+            continue
         ranks = pool.run(
             train, recipe_of(folder, trainer), layout, steps, timeout_seconds=900, world_size=layout.world_size
         )
@@ -253,6 +253,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="check this layout; repeatable")
     parser.add_argument("--model", action="append", choices=MODELS, help="check this model; repeatable")
+    parser.add_argument("--ranks", type=int, default=8, help="processes to start: layouts of more are left out")
     parser.add_argument("--json", type=Path, help="write one JSON object a line here")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(Path(__file__).parent))
@@ -260,7 +261,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
 
     show(f"{'':44}{'loss':>9}{'grad':>9}{'param':>9}   worst parameter")
     lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as work, RankPool(8) as pool:
+    with tempfile.TemporaryDirectory() as work, RankPool(options.ranks) as pool:
         for model in options.model or MODELS:
             folder = make_tiny_model(Path(work) / model, **MODELS[model])
             for line in check(model, folder, pool, options.only):

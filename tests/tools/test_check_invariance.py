@@ -1,0 +1,39 @@
+"""The table's command, on one layout that splits everything, for a dense model and one with experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [pytest.param("dense", "tp2 cp2", id="dense"), pytest.param("moe", "tp2 etp2 ep2 dp2", id="moe")],
+)
+def test_layouts_train_as_one_rank_does(
+    tool: Callable[[str], ModuleType], tmp_path: Path, model: str, layout: str
+) -> None:
+    shown: list[str] = []
+    arguments = ["--model", model, "--only", layout, "--ranks", "4", "--json", str(tmp_path / "lines.jsonl")]
+    assert tool("check_invariance").main(arguments, shown.append) == 0, "\n".join(shown)
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert {line["objective"] for line in lines} == set(tool("check_invariance").OBJECTIVES)
+    assert all(line["layout"] == layout and line["loss"] <= 1e-5 and line["parameter"] <= 1e-4 for line in lines)
+    assert any(line["parameter"] > 0 for line in lines), "nothing was split"
+
+
+def test_a_difference_is_seen(tool: Callable[[str], ModuleType]) -> None:
+    import numpy as np
+
+    before, alone = {"w": np.zeros(4, np.float32)}, {"w": np.ones(4, np.float32)}
+    metrics = [{"train/loss": 2.0, "train/grad_norm": 1.0}]
+    compare = tool("check_invariance").compare
+    assert compare((metrics, alone), (metrics, alone), before)["met"]
+    other = {"w": alone["w"] + np.float32([0, 0, 0, 1e-3])}
+    line = compare((metrics, other), (metrics, alone), before)
+    assert not line["met"] and line["worst_parameter"] == "w" and line["parameter"] == pytest.approx(5e-4, rel=1e-3)
+    assert not compare(([{"train/loss": 2.0, "train/grad_norm": 1.001}], alone), (metrics, alone), before)["met"]
