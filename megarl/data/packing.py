@@ -78,7 +78,9 @@ def pack(
         rows, makespan = _balanced_rows(bins, tokens, costs, max_tokens, num_ranks)
     if makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
         bins = _fill_alike(longest_first, tokens.tolist(), max_tokens, num_bins)
-        rows, _ = min((rows, makespan), _balanced_rows(bins, tokens, costs, max_tokens, num_ranks), key=lambda it: it[1])
+        rows, _ = min(
+            (rows, makespan), _balanced_rows(bins, tokens, costs, max_tokens, num_ranks), key=lambda it: it[1]
+        )
     return [[sorted(row[rank]) for row in rows] for rank in range(num_ranks)]
 
 

@@ -60,7 +60,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             columns, is_here = _columns(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
             logprobs = logits.log_softmax(-1, dtype=torch.float32)
-            torch.sub(logits[:, 0], logprobs[:, 0], out=log_totals[index])
+            # A logit less its log-prob, taken where neither is far from zero: at the likeliest token.
+            largest, place = logits.max(-1, keepdim=True)
+            torch.sub(largest, logprobs.gather(1, place), out=log_totals[index, :, None])
             torch.sum(logprobs.exp().mul_(logprobs).neg_(), -1, out=entropies[index])
         top = log_totals.logsumexp(0)
         _all_reduce(top, group, dist.ReduceOp.MAX)

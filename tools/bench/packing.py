@@ -11,8 +11,8 @@ as its algorithm is named, is written here.
 """
 
 from __future__ import annotations
-
 import __future__
+
 import argparse
 import ast
 import heapq
