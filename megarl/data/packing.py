@@ -14,7 +14,30 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.model_shape import ModelShape
+
 Bins = list[list[int]]
+MOST_EXCHANGES = 70
+"""Exchanges tried for one packing. They bound its time; more bring next to nothing."""
+MOST_PARTNERS = 12
+"""Rows, those with the most slack, that are searched for an exchange."""
+WORTH_ANOTHER_START = 0.0075
+"""Share of the ranks' time spent waiting above which a second packing is balanced too."""
+
+
+def attention_ratio(shape: ModelShape) -> float:
+    """Length in tokens at which causal attention takes as many FLOPs as all matrix products, output head included.
+
+    A token's matrix products take 2 FLOPs a weight. Its scores and their weighted sum take 2 * 2 * num_heads * head_dim
+    FLOPs for each of the l / 2 tokens that it sees on average, in every layer.
+    """
+    channels = shape.num_heads * shape.head_dim
+    projections = 2 * shape.hidden_size * (channels + shape.num_kv_heads * shape.head_dim)
+    feed_forward = shape.intermediate_size
+    if shape.num_experts:
+        feed_forward = shape.top_k * shape.moe_intermediate_size + shape.shared_intermediate_size
+    weights = projections + shape.hidden_size * (3 * feed_forward + shape.num_experts)
+    return (weights + shape.hidden_size * shape.vocab_size / shape.num_layers) / channels
 
 
 def pack(
@@ -23,17 +46,18 @@ def pack(
     max_tokens: int,
     num_ranks: int,
     multiple: int = 1,
-    rows_multiple: int = 1,
     attention_ratio: float = 65536.0,
+    rows_multiple: int = 1,
 ) -> list[list[list[int]]]:
     """Sequence indices by rank and microbatch: [num_ranks][num_microbatches][sequences].
 
-    Every sequence is in exactly one microbatch; every rank has the same number of microbatches; no microbatch exceeds
-    `max_tokens` after each length was rounded up to `multiple`; none is empty while another holds two sequences.
-    A sequence of l tokens costs l * (1 + l / attention_ratio): attention_ratio is the length at which attention takes
-    as much work as everything else. The same arguments give the same packing.
+    Every sequence is in exactly one microbatch; every rank has the same number of microbatches, a multiple of
+    `rows_multiple`; no microbatch exceeds `max_tokens` after each length was rounded up to `multiple`; none is empty
+    while another holds two sequences. A sequence of l tokens, so rounded, costs l * (1 + l / attention_ratio). The
+    same arguments give the same packing.
 
-    Raises ValueError for a sequence longer than `max_tokens`.
+    Raises ValueError for a sequence longer than `max_tokens`, and for a `rows_multiple` above 1 with fewer sequences
+    than it takes microbatches.
     """
     tokens = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     if tokens.size and tokens.max() > max_tokens:
@@ -44,16 +68,27 @@ def pack(
     tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
     unit = num_ranks * rows_multiple
     num_bins = -(-max(1, len(tight)) // unit) * unit
-    even = _fill_evenly(longest_first, tokens.tolist(), costs.tolist(), max_tokens, num_bins)
-    candidates = [
-        _balanced_rows(bins, tokens, costs, max_tokens, num_ranks, unit) for bins in (even, tight) if bins is not None
-    ]
-    rows = min(candidates, key=lambda rows: sum(max(costs[bin].sum() for bin in row) for row in rows))
+    if rows_multiple > 1 and len(lengths) < num_bins:
+        raise ValueError(
+            f"{len(lengths)} sequences cannot fill {num_bins} microbatches: {num_ranks} ranks of a multiple of "
+            f"{rows_multiple} each; give more sequences"
+        )
+    rows, makespan = [], np.inf
+    if bins := _fill_evenly(longest_first, tokens.tolist(), costs.tolist(), max_tokens, num_bins):
+        rows, makespan = _balanced_rows(bins, tokens, costs, max_tokens, num_ranks)
+    if makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
+        bins = _fill_alike(longest_first, tokens.tolist(), max_tokens, num_bins)
+        rows, _ = min(
+            (rows, makespan), _balanced_rows(bins, tokens, costs, max_tokens, num_ranks), key=lambda it: it[1]
+        )
     return [[sorted(row[rank]) for row in rows] for rank in range(num_ranks)]
 
 
 def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
-    """Each into the fullest bin with room for it, else into a new one: few bins (best-fit decreasing)."""
+    """Each into the fullest bin with room for it, else into a new one: few bins (best-fit decreasing).
+
+    A sequence longer than `max_tokens` gets a bin for itself.
+    """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
     for item in order:
@@ -66,6 +101,23 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
         bins[bin].append(item)
         insort(rooms, (room - tokens[item], bin))
     return bins
+
+
+def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
+    """Filled tightly up to about the lowest mark that takes no more than `num_bins` (MULTIFIT).
+
+    Room is then left in all bins rather than in the last, and exchanges of sequences find it.
+    """
+    low, high, best = sum(tokens) // num_bins, max_tokens, None
+    for _ in range(5):
+        mark = (low + high) // 2
+        bins = _fill_tightly(order, tokens, mark)
+        if len(bins) <= num_bins:
+            high, best = mark, bins
+        else:
+            low = mark
+    best = best or _fill_tightly(order, tokens, max_tokens)
+    return best + [[] for _ in range(num_bins - len(best))]
 
 
 def _fill_evenly(
@@ -91,42 +143,73 @@ def _fill_evenly(
 
 
 def _balanced_rows(
-    bins: Bins, tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int, num_ranks: int, unit: int
-) -> list[Bins]:
-    """Bins of like cost side by side, [rows][num_ranks], then evened out within each row."""
-    bins = bins + [[] for _ in range(-max(1, len(bins)) % unit + (not bins))]
+    bins: Bins, tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int, num_ranks: int
+) -> tuple[list[Bins], float]:
+    """Bins of like cost side by side, [rows][num_ranks], then evened out; and the sum of the rows' costliest."""
     for bin in bins:
         if not bin and len(donor := max(bins, key=len)) > 1:
             bin.append(donor.pop())
     bins = sorted(bins, key=lambda bin: -costs[bin].sum())
+    # After the sequences a nothing in every bin: what is exchanged for it moves.
+    bin_of = np.arange(-len(tokens), len(bins))
+    for index, bin in enumerate(bins):
+        bin_of[bin] = index
+    tokens, costs = (np.append(values, np.zeros(len(bins), values.dtype)) for values in (tokens, costs))
+    loads = np.bincount(bin_of, costs, len(bins)).reshape(-1, num_ranks)
+    room = max_tokens - np.bincount(bin_of, tokens, len(bins)).astype(np.int64)
+    done = np.zeros(len(loads), dtype=bool)
+    for _ in range(MOST_EXCHANGES):
+        row = int(np.where(done, -1.0, loads.max(axis=1) - loads.mean(axis=1)).argmax())
+        if done[row] or loads[row].max() - loads[row].mean() < 1e-3 * loads[row].max():
+            break
+        done[row] = not _relieve(row, bin_of, tokens, costs, loads, room)
+    bins = [[] for _ in bins]
+    for item, bin in enumerate(bin_of[: len(tokens) - len(bins)].tolist()):
+        bins[bin].append(item)
     rows = [bins[start : start + num_ranks] for start in range(0, len(bins), num_ranks)]
-    for row in rows:
-        loads = np.array([costs[bin].sum() for bin in row])
-        while _even_out(row, loads, tokens, costs, max_tokens):
-            pass
-    return rows
+    return rows, float(loads.max(axis=1).sum())
 
 
-def _even_out(
-    row: Bins, loads: NDArray[np.float64], tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int
+def _relieve(
+    row: int,
+    bin_of: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    loads: NDArray[np.float64],
+    room: NDArray[np.int64],
 ) -> bool:
-    """Relieve the costliest bin of a row by one move or swap with another bin; False if none helps by 0.1 %."""
-    high = int(loads.argmax())
-    give = row[high]
-    for low in np.argsort(loads, kind="stable").tolist():
-        take = row[low]
-        if (len(give) < 2 and not take) or loads[low] > 0.999 * loads[high]:
-            return False
-        moved = costs[give][:, None] - np.append(costs[take], 0.0)
-        moved_tokens = tokens[give][:, None] - np.append(tokens[take], 0)
-        fits = (tokens[take].sum() + moved_tokens <= max_tokens) & (tokens[give].sum() - moved_tokens <= max_tokens)
-        after = np.where(fits & (moved > 0), np.maximum(loads[high] - moved, loads[low] + moved), np.inf)
-        mine, theirs = divmod(int(after.argmin()), after.shape[1])
-        if after[mine, theirs] < 0.999 * loads[high]:
-            loads[high] -= moved[mine, theirs]
-            loads[low] += moved[mine, theirs]
-            returned = [take.pop(theirs)] if theirs < len(take) else []
-            take.append(give.pop(mine))
-            give += returned
-            return True
-    return False
+    """Relieve a row's costliest bin by exchanging one sequence of it with any other's; False if none helps by 0.02 %.
+
+    Another row takes no more than makes the bin its costliest; in this one both bins end below where the costly began.
+    """
+    num_bins, num_ranks = loads.size, loads.shape[1]
+    high = row * num_ranks + int(loads[row].argmax())
+    top, mean = loads[row].max(), loads[row].mean()
+    mine = np.flatnonzero(bin_of[:-num_bins] == high)
+    slack = loads.max(axis=1, keepdims=True) - loads
+    partners = np.zeros(len(loads), dtype=bool)
+    partners[np.argsort(-slack.max(axis=1))[:MOST_PARTNERS]] = True
+    partners[row] = True
+    theirs = np.flatnonzero(np.repeat(partners, num_ranks)[bin_of])
+    if len(mine) < 2:
+        theirs = theirs[theirs < len(bin_of) - num_bins]
+    target = bin_of[theirs]
+    moved = costs[mine, None] - costs[theirs]
+    grown = tokens[mine, None] - tokens[theirs]
+    fits = (moved > 2e-4 * top) & (moved < slack.ravel()[target]) & (grown <= room[target]) & (grown >= -room[high])
+    # Within the row the worse of the two bins counts; for another's sake little is gained below the row's mean.
+    after = np.maximum(top - moved, mean) + 1e-3 * moved
+    own = target // num_ranks == row
+    after[:, own] = np.maximum(after[:, own], loads.ravel()[target[own]] + moved[:, own])
+    after[~fits] = np.inf
+    if not after.size or not after.min() < (1 - 2e-4) * top:
+        return False
+    give, take = divmod(int(after.argmin()), len(theirs))
+    low, cost, size = int(target[take]), moved[give, take], grown[give, take]
+    for bin, sign in ((high, -1), (low, 1)):
+        loads.flat[bin] += sign * cost
+        room[bin] -= sign * size
+    bin_of[mine[give]] = low
+    if theirs[take] < len(bin_of) - num_bins:
+        bin_of[theirs[take]] = high
+    return True

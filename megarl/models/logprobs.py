@@ -1,4 +1,4 @@
-"""Log-probs and entropy of given tokens from hidden states, without ever holding the logits of a row."""
+"""Log-probs and entropy of given tokens from hidden states, without ever holding their logits over the vocabulary."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ def vocab_parallel_logprobs(
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
     them being token `first_token_id`; targets [tokens] global ids. Returns two float32 [tokens], equal on all ranks
-    of `group`. Logits of `chunk_tokens` tokens are alive at once, forward and backward. The gradient of `hidden` is
-    this rank's part: the caller's tensor-parallel mapping sums it.
+    of `group`. At most as many logits are alive at once, forward and backward, as `chunk_tokens` tokens have. The
+    gradient of `hidden` is this rank's part: the caller's tensor-parallel mapping sums it. What no gradient reaches,
+    a detached entropy, and what takes none, a frozen weight, costs no work in the backward.
     """
     return _VocabParallelLogprobs.apply(hidden, weight, targets, first_token_id, group, temperature, chunk_tokens)  # type: ignore[return-value]
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
+    """Goes over blocks of the vocabulary with all tokens.
+
+    So each row of the weight's gradient is one product, summed in full precision and written once; blocks of tokens
+    would need a float32 copy of the whole gradient to sum them in.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -41,66 +48,81 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        # Rows of the result: the target's logit, the sum of exponentials, the mean logit; each summed over ranks.
-        target_logit, total, mean_logit = torch.zeros(3, len(targets), dtype=torch.float32, device=hidden.device)
-        top = torch.empty_like(total)
-        for part in _chunks(len(targets), chunk):
-            logits = _logits(hidden[part], weight, temperature)
-            top[part] = logits.max(dim=-1).values if weight.size(0) else -torch.inf
-            _all_reduce(top[part], group, dist.ReduceOp.MAX)
-            local, is_local = _local_targets(targets[part], first_token_id, weight.size(0))
-            target_logit[part] = _pick(logits, local) * is_local
-            exponentials = (logits - top[part, None]).exp()
-            total[part] = exponentials.sum(-1)
-            mean_logit[part] = (exponentials * logits).sum(-1)
-        sums = torch.stack([target_logit, total, mean_logit])
+        ctx.set_materialize_grads(False)
+        local = targets - first_token_id
+        blocks = _blocks(len(targets), weight.size(0), chunk)
+        # Of each block: the log of its sum of exponentials, and the entropy of the distribution within it.
+        log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=torch.float32, device=hidden.device)
+        target_logit = torch.zeros_like(local, dtype=torch.float32)
+        room = hidden.new_empty(len(targets) * max(map(len, blocks), default=0))
+        for index, block in enumerate(blocks):
+            logits = _logits(hidden, weight, block, temperature, room)
+            columns, is_here = _columns(local, block)
+            target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
+            logprobs = logits.log_softmax(-1, dtype=torch.float32)
+            # A logit less its log-prob, taken where neither is far from zero: at the likeliest token.
+            largest, place = logits.max(-1, keepdim=True)
+            torch.sub(largest, logprobs.gather(1, place), out=log_totals[index, :, None])
+            torch.sum(logprobs.exp().mul_(logprobs).neg_(), -1, out=entropies[index])
+        top = log_totals.logsumexp(0)
+        _all_reduce(top, group, dist.ReduceOp.MAX)
+        shares = (log_totals - top).exp()
+        sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
         _all_reduce(sums, group, dist.ReduceOp.SUM)
-        target_logit, total, mean_logit = sums
-        log_total = top + total.log()
-        mean_logit = mean_logit / total
-        ctx.save_for_backward(hidden, weight, targets, log_total, mean_logit)
-        ctx.settings = (first_token_id, temperature, chunk)
-        return target_logit - log_total, log_total - mean_logit
+        target_logit, total, surprise = sums
+        log_total, entropy = top + total.log(), surprise / total + total.log()
+        ctx.save_for_backward(hidden, weight, local, log_total, entropy)
+        ctx.settings = (temperature, blocks)
+        return target_logit - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad_logprob, grad_entropy = grads
-        hidden, weight, targets, log_total, mean_logit = ctx.saved_tensors
-        first_token_id, temperature, chunk = ctx.settings
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _chunks(len(targets), chunk):
-            logits = _logits(hidden[part], weight, temperature)
-            probabilities = (logits - log_total[part, None]).exp()
-            # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (logit - mean logit).
-            slope = grad_logprob[part, None] + grad_entropy[part, None] * (logits - mean_logit[part, None])
-            grad_logits = -probabilities * slope
-            local, is_local = _local_targets(targets[part], first_token_id, weight.size(0))
-            if weight.size(0):
-                grad_logits.scatter_add_(1, local[:, None], (grad_logprob[part] * is_local)[:, None])
-            grad_logits = (grad_logits / temperature).to(weight.dtype)
-            grad_hidden[part] = grad_logits @ weight
-            grad_weight += grad_logits.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, local, log_total, entropy = ctx.saved_tensors
+        temperature, blocks = ctx.settings
+        of_logprob, of_entropy = (None if grad is None else grad / temperature for grad in grads)
+        of_logprob = torch.zeros_like(log_total) if of_logprob is None else of_logprob
+        # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
+        constant = -of_logprob if of_entropy is None else -of_logprob - of_entropy * entropy
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
+        grad_weight = torch.empty_like(weight) if for_weight else None
+        room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
+        for block in blocks:
+            logits = _logits(hidden, weight, block, temperature, room)
+            logprobs = logits.float().sub_(log_total[:, None])
+            slope = constant[:, None]
+            if of_entropy is not None:
+                slope = torch.addcmul(slope, logprobs, of_entropy[:, None], value=-1)
+            grad_logits = logprobs.exp_().mul_(slope)
+            columns, is_here = _columns(local, block)
+            grad_logits.scatter_add_(1, columns[:, None], (of_logprob * is_here)[:, None])
+            if grad_logits.dtype != weight.dtype:
+                grad_logits = logits.copy_(grad_logits)
+            rows = slice(block.start, block.stop)
+            if grad_hidden is not None:
+                grad_hidden += grad_logits @ weight[rows]
+            if grad_weight is not None:
+                torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
-def _chunks(tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+def _blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
+    """Ranges of the vocabulary, with whose logits of all tokens there are as many as `chunk` tokens have of all."""
+    size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))
+    # Matrix products on a GPU want rows of logits that begin at multiples of 128 bytes.
+    size -= size % 64 if size > 64 else 0
+    return [range(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.T).float() / temperature
+def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float, room: Tensor) -> Tensor:
+    logits = room[: len(hidden) * len(block)].view(len(hidden), len(block))
+    return logits.addmm_(hidden, weight[block.start : block.stop].T, beta=0, alpha=1 / temperature)
 
 
-def _local_targets(targets: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Column of each target in this rank's logits (any valid one where it is not here), and whether it is here."""
-    local = targets - first
-    is_local = (local >= 0) & (local < size)
-    return local.clamp(0, max(size - 1, 0)), is_local
-
-
-def _pick(logits: Tensor, columns: Tensor) -> Tensor:
-    return logits.gather(1, columns[:, None]).squeeze(1) if logits.size(1) else logits.new_zeros(len(columns))
+def _columns(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
+    """Column of each target in a block's logits (any valid one where it is not there), and whether it is there."""
+    columns = local - block.start
+    return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> None:

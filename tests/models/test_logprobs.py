@@ -85,6 +85,34 @@ def test_whole_vocabulary(chunk: int, temperature: float) -> None:
     assert largest_difference(ours(p, temperature, chunk), plain(p, temperature)) <= 1e-5
 
 
+def test_no_gradient_where_none_is_asked_for() -> None:
+    from megarl.models.logprobs import vocab_parallel_logprobs
+
+    p = problem()
+    expected = plain(p | {"grad_entropy": torch.zeros(TOKENS)}, 0.6)
+    for frozen in ("hidden", "weight"):
+        given = {name: p[name].clone().requires_grad_(name != frozen) for name in ("hidden", "weight")}
+        logprob, entropy = vocab_parallel_logprobs(
+            *given.values(), p["targets"], first_token_id=0, group=None, temperature=0.6, chunk_tokens=4
+        )
+        torch.stack([logprob, entropy.detach()]).backward(torch.stack([p["grad_logprob"], p["grad_entropy"]]))
+        assert given.pop(frozen).grad is None
+        got = {name: tensor.grad for name, tensor in given.items()} | {"logprob": logprob, "entropy": entropy}
+        assert largest_difference(got, {name: expected[name] for name in got}) <= 1e-5
+
+
+def test_bfloat16_is_as_exact_as_its_logits() -> None:
+    p = problem()
+    rounded = p | {name: p[name].bfloat16() for name in ("hidden", "weight")}
+    got, expected = ours(rounded, 1.0, 4), plain(rounded, 1.0)
+    for name in ("logprob", "entropy"):
+        torch.testing.assert_close(got[name].double(), expected[name], rtol=0, atol=0.05)
+    for name in ("hidden", "weight"):
+        assert got[name].dtype == torch.bfloat16
+        near = 0.03 * expected[name].abs().max().item()
+        torch.testing.assert_close(got[name].double(), expected[name], rtol=0.03, atol=near)
+
+
 @pytest.mark.parametrize(
     "cuts",
     [
