@@ -114,14 +114,14 @@ class PolicyModel(GPTModel):
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return torch.stack(
-            vocab_parallel_logprobs(
-                hidden_states.squeeze(1),
-                weight[: self.num_local_tokens],  # type: ignore[index]
-                labels.squeeze(0),
-                first_token_id=self.first_token_id,
-                group=tp_group,
-                temperature=self.temperature,
-                chunk_tokens=self.logprob_chunk_tokens,
-            )
+        logprobs, entropies = vocab_parallel_logprobs(
+            hidden_states.squeeze(1),
+            weight[: self.num_local_tokens],  # type: ignore[index]
+            labels.squeeze(0),
+            first_token_id=self.first_token_id,
+            group=tp_group,
+            temperature=self.temperature,
+            chunk_tokens=self.logprob_chunk_tokens,
         )
+        # Entropies are looked at, not trained: their part of the backward pass is saved.
+        return torch.stack([logprobs, entropies.detach()])
