@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from megarl.weights.boxes import Layout
 from megarl.weights.plan import make_plan
+from megarl.weights.staging import gathered
 from megarl.weights.transport import Transport
-
-Value = TypeVar("Value")
 
 
 class Reshard:
@@ -39,10 +37,10 @@ class Reshard:
         world, rank = dist.get_world_size(), dist.get_rank()
         nodes = [r // ranks_per_node for r in range(world)]
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
-        self.is_computed = all(_exchanged(as_computed))
-        wanted = destinations if self.is_computed and destinations is not None else _exchanged(recorded)
+        self.is_computed = all(gathered(as_computed))
+        wanted = destinations if self.is_computed and destinations is not None else gathered(recorded)
         plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes)
-        digests = _exchanged(plan.digest())
+        digests = gathered(plan.digest())
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
         self._transport = Transport(plan.for_rank(rank), source_parameters, destination_parameters, dtype=dtype)
@@ -50,10 +48,3 @@ class Reshard:
     def run(self) -> dict[str, float]:
         """Move all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
         return self._transport.reshard()
-
-
-def _exchanged(value: Value) -> list[Value]:
-    """Every rank's value, by rank."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
