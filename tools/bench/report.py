@@ -1,0 +1,83 @@
+"""What every benchmark prints: one JSON object a line, with its target, its spread, the machine and the versions."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
+
+
+def metric_line(
+    metric: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    target: str | None,
+    against: str,
+    machine: Mapping[str, Any],
+    versions: Mapping[str, str],
+    digits: int = 3,
+    **more: Any,
+) -> dict[str, Any]:
+    """One line: the median of `values`, all of them as its spread, and whether it meets `target`.
+
+    A target is a comparison and a number, as in `>= 0.8`; None: the metric informs, and `met` is None. Raises
+    ValueError for another target.
+    """
+    value, met = statistics.median(values), None
+    if target is not None:
+        sign, _, number = target.partition(" ")
+        if sign not in _COMPARISONS:
+            raise ValueError(f"target {target!r} must be one of {' '.join(_COMPARISONS)} and a number")
+        met = bool(_COMPARISONS[sign](value, float(number)))
+    return {
+        "metric": metric, "value": round(value, digits), "unit": unit, "target": target, "met": met,
+        "spread": sorted(round(v, digits) for v in values), "against": against, **more,
+        "machine": dict(machine), "versions": dict(versions),
+    }  # fmt: skip
+
+
+def print_line(line: Mapping[str, Any]) -> None:
+    """To standard output, at once: a benchmark that fails later has still said this much."""
+    print(json.dumps(line), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory in bytes, GPU (None where there is none) and load of the last minute."""
+    import torch
+
+    processors = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": processors[0].split(":")[1].strip() if processors else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of megarl, torch and other packages, those that are installed."""
+    found = {}
+    for package in ("megarl", "torch", *packages):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
