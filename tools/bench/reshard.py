@@ -3,8 +3,10 @@
     python tools/bench/reshard.py --rounds 5
 
 Qwen3-14B's shapes, some of its layers and an eighth of its vocabulary, from Megatron tp 4 * pp 2 to vLLM tp 2 * 4
-replicas; and to Megatron tp 2 * dp 4, with less of the feed-forward and the vocabulary, since `megatron.core.resharding` holds every
-weight several times. Every output is compared bit by bit before anything is timed: a difference ends with status 1.
+replicas; and, with less of the feed-forward and the vocabulary, to Megatron tp 2 * dp 4, since
+`megatron.core.resharding` holds every weight several times. Every output is compared bit by bit before anything is
+timed: a difference ends with status 1.
+
 Prints one JSON object a line.
 """
 
@@ -85,14 +87,9 @@ def vllm_lines(results: Sequence[Any], base: dict[str, Any]) -> list[dict[str, A
     copied = ratios(summed(results, "memcpy", "own_seconds"), summed(results, "local", "own_seconds"))
     in_place = ratios(summed(results, "memcpy", "own_seconds"), summed(results, "ours", "local_seconds"))
     local_bytes = int(sum(r["rounds"][0]["ours"]["local_bytes"] for r in results))
-    memcpy, gathered = slowest(results, "memcpy"), slowest(results, "gathered")
-    rate = (
-        f"memcpy of the same {local_bytes} bytes, all ranks at once: {local_bytes / statistics.median(memcpy):.3g} B/s"
-    )
-    whole = [
-        m * results[0]["received_bytes"] / local_bytes / o
-        for m, o in zip(memcpy, slowest(results, "ours"), strict=True)
-    ]
+    ours, memcpy, gathered = (slowest(results, method) for method in ("ours", "memcpy", "gathered"))
+    rate = f"memcpy of {local_bytes} bytes, all ranks at once: {local_bytes / statistics.median(memcpy):.3g} B/s"
+    whole = [ratio * results[0]["received_bytes"] / local_bytes for ratio in ratios(memcpy, ours)]
     against = f"full tensors gathered over gloo and sliced: {statistics.median(gathered):.2f} s"
     return [
         *lines,

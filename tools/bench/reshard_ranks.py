@@ -33,9 +33,7 @@ def to_vllm(model: ModelShape, parallel: ParallelLayout, rounds: int, bucket_byt
     layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
     wanted = VllmLayouts(model, parallel.rollout_tp, parallel.world_size)
     plan, part, plan_seconds = _planned(layouts, wanted, bucket_bytes)
-    sources, _ = _sources(
-        layouts[rank], parameter_shapes(model, parallel, parallel.coordinates(rank), padded_vocab_size=padded)
-    )
+    sources = _sources(layouts)
     shapes = storage_shapes(wanted[rank])
     arena = Arena(sum(map(prod, shapes.values())))
     live = arena.tensors(shapes)
@@ -62,9 +60,7 @@ def to_megatron(
     layouts = megatron_layouts(model, source, padded_vocab_size=padded)
     wanted = megatron_layouts(model, target, padded_vocab_size=padded)
     plan, part, plan_seconds = _planned(layouts, wanted, bucket_bytes)
-    sources, _ = _sources(
-        layouts[rank], parameter_shapes(model, source, source.coordinates(rank), padded_vocab_size=padded)
-    )
+    sources = _sources(layouts)
     shapes = _shapes(wanted)
     arena = Arena(sum(map(prod, shapes.values())))
     live = arena.tensors(shapes)
