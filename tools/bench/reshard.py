@@ -14,25 +14,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import statistics
-import sys
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import report
 import reshard_ranks
+from forked_ranks import run_forked
+from reshard_peers import import_megatron
 from shards import QWEN3_14B, SMALL
 
 from megarl.model_shape import ModelShape
 from megarl.parallel_layout import ParallelLayout
-from megarl.testing import RankPool
 from megarl.weights.families import hf_tensors
 
-RANK_BYTES = 250 << 20
-"""What a process with torch and Megatron takes before it holds any weights."""
+RANK_BYTES = 100 << 20
+"""What a forked rank takes before it holds any weights."""
 STAGES = ("pack", "wire", "local", "unpack")
 
 
@@ -145,18 +143,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     needed, available = needed_bytes(first, second, trainer.world_size), report.available_bytes()
     if needed > available:
         raise SystemExit(f"{needed / 1e9:.1f} GB are needed, {available / 1e9:.1f} GB are free: take fewer --layers")
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    import_megatron()
     base: dict[str, Any] = {"versions": report.versions("megatron-core")}
-    with RankPool(trainer.world_size, environment={"PYTHONPATH": os.pathsep.join([*paths, *sys.path])}) as pool:
-        for function, model, layouts, lines_of in (
-            (reshard_ranks.to_vllm, first, (trainer,), vllm_lines),
-            (reshard_ranks.to_megatron, second, (trainer, target), megatron_lines),
-        ):
-            results = pool.run(function, model, *layouts, options.rounds, bucket_bytes, timeout_seconds=3600)
-            refuse_wrong(results)
-            case = f"{model_bytes(model) / 1e9:.2f} GB, {trainer}, {bucket_bytes} bytes a bucket"
-            for line in lines_of(results, {**base, "machine": report.machine(), "case": case}):
-                report.print_line(line)
+    for function, model, layouts, lines_of in (
+        (reshard_ranks.to_vllm, first, (trainer,), vllm_lines),
+        (reshard_ranks.to_megatron, second, (trainer, target), megatron_lines),
+    ):
+        results = run_forked(function, trainer.world_size, model, *layouts, options.rounds, bucket_bytes)
+        refuse_wrong(results)
+        case = f"{model_bytes(model) / 1e9:.2f} GB, {trainer}, {bucket_bytes} bytes a bucket"
+        for line in lines_of(results, {**base, "machine": report.machine(), "case": case}):
+            report.print_line(line)
 
 
 if __name__ == "__main__":

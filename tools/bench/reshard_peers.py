@@ -128,6 +128,16 @@ def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
 
 
+def import_megatron() -> Any:
+    """Megatron's `swap_model_weights`; its gloo service makes a CUDA stream, which a CPU must be excused from."""
+    from megarl.platform import megatron_on_cpu
+
+    megatron_on_cpu.prepare()
+    from megatron.core.resharding import swap_model_weights
+
+    return swap_model_weights
+
+
 class MegatronResharding:
     """`swap_model_weights` with its own planner and its own gloo service, over modules that hold our tensors."""
 
@@ -138,13 +148,7 @@ class MegatronResharding:
         sources: Mapping[str, Tensor],
         destinations: Mapping[str, Tensor],
     ) -> None:
-        from megarl.platform import megatron_on_cpu
-
-        # Its gloo service makes a CUDA stream, which a machine without CUDA must be excused from.
-        megatron_on_cpu.prepare()
-        from megatron.core.resharding import swap_model_weights
-
-        self._swap = swap_model_weights
+        self._swap = import_megatron()
         self._source = _megatron_module(source_layouts, sources)
         self._destination = _megatron_module(destination_layouts, destinations)
 
