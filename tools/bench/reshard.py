@@ -121,6 +121,7 @@ def refuse_wrong(results: Sequence[Any]) -> None:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="of Qwen3-14B's 40; memory grows with them")
+    parser.add_argument("--only", choices=("vllm", "megatron"), help="one of the two cases")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--small", action="store_true", help="4 ranks and a tiny model: shows that all parts work")
@@ -143,12 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     needed, available = needed_bytes(first, second, trainer.world_size), report.available_bytes()
     if needed > available:
         raise SystemExit(f"{needed / 1e9:.1f} GB are needed, {available / 1e9:.1f} GB are free: take fewer --layers")
-    import_megatron()
+    if options.only != "vllm":
+        import_megatron()
     base: dict[str, Any] = {"versions": report.versions("megatron-core")}
     for function, model, layouts, lines_of in (
         (reshard_ranks.to_vllm, first, (trainer,), vllm_lines),
         (reshard_ranks.to_megatron, second, (trainer, target), megatron_lines),
     ):
+        if options.only and not function.__name__.endswith(options.only):
+            continue
         results = run_forked(function, trainer.world_size, model, *layouts, options.rounds, bucket_bytes)
         refuse_wrong(results)
         case = f"{model_bytes(model) / 1e9:.2f} GB, {trainer}, {bucket_bytes} bytes a bucket"
