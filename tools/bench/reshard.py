@@ -121,6 +121,7 @@ def refuse_wrong(results: Sequence[Any]) -> None:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="of Qwen3-14B's 40; memory grows with them")
+    parser.add_argument("--intermediate-size", type=int, default=QWEN3_14B.intermediate_size, help="of each layer")
     parser.add_argument("--only", choices=("vllm", "megatron"), help="one of the two cases")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=64)
@@ -136,8 +137,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target = ParallelLayout(tp=1, pp=1, dp=4, rollout_tp=1)
         bucket_bytes = 200_000
     else:
-        first = dataclasses.replace(QWEN3_14B, num_layers=options.layers, vocab_size=QWEN3_14B.vocab_size // 8)
-        second = dataclasses.replace(first, num_layers=2, intermediate_size=4352, vocab_size=4736)
+        first = dataclasses.replace(
+            QWEN3_14B,
+            num_layers=options.layers,
+            vocab_size=QWEN3_14B.vocab_size // 8,
+            intermediate_size=options.intermediate_size,
+        )
+        second = dataclasses.replace(
+            first, num_layers=2, vocab_size=4736, intermediate_size=min(4352, options.intermediate_size)
+        )
         trainer = ParallelLayout(tp=4, pp=2, dp=1, rollout_tp=2)
         target = ParallelLayout(tp=2, pp=1, dp=4, rollout_tp=1)
         bucket_bytes = options.bucket_mib << 20
@@ -155,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         results = run_forked(function, trainer.world_size, model, *layouts, options.rounds, bucket_bytes)
         refuse_wrong(results)
-        case = f"{model_bytes(model) / 1e9:.2f} GB, {trainer}, {bucket_bytes} bytes a bucket"
+        to = f"tp {target.tp} * dp {target.dp}" if len(layouts) > 1 else f"vLLM tp {trainer.rollout_tp}"
+        case = f"{model_bytes(model) / 1e9:.2f} GB, tp {trainer.tp} * pp {trainer.pp} -> {to}, {bucket_bytes=}"
         for line in lines_of(results, {**base, "machine": report.machine(), "case": case}):
             report.print_line(line)
 
