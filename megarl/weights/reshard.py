@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from megarl.weights.families import hf_tensors
 from megarl.weights.layouts.safetensors import whole
 from megarl.weights.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.weights.plan import Plan, make_plan
+from megarl.weights.staging import gathered
 from megarl.weights.transport import Transport
 from megarl.weights.verify import verify
 
-Value = TypeVar("Value")
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
 """vLLM's loader of full checkpoint tensors."""
 
@@ -39,7 +39,7 @@ def record(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> tuple[Lay
         recorded = record_layout(model, {name: (size, dtype) for name, size in hf_tensors(shape).items()})
     except DirectWriteError as error:
         refusal = str(error)
-    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(_exchanged(refusal)) if text]
+    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal)) if text]
     return (None, refusals[0]) if refusals else (recorded, "")
 
 
@@ -65,11 +65,11 @@ class Reshard:
     ) -> None:
         rank = dist.get_rank()
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
-        self.is_computed = all(_exchanged(as_computed))
-        wanted = destinations if self.is_computed and destinations is not None else _exchanged(recorded)
+        self.is_computed = all(gathered(as_computed))
+        wanted = destinations if self.is_computed and destinations is not None else gathered(recorded)
         nodes = [r // ranks_per_node for r in range(dist.get_world_size())]
         plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes)
-        digests = _exchanged(plan.digest())
+        digests = gathered(plan.digest())
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
         self._engine = engine
@@ -156,10 +156,3 @@ class GatheredReshard:
             for key, value in Transport(plan, self._parameters, full, dtype=self._dtype).reshard().items():
                 report[key] = report.get(key, 0.0) + value
             yield from full.items()
-
-
-def _exchanged(value: Value) -> list[Value]:
-    """Every rank's value, by rank."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

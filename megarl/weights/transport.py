@@ -1,8 +1,9 @@
 """The transport: one rank carries its part of a plan out on live tensors, as often as asked.
 
 Per bucket: remote elements are packed and sent off in one exchange; while they travel, local elements are copied in
-place and the bucket before is unpacked. Destinations are written where they are and never rebound, since CUDA graphs
-hold their addresses. Two buckets of staging memory exist at most.
+place and the bucket before is unpacked. CPU ranks of one machine pack into memory that their peers map, and unpack from
+theirs. Destinations are written where they are and never rebound, since CUDA graphs hold their addresses. Two buckets
+of staging memory exist at most.
 """
 
 from __future__ import annotations
@@ -10,14 +11,19 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.weights.plan import RankBucket, RankPlan, Transfer, View
+from megarl.platform import device
+from megarl.weights.plan import RankPlan, Transfer, View
+from megarl.weights.staging import OwnSlots, SharedSlots, is_one_machine, splits
+
+_SMALL_BYTES = 1 << 20
+"""Copies below this cost a GPU more to launch than to do."""
 
 
 @dataclass(slots=True)
@@ -26,14 +32,26 @@ class _Copies:
 
     destinations: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
+    small: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+    """Pairs that one launch copies together."""
 
     def add(self, destination: Tensor, source: Tensor) -> None:
-        self.destinations.append(destination)
-        self.sources.append(source)
+        # A strided copy moves element by element: the wider the elements, the fewer.
+        if destination.dtype == source.dtype:
+            with suppress(RuntimeError):
+                destination, source = destination.view(torch.int64), source.view(torch.int64)
+        is_dense = destination.is_contiguous() and source.is_contiguous() and destination.dtype == source.dtype
+        if is_dense and destination.is_cuda and source.is_cuda and destination.nbytes < _SMALL_BYTES:
+            destinations, sources = self.small
+        else:
+            destinations, sources = self.destinations, self.sources
+        destinations.append(destination)
+        sources.append(source)
 
     def run(self) -> None:
-        if self.destinations:
-            torch._foreach_copy_(self.destinations, self.sources)  # pyright: ignore[reportPrivateImportUsage]
+        for destinations, sources in ((self.destinations, self.sources), self.small):
+            if destinations:
+                torch._foreach_copy_(destinations, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(slots=True)
@@ -55,8 +73,9 @@ class Transport:
 
     `sources` and `destinations` are contiguous tensors by storage name, read and written in place; they must keep
     their memory. `dtype` is the type on the wire, of the plan's item size and the same on all ranks; values are cast
-    where a storage has another. Rank i of the plan is rank i of `group`. Raises ValueError for a storage that is
-    missing or too small.
+    where a storage has another. Rank i of the plan is rank i of `group`. Making one is a collective where ranks
+    exchange anything; `shared_memory` lets CPU ranks of one machine exchange through it. Raises ValueError for a
+    storage that is missing or too small.
     """
 
     def __init__(
@@ -67,19 +86,21 @@ class Transport:
         *,
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
+        shared_memory: bool = True,
     ) -> None:
         if dtype.itemsize != plan.itemsize:
             raise ValueError(f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}")
-        if any(b.is_exchanged for b in plan.buckets) and dist.get_world_size(group) != plan.num_ranks:
+        is_exchanged = any(b.is_exchanged for b in plan.buckets)
+        if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
             raise ValueError(f"the plan is for {plan.num_ranks} ranks, the group has {dist.get_world_size(group)}")
         storages = [*sources.values(), *destinations.values()]
-        self._device = next((s.device for s in storages if s.is_cuda), torch.device("cpu"))
+        # A rank that plays no part has no storage to tell its device by.
+        others = torch.device("cpu") if storages else device.current()
+        self._device = next((s.device for s in storages if s.is_cuda), others)
         self._group = group
-        slots = [torch.empty(plan.staging_numel, dtype=dtype, device=self._device) for _ in plan.buckets[:2]]
-        self._steps = [
-            _bind(bucket, plan.num_ranks, sources, destinations, slots[index % 2])
-            for index, bucket in enumerate(plan.buckets)
-        ]
+        self._is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
+        slots = SharedSlots(plan, dtype, group) if self._is_shared else OwnSlots(plan, dtype, self._device)
+        self._steps = list(_bind(plan, sources, destinations, slots))
         count = {
             "local": sum(t.numel for b in plan.buckets for t in b.local),
             "sent": sum(t.numel for b in plan.buckets for t in b.sends),
@@ -103,15 +124,30 @@ class Transport:
                 with clock.stage("pack"):
                     step.pack.run()
                 with clock.stage("wire"):
-                    work = dist.all_to_all_single(
-                        step.incoming, step.outgoing, step.receive_splits, step.send_splits, self._group, async_op=True
-                    )
+                    work = self._depart(step)
             with clock.stage("local"):
                 step.local.run()
-            self._arrive(travelling, clock)
-            travelling = (step, work) if work is not None else None
+            before, travelling = travelling, (step, work) if work is not None else None
+            if self._is_shared:
+                # Nothing moves by itself; and a slot is packed again only after all ranks have met once more.
+                before, travelling = travelling, None
+            self._arrive(before, clock)
         self._arrive(travelling, clock)
+        if self._is_shared:
+            with clock.stage("wire"):
+                dist.barrier(self._group)
         return clock.seconds() | self._bytes
+
+    def _depart(self, step: _Step) -> dist.Work:
+        work = (
+            dist.barrier(self._group, async_op=True)
+            if self._is_shared
+            else dist.all_to_all_single(
+                step.incoming, step.outgoing, step.receive_splits, step.send_splits, self._group, async_op=True
+            )
+        )
+        assert work is not None
+        return work
 
     @staticmethod
     def _arrive(travelling: tuple[_Step, dist.Work] | None, clock: _Clock) -> None:
@@ -135,35 +171,32 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
 
 
 def _bind(
-    bucket: RankBucket,
-    num_ranks: int,
-    sources: Mapping[str, Tensor],
-    destinations: Mapping[str, Tensor],
-    slot: Tensor,
-) -> _Step:
+    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], slots: OwnSlots | SharedSlots
+) -> Iterator[_Step]:
     def source(t: Transfer) -> Tensor:
         return strided_view(_storage(sources, t.source.storage), t.source, t.shape, t.name)
 
     def destination(t: Transfer) -> Tensor:
         return strided_view(_storage(destinations, t.destination.storage), t.destination, t.shape, t.name)
 
-    local, pack, unpack = _Copies(), _Copies(), _Copies()
-    send_splits, receive_splits = [0] * num_ranks, [0] * num_ranks
-    start = 0
-    for t in bucket.local:
-        local.add(destination(t), source(t))
-    for t in bucket.sends:
-        pack.add(slot[start : start + t.numel].view(t.shape), source(t))
-        send_splits[t.destination_rank] += t.numel
-        start += t.numel
-    middle = start
-    for t in bucket.receives:
-        unpack.add(destination(t), slot[start : start + t.numel].view(t.shape))
-        receive_splits[t.source_rank] += t.numel
-        start += t.numel
-    return _Step(
-        local, pack, unpack, slot[:middle], slot[middle:start], send_splits, receive_splits, bucket.is_exchanged
-    )
+    exchange = 0
+    for bucket in plan.buckets:
+        local, pack, unpack = _Copies(), _Copies(), _Copies()
+        sent, received = splits(plan, bucket)
+        outgoing, incoming, messages = slots.of(exchange, sent, received)
+        exchange += bucket.is_exchanged
+        for t in bucket.local:
+            local.add(destination(t), source(t))
+        start = 0
+        for t in bucket.sends:
+            pack.add(outgoing[start : start + t.numel].view(t.shape), source(t))
+            start += t.numel
+        starts = [0] * plan.num_ranks
+        for t in bucket.receives:
+            start = starts[t.source_rank]
+            starts[t.source_rank] += t.numel
+            unpack.add(destination(t), messages[t.source_rank][start : start + t.numel].view(t.shape))
+        yield _Step(local, pack, unpack, outgoing, incoming, sent, received, bucket.is_exchanged)
 
 
 def _storage(storages: Mapping[str, Tensor], name: str) -> Tensor:

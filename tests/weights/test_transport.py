@@ -157,6 +157,86 @@ def test_wire_casts_and_transposes(ranks: RankPool) -> None:
     assert ranks.run(cross_cast) == [[], [0.0] * 6 + exact, [], []]
 
 
+def between(model: ModelShape, holders: list[int], takers: list[int], shared_memory: bool) -> dict:
+    """Trainer ranks to engine ranks, several times over, each time with other weights; returns what is wrong."""
+    rank = dist.get_rank()
+    sides, storages = [], []
+    for members in (holders, takers):
+        parallel = ParallelLayout(tp=len(members), pp=1, dp=1, rollout_tp=1)
+        of_side = megatron_layouts(model, parallel, padded_vocab_size=128)
+        sides.append([of_side[members.index(r)] if r in members else () for r in range(dist.get_world_size())])
+        place = parallel.coordinates(members.index(rank) if rank in members else 0)
+        shapes = parameter_shapes(of_side, place) if rank in members else {}
+        storages.append({name: torch.full(shape, -7.0) for name, shape in shapes.items()})
+    plan = make_plan(*sides, itemsize=4, bucket_bytes=6000)
+    sources, destinations = storages
+    transport = Transport(plan.for_rank(rank), sources, destinations, dtype=torch.float32, shared_memory=shared_memory)
+    torch.manual_seed(3)
+    wrong = []
+    for turn in range(4):
+        tensors = {name: torch.randn(shape) for name, shape in hf_tensors(model).items()}
+        for piece in sides[0][rank]:
+            box_of(piece, sources).copy_(part_of(piece, tensors))
+        moved = transport.reshard()
+        # A peer that still reads must not see what comes next.
+        for value in sources.values():
+            value.fill_(float("nan"))
+        pieces = sides[1][rank]
+        wrong += [(turn, p.box.name) for p in pieces if not torch.equal(box_of(p, destinations), part_of(p, tensors))]
+    return moved | {"wrong": wrong, "buckets": len(plan.exchanged), "wanted": 4 * sum(p.box.numel for p in pieces)}
+
+
+def box_of(piece: Piece, storages: dict[str, torch.Tensor]) -> torch.Tensor:
+    return storages[piece.storage].as_strided(piece.box.shape, piece.strides, piece.offset)
+
+
+def part_of(piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return tensors[piece.box.name][tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))]
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    ("holders", "takers"),
+    [
+        pytest.param([0, 1], [2, 3], id="apart"),
+        pytest.param([3], [0, 1], id="apart, one idle"),
+        pytest.param([0, 1], [1, 2], id="one rank in both"),
+        pytest.param([0, 1, 2, 3], [2, 3], id="engines on some"),
+        pytest.param([1], [0, 1, 2, 3], id="trainer on one"),
+        pytest.param([0, 1, 2, 3], [3, 2, 1, 0], id="all change places"),
+    ],
+)
+def test_trainer_and_engines_may_be_other_ranks(
+    ranks: RankPool, holders: list[int], takers: list[int], shared_memory: bool
+) -> None:
+    results = ranks.run(between, small_model(), holders, takers, shared_memory)
+    assert [r["wrong"] for r in results] == [[]] * 4
+    assert results[0]["buckets"] > 3
+    for rank, result in enumerate(results):
+        assert result["local_bytes"] + result["received_bytes"] == (result["wanted"] if rank in takers else 0)
+        assert rank in holders or result["sent_bytes"] == 0
+
+
+def keeps_nothing() -> bool:
+    """Whether open files and shared memory do not grow as transports come and go."""
+    box = Box("t", (0,), (8,))
+    rank = dist.get_rank()
+    plan = make_plan(
+        [(Piece(box, "a", 0, (1,)),), (), (), ()], [(), (Piece(box, "b", 0, (1,)),), (), ()], itemsize=4, bucket_bytes=8
+    )
+    counts = []
+    for _ in range(3):
+        one = {"a": torch.arange(8.0)} if rank == 0 else {"b": torch.zeros(8)} if rank == 1 else {}
+        Transport(plan.for_rank(rank), one, one, dtype=torch.float32).reshard()
+        shared = Path("/proc/self/maps").read_text().count("megarl-reshard")
+        counts.append((len(list(Path("/proc/self/fd").iterdir())), shared))
+    return counts[0] == counts[-1]
+
+
+def test_shared_memory_is_given_back(ranks: RankPool) -> None:
+    assert ranks.run(keeps_nothing) == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [

@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import report
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -36,7 +37,7 @@ CONFIG = {
 """Qwen3-4B; the number of layers follows from the bytes asked for."""
 
 LAYER_BYTES = 2 * (2560 * 128 * (32 + 2 * 8 + 32) + 3 * 2560 * 9728)
-RATE_TARGET, MEMORY_TARGET = 0.5, 1.5e9
+RATE_TARGET, MEMORY_TARGET = ">= 0.5", "< 1.5e9"
 
 
 def make_model(folder: Path, gigabytes: float) -> None:
@@ -77,7 +78,7 @@ def copy_and_hash(source: Path, target: Path) -> float:
     return copied + hashed
 
 
-def measure(work: Path, gigabytes: float, rounds: int, tp: int, pp: int) -> list[dict[str, object]]:
+def measure(work: Path, gigabytes: float, rounds: int, tp: int, pp: int) -> list[dict[str, Any]]:
     hf, megatron, back, copy = (work / name for name in ("hf", "megatron", "back", "copy"))
     run(sys.executable, __file__, "--make", hf, "--gigabytes", str(gigabytes))
     model_bytes = sum(path.stat().st_size for path in hf.glob("*.safetensors"))
@@ -103,22 +104,21 @@ def measure(work: Path, gigabytes: float, rounds: int, tp: int, pp: int) -> list
                 peaks[name].append(peak)
     against = f"cp + sha256sum of the same files, {statistics.median(copies):.1f} s"
     case = f"{model_bytes / 1e9:.2f} GB, tp {tp} pp {pp}"
-    lines: list[dict[str, object]] = []
+    base = {"machine": report.machine(), "versions": report.versions("megatron-core", "safetensors"), "case": case}
+    lines: list[dict[str, Any]] = []
     for name, took in seconds.items():
-        ratios = sorted(copied / own for copied, own in zip(copies, took, strict=True))
-        value, peak = statistics.median(ratios), max(peaks[name])
-        rate = model_bytes / statistics.median(took)
+        ratios = [copied / own for copied, own in zip(copies, took, strict=True)]
+        rate = round(model_bytes / statistics.median(took))
         lines += [
-            {
-                "metric": f"convert_{name}_rate", "value": round(value, 3), "unit": "of cp + sha256sum",
-                "target": f">= {RATE_TARGET}", "met": value >= RATE_TARGET, "spread": [round(r, 3) for r in ratios],
-                "against": against, "case": case, "bytes_per_second": round(rate),
-            },
-            {
-                "metric": f"convert_{name}_peak", "value": peak, "unit": "bytes resident",
-                "target": f"< {MEMORY_TARGET:.0f}", "met": peak < MEMORY_TARGET, "spread": sorted(peaks[name]),
-                "against": f"{model_bytes} bytes of weights", "case": case,
-            },
+            report.metric_line(
+                f"convert_{name}_rate", ratios, "of cp + sha256sum", target=RATE_TARGET, against=against,
+                bytes_per_second=rate, **base,
+            ),
+            # The most of all rounds is what must fit.
+            report.metric_line(
+                f"convert_{name}_peak", [max(peaks[name])], "bytes resident", target=MEMORY_TARGET,
+                against=f"{model_bytes} bytes of weights", peaks=sorted(peaks[name]), **base,
+            ),
         ]  # fmt: skip
     return lines
 
@@ -135,13 +135,9 @@ def main() -> None:
     if options.make:
         make_model(options.make, options.gigabytes)
         return
-    described = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next((line.split(":")[1].strip() for line in described if line.startswith("model name")), "")
-    machine = {"processor": processor or platform.machine(), "cores": len(os.sched_getaffinity(0))}
-    versions = {name: version(name) for name in ("megarl", "torch", "megatron-core", "safetensors")}
     with tempfile.TemporaryDirectory(dir=options.folder) as work:
         for line in measure(Path(work), options.gigabytes, options.rounds, options.tp, options.pp):
-            print(json.dumps({**line, "machine": machine, "versions": versions}))
+            report.print_line(line)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,183 @@
+"""All of Qwen3-14B on one GPU, from Megatron's layout into vLLM's, against copying, exporting and flat buckets.
+
+    python tools/bench/reshard_gpu.py
+
+29.5 GB -> 29.5 GB through the transport's local copies. In the same run, alternating: one device copy of as many
+bytes; every tensor exported under its Hugging Face name and copied by itself; the same exported into flat buckets of
+512 MB, each then taken apart. Outputs are compared bit by bit first: a difference ends with status 1. Ends with status
+2 where no CUDA is. `--device cpu --small` shows that all parts work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import report
+import torch
+from shards import QWEN3_14B, SMALL, Arena, fill, first_difference, storage_shapes
+from torch import Tensor
+
+from megarl.model_shape import ModelShape, padded_vocab_size
+from megarl.parallel_layout import ParallelLayout
+from megarl.weights.boxes import Layout
+from megarl.weights.layouts.megatron import megatron_layouts, parameter_shapes
+from megarl.weights.layouts.vllm_computed import VllmLayouts
+from megarl.weights.plan import View, make_plan
+from megarl.weights.transport import Transport, strided_view
+
+BUCKET_BYTES = 512 << 20
+Method = Callable[[], object]
+
+
+class Exporter:
+    """Full tensors under their Hugging Face names, from Megatron's parameters, and where each belongs in vLLM's."""
+
+    def __init__(
+        self, held: Layout, wanted: Layout, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
+    ) -> None:
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: dict[str, list[tuple[tuple[slice, ...], Tensor]]] = {}
+        for piece in held:
+            box = piece.box
+            view = View(piece.storage, piece.offset, piece.strides)
+            part = strided_view(sources[piece.storage], view, box.shape, box.name)
+            index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+            self._parts.setdefault(box.name, []).append((index, part))
+            self._shapes[box.name] = tuple(map(max, box.stop, self._shapes.get(box.name, box.stop)))
+        self._targets = {
+            piece.box.name: strided_view(
+                destinations[piece.storage],
+                View(piece.storage, piece.offset, piece.strides),
+                piece.box.shape,
+                piece.box.name,
+            )
+            for piece in wanted
+        }
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """One tensor after the other, each in memory of its own where it is not one part."""
+        for name, parts in self._parts.items():
+            if len(parts) == 1:
+                yield name, parts[0][1]
+            else:
+                full = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=parts[0][1].device)
+                for index, part in parts:
+                    full[index].copy_(part)
+                yield name, full
+
+    def one_by_one(self) -> None:
+        """Each tensor copied as it comes; parts that need no export are copied as they lie."""
+        for name, tensor in self.export():
+            self._targets[name].copy_(tensor)
+
+    def in_buckets(self) -> None:
+        """Tensors put into flat buckets; a full bucket is taken apart into the engine."""
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self.export():
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
+                self._unpack(bucket)
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        self._unpack(bucket)
+
+    def _unpack(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
+        parts = flat.split([tensor.numel() for _, tensor in bucket])
+        for (name, tensor), part in zip(bucket, parts, strict=True):
+            self._targets[name].copy_(part.view(tensor.shape))
+
+
+def seconds_of(run: Method, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(model: ModelShape, device: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of every method, round by round; bytes and copies of the plan."""
+    parallel = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    padded = padded_vocab_size(model.vocab_size, 1)
+    held = megatron_layouts(model, parallel, padded_vocab_size=padded)
+    wanted = VllmLayouts(model, 1, 1)
+    shapes = parameter_shapes(held, parallel.coordinates(0))
+    sources = Arena(sum(map(prod, shapes.values())), device).tensors(shapes)
+    fill(held[0], sources)
+    storages = storage_shapes(wanted[0])
+    arena = Arena(sum(map(prod, storages.values())), device)
+    live = arena.tensors(storages)
+    plan = make_plan(held, wanted, itemsize=2, bucket_bytes=256 << 20).for_rank(0)
+    exporter = Exporter(held[0], wanted[0], sources, live)
+    methods: dict[str, Method] = {
+        "ours": Transport(plan, sources, live, dtype=torch.bfloat16).reshard,
+        "one_by_one": exporter.one_by_one,
+        "in_buckets": exporter.in_buckets,
+    }
+    for name, run in methods.items():
+        arena.flat.zero_()
+        run()
+        if difference := first_difference(wanted[0], live):
+            raise SystemExit(f"{name} differs: {difference}")
+    local = [t for bucket in plan.buckets for t in bucket.local]
+    num_bytes = 2 * sum(t.numel for t in local)
+    flat = next(iter(sources.values())).untyped_storage()
+    source = torch.empty(0, dtype=torch.uint8, device=device).set_(flat)[:num_bytes]
+    methods["copy"] = lambda: arena.flat.view(torch.uint8)[:num_bytes].copy_(source)
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(rounds):
+        for name, run in methods.items():
+            seconds[name].append(seconds_of(run, device))
+    return seconds, {"bytes": num_bytes, "copies": len(local)}
+
+
+def lines_of(seconds: Mapping[str, Sequence[float]], plan: Mapping[str, int], **base: Any) -> list[dict[str, Any]]:
+    """Ours against the limit and the peers."""
+    lines = [
+        report.metric_line(
+            "repack_seconds", seconds["ours"], "s", target=None, digits=5, **plan, **base,
+            against=f"a device copy of as many bytes: {statistics.median(seconds['copy']):.5f} s",
+        )
+    ]  # fmt: skip
+    for metric, peer, unit, target, against in (
+        ("repack_bandwidth", "copy", "of a copy's bandwidth", ">= 0.9", "a device copy of as many bytes"),
+        ("repack_vs_one_by_one", "one_by_one", "times as fast", ">= 5", "each tensor exported and copied by itself"),
+        ("repack_vs_buckets", "in_buckets", "times as fast", ">= 2", "tensors exported into flat buckets of 512 MB"),
+    ):
+        ratios = [other / own for other, own in zip(seconds[peer], seconds["ours"], strict=True)]
+        lines.append(report.metric_line(metric, ratios, unit, target=target, against=against, **base))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=QWEN3_14B.num_layers)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny model instead of Qwen3-14B")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "reshard_gpu.py needs CUDA, and torch finds none; --device cpu --small only tries it out", file=sys.stderr
+        )
+        raise SystemExit(2)
+    model = SMALL if options.small else dataclasses.replace(QWEN3_14B, num_layers=options.layers)
+    seconds, plan = measure(model, options.device, options.rounds)
+    base = {"machine": report.machine(), "versions": report.versions(), "case": f"{plan['bytes'] / 1e9:.3f} GB"}
+    for line in lines_of(seconds, plan, **base):
+        report.print_line(line)
+
+
+if __name__ == "__main__":
+    main()

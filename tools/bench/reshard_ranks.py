@@ -1,0 +1,140 @@
+"""The reshard benchmark's rank: builds weights, checks every method's output, then times the methods in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from reshard_peers import Gathered, MegatronResharding
+from shards import Arena, fill, first_difference, storage_shapes
+
+from megarl.model_shape import ModelShape, padded_vocab_size
+from megarl.parallel_layout import ParallelLayout
+from megarl.weights.boxes import Layout
+from megarl.weights.forecast import align, count
+from megarl.weights.layouts.megatron import MegatronLayouts, megatron_layouts, parameter_shapes
+from megarl.weights.layouts.vllm_computed import VllmLayouts
+from megarl.weights.plan import Plan, RankBucket, RankPlan, make_plan
+from megarl.weights.transport import Transport
+
+Method = Callable[[], dict[str, float] | None]
+
+
+def to_vllm(model: ModelShape, parallel: ParallelLayout, rounds: int, bucket_bytes: int) -> dict[str, Any]:
+    """Megatron's shards into vLLM's: our transport, its local copies alone, `memcpy` of as much, full gathers."""
+    parallel = align(model, parallel, ranks_per_node=parallel.world_size)
+    rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, parallel.tp)
+    layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
+    wanted = VllmLayouts(model, parallel.rollout_tp, parallel.world_size)
+    plan, part, plan_seconds = _planned(layouts, wanted, bucket_bytes)
+    sources = _sources(layouts)
+    shapes = storage_shapes(wanted[rank])
+    arena = Arena(sum(map(prod, shapes.values())))
+    live = arena.tensors(shapes)
+    transport = Transport(part, sources, live, dtype=torch.bfloat16)
+    alone = dataclasses.replace(part, buckets=tuple(RankBucket(b.local, (), (), False) for b in part.buckets))
+    local_bytes = 2 * sum(t.numel for b in part.buckets for t in b.local)
+    methods: dict[str, Method] = {
+        "ours": transport.reshard,
+        "gathered": Gathered(layouts, parallel.rollout_tp, sources, live).run,
+        "gloo": Transport(part, sources, live, dtype=torch.bfloat16, shared_memory=False).reshard,
+    }
+    checked = _check(methods, wanted[rank], live, arena)
+    methods["local"] = Transport(alone, sources, live, dtype=torch.bfloat16).reshard
+    methods["memcpy"] = _memcpy(arena, local_bytes)
+    del methods["gloo"]
+    return {"wrong": checked, "rounds": _timed(methods, rounds), "plan_seconds": plan_seconds, **_traffic(plan)}
+
+
+def to_megatron(
+    model: ModelShape, source: ParallelLayout, target: ParallelLayout, rounds: int, bucket_bytes: int
+) -> dict[str, Any]:
+    """Megatron's shards into another Megatron layout's: our transport and `megatron.core.resharding`."""
+    rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, source.tp)
+    layouts = megatron_layouts(model, source, padded_vocab_size=padded)
+    wanted = megatron_layouts(model, target, padded_vocab_size=padded)
+    plan, part, plan_seconds = _planned(layouts, wanted, bucket_bytes)
+    sources = _sources(layouts)
+    shapes = _shapes(wanted)
+    arena = Arena(sum(map(prod, shapes.values())))
+    live = arena.tensors(shapes)
+    start = time.perf_counter()
+    peer = MegatronResharding(layouts, wanted, sources, live)
+    methods: dict[str, Method] = {
+        "ours": Transport(part, sources, live, dtype=torch.bfloat16).reshard,
+        "megatron": peer.run,
+    }
+    checked = _check(methods, wanted[rank], live, arena)
+    peer_seconds = time.perf_counter() - start
+    return {
+        "wrong": checked, "rounds": _timed(methods, rounds), "plan_seconds": plan_seconds,
+        "peer_start_seconds": peer_seconds, **_traffic(plan),
+    }  # fmt: skip
+
+
+def _planned(layouts: Any, wanted: Any, bucket_bytes: int) -> tuple[Plan, RankPlan, float]:
+    start = time.perf_counter()
+    plan = make_plan(layouts, wanted, itemsize=2, bucket_bytes=bucket_bytes)
+    part = plan.for_rank(dist.get_rank())
+    return plan, part, time.perf_counter() - start
+
+
+def _sources(layouts: MegatronLayouts) -> dict[str, torch.Tensor]:
+    """This rank's shards, each element with its own bits."""
+    shapes = _shapes(layouts)
+    tensors = Arena(sum(map(prod, shapes.values()))).tensors(shapes)
+    fill(layouts[dist.get_rank()], tensors)
+    return tensors
+
+
+def _shapes(layouts: MegatronLayouts) -> dict[str, tuple[int, ...]]:
+    return parameter_shapes(layouts, layouts.parallel.coordinates(dist.get_rank()))
+
+
+def _check(methods: dict[str, Method], wanted: Layout, live: dict[str, torch.Tensor], arena: Arena) -> dict[str, str]:
+    """Each method's output, which starts from nothing: method -> first tensor that is wrong."""
+    wrong = {}
+    for name, run in methods.items():
+        arena.flat.zero_()
+        dist.barrier()
+        run()
+        dist.barrier()
+        if difference := first_difference(wanted, live):
+            wrong[name] = difference
+    return wrong
+
+
+def _memcpy(arena: Arena, num_bytes: int) -> Method:
+    """The C library's copy of as many bytes, from one half of the destinations to the other."""
+    block = arena.flat.view(torch.uint8).numpy()
+    target, source = block[:num_bytes], block[len(block) - num_bytes :]
+    return lambda: np.copyto(target, source)
+
+
+def _timed(methods: dict[str, Method], rounds: int) -> list[dict[str, dict[str, float]]]:
+    """Round by round and method by method: seconds until this rank and until all ranks are done, and the stages."""
+    measured = []
+    for _ in range(rounds):
+        measured.append({})
+        for name, run in methods.items():
+            dist.barrier()
+            start = time.perf_counter()
+            stages = run() or {}
+            own = time.perf_counter() - start
+            dist.barrier()
+            measured[-1][name] = {**stages, "own_seconds": own, "seconds": time.perf_counter() - start}
+    return measured
+
+
+def _traffic(plan: Plan) -> dict[str, Any]:
+    traffic = count(plan)
+    return {
+        "received_bytes": int(traffic.received.sum()), "moved_bytes": int(traffic.received[1:].sum()),
+        "lower_bound_bytes": int(traffic.lower_bound.sum()), "ratio": traffic.ratio, "buckets": traffic.buckets,
+    }  # fmt: skip
