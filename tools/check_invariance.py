@@ -94,7 +94,7 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
                 "distributed_optimizer": False,
                 **trainer,
             },
-            "optimizer": {"name": "sgd", "learning_rate": 1.0, "clip_grad_norm": 0.3},
+            "optimizer": {"name": "sgd", "learning_rate": 1.0, "clip_grad_norm": 1.0},
             "algorithm": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.5},
         }
     )
@@ -116,7 +116,7 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
         for length in random.integers(2, LONGEST - 8, size=NUM_SEQUENCES).tolist():
             prompt = int(random.integers(1, length))
             policy = {
-                "advantages": random.normal(size=length).astype(np.float32),
+                "advantages": random.normal(0.5, 1.0, length).astype(np.float32),
                 "old_logprobs": random.normal(-6.0, 0.7, length).astype(np.float32),
             }
             sequences.append(
