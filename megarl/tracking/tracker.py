@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +35,14 @@ class Tracker:
         *,
         headlines: Sequence[str] = (),
         steps: int | None = None,
+        resumed_step: int | None = None,
         console: Console | None = None,
     ) -> None:
-        """`headlines` are the metrics of the console line, beside held-out accuracy; `steps` is the run's length."""
+        """`headlines` are the metrics of the console line, beside held-out accuracy; `steps` is the run's length.
+
+        Curves of an earlier part of the run are cut off after `resumed_step`.
+        """
+        self._resumed_step = resumed_step
         self._folder = folder
         self._headlines = tuple(headlines)
         self._steps = steps
@@ -87,6 +93,11 @@ class Tracker:
 
         self._to_tensorboard(write)
 
+    def flush(self) -> None:
+        """Have what was logged outlive a crash of the machine, as far as files do."""
+        os.fsync(self._metrics.fileno())
+        self._to_tensorboard(lambda writer: writer.flush())
+
     def close(self) -> None:
         """Write out what is still buffered."""
         self._metrics.close()
@@ -96,7 +107,8 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10)
+            first_new = None if self._resumed_step is None else self._resumed_step + 1
+            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10, purge_step=first_new)
         except OSError as error:
             self._warn_of_tensorboard(error)
             return None

@@ -64,6 +64,7 @@ class TrainingEngine:
         if recipe.loop == "rl" and recipe.algorithm.kl_coefficient:
             self.reference = self._build_model(load_weights).requires_grad_(False)
         self.model = self._wrap(self.policy, recipe.trainer.distributed_optimizer)
+        self.chunks, self.models = [self.policy], [self.model]
         self.optimizer = build_optimizer(
             recipe.optimizer, self.model, dtype=self.dtype, distributed=recipe.trainer.distributed_optimizer
         )
