@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Checkpoints:
         with self._tracker.phase("checkpoint"):
             if not wait and not all(await self._ranks.call("checkpoint_is_written")):
                 return
-            files = {name: record for part in await self._of_ranks("finish_checkpoint") for name, record in part.items()}
+            files = dict(ChainMap(*await self._of_ranks("finish_checkpoint")))
             self._tracker.flush()
             self._publish(self._begun, files)
         self._begun = None

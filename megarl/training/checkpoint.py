@@ -46,10 +46,11 @@ class Save:
     def __init__(self, folder: Path, request: AsyncRequest) -> None:
         self._folder, self._request = folder, request
         self._ledger = Ledger(folder)
-        _, self._buckets, self._results = request.async_fn_args or (None, [], None)
+        _, buckets, self._results = request.async_fn_args or (None, [], None)
+        self._buckets: list[Any] = [(name, *contents) for _, name, contents in buckets]
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
-        items = [data for _, _, (objects, tensors) in self._buckets for _, data in (*objects, *tensors)]
+        items = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
         own = sum(i.nbytes if isinstance(i, torch.Tensor) else i.getbuffer().nbytes for i in items)
         total = torch.tensor(own + _OVERHEAD_BYTES * (len(items) + 1), device=device.current())
         dist.all_reduce(total)
@@ -61,8 +62,8 @@ class Save:
         here = device.current()
         # What the accelerator does not hold is a copy already: the gathered optimizer state.
         self._buckets = [
-            (path, name, (objects, [(item, t.to("cpu", copy=asynchronous and t.device == here)) for item, t in tensors]))
-            for path, name, (objects, tensors) in self._buckets
+            (name, [*objects, *((item, t.to("cpu", copy=asynchronous and t.device == here)) for item, t in tensors)])
+            for name, objects, tensors in self._buckets
         ]
         self._thread.start()
         if not asynchronous:
@@ -89,11 +90,11 @@ class Save:
     def _write(self) -> None:
         written = {}
         try:
-            for index, (_, name, (objects, tensors)) in enumerate(self._buckets):
+            for index, (name, contents) in enumerate(self._buckets):
                 stream: Any = self._ledger.stream(name)
                 written[index] = [
                     _write_item(_StorageWriterTransforms(), stream, data, item, name, SerializationFormat.TORCH_SAVE)
-                    for item, data in (*objects, *tensors)
+                    for item, data in contents
                 ]
             self._ledger.release(durable=True)
         except Exception as error:
