@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from megarl.weights.ledger import (
     check_sizes,
     file_record,
     replace_text,
-    sync_folder,
+    sync,
     write_manifest,
 )
 from megarl.workers.process_group import ProcessGroup
 
 DRIVER = "driver.json"
-_SIZES_OF_RANKS = ("cluster", "trainer", "rollout.tp", "weights", "checkpoint", "runs_folder", "name")
-"""Fields that a resumed run may change without training differently."""
+_HARMLESS = {"cluster", "trainer", "weights", "checkpoint", "runs_folder", "name"}
+"""Parts of the recipe that a resumed run may change without training differently."""
 
 
 class Checkpoints:
@@ -84,12 +84,13 @@ class Checkpoints:
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         for path in partial.iterdir():
             if path.name not in files:
+                sync(path)
                 files[path.name] = file_record(path)
         write_manifest(partial, files, {"format": "torch_dist"})
         target = home / partial.name[1 : -len(".partial")]
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        sync_folder(home)
+        sync(home)
         replace_text(home / "latest", target.name + "\n")
         if check_sizes(target):
             for older in _found(home)[self._recipe.checkpoint.keep :]:
@@ -123,6 +124,7 @@ def newest_good(home: Path, warn: Callable[[str], None]) -> Path | None:
                 raise DataError(f"{folder / MANIFEST}: not found.")
             check_hashes(folder, expected)
             check_harmless(folder)
+            replace_text(home / "latest", folder.name + "\n")
             return folder
         except (DataError, OSError) as error:
             warn(f"checkpoint {folder.name} is left out: {error}")
@@ -142,12 +144,10 @@ def checkpoint_step(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def changed_fields(checkpoint: Path, recipe: Recipe) -> list[str]:
-    """Fields that decide what is trained and are not as they were when the checkpoint was made."""
-    earlier = _flat(json.loads((checkpoint / DRIVER).read_text(encoding="utf-8"))["recipe"])
-    now = _flat(_plain(recipe))
-    changed = sorted(name for name in now.keys() | earlier.keys() if now.get(name) != earlier.get(name))
-    return [name for name in changed if not name.startswith(_SIZES_OF_RANKS)]
+def changed_sections(checkpoint: Path, recipe: Recipe) -> list[str]:
+    """Parts of the recipe that decide what is trained and are not as they were when the checkpoint was made."""
+    earlier = json.loads((checkpoint / DRIVER).read_text(encoding="utf-8"))["recipe"]
+    return [name for name, now in _plain(recipe).items() if now != earlier.get(name) and name not in _HARMLESS]
 
 
 def _found(home: Path) -> list[Path]:
@@ -161,10 +161,3 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
     import yaml
 
     return yaml.safe_load(to_yaml(recipe))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat

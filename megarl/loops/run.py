@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.evaluation import Respondents
 from megarl.loops import rl, sft
-from megarl.loops.checkpoints import Checkpoints, changed_fields, checkpoint_step, newest_good
+from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
 from megarl.loops.session import Session
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
@@ -42,7 +42,7 @@ def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
     else:
         console.print(f"resuming from {found}")
-        if changed := changed_fields(found, recipe):
+        if changed := changed_sections(found, recipe):
             console.print(f"warning: the recipe is not what it was then: {', '.join(changed)}", style="yellow")
     folder.rewind(None if found is None else checkpoint_step(found))
     return found

@@ -107,16 +107,18 @@ class Save:
 def stage(folder: Path, engine: TrainingEngine, layout: str, **driver: Any) -> Save:
     """Plan the save of the engine's state, this rank's random numbers and `driver`'s values. A collective.
 
-    `layout` says in words how the ranks share the state: random numbers are read back where it is the same.
+    `layout` says in words how the ranks share the state: random numbers are read back where it is the same. Raises
+    DiskFullError.
     """
     state = _sharded_state(engine, is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver}
     # Megatron's own queue of results is a process of its own.
     filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    request = dist_checkpointing.save(
-        state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
-    )
+    with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 writes what is common to all ranks already.
+        request = dist_checkpointing.save(
+            state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
+        )
     assert request is not None
     return Save(folder, request)
 

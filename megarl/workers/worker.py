@@ -95,8 +95,7 @@ class Worker:
     def save_checkpoint(self, folder: Path, asynchronous: bool) -> None:
         """Write the trainer's state into an empty folder; if `asynchronous`, only begin to."""
         version = self.engine.weight_version if self.engine else 0
-        with disk_full_named(folder, 0):
-            self._save = checkpoint.stage(folder, self.trainer, str(self.layout), weight_version=version)
+        self._save = checkpoint.stage(folder, self.trainer, str(self.layout), weight_version=version)
         self._save.write(asynchronous=asynchronous)
 
     def checkpoint_is_written(self) -> bool:
