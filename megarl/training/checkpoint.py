@@ -21,6 +21,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -114,7 +115,9 @@ def stage(folder: Path, engine: TrainingEngine, layout: str, **driver: Any) -> S
     state |= {"random": _random_states(), "layout": layout, "driver": driver}
     # Megatron's own queue of results is a process of its own.
     filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
     with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 writes what is common to all ranks already.
         request = dist_checkpointing.save(
             state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
