@@ -15,19 +15,11 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
-from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.run_folder import RunFolder, replace_text, sync
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
 from megarl.weights.layouts.torch_dist_reader import check_harmless
-from megarl.weights.ledger import (
-    MANIFEST,
-    check_hashes,
-    check_sizes,
-    file_record,
-    replace_text,
-    sync,
-    write_manifest,
-)
+from megarl.weights.ledger import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
 from megarl.workers.process_group import ProcessGroup
 
 DRIVER = "driver.json"
@@ -67,11 +59,11 @@ class Checkpoints:
         if self._begun is None:
             return
         with self._tracker.phase("checkpoint"):
-            if not wait and not all(await self._ranks.call("checkpoint_is_written")):
+            parts = await self._of_ranks("finish_checkpoint", wait)
+            if None in parts:
                 return
-            files = dict(ChainMap(*await self._of_ranks("finish_checkpoint")))
             self._tracker.flush()
-            self._publish(self._begun, files)
+            self._publish(self._begun, dict(ChainMap(*parts)))
         self._begun = None
 
     def _publish(self, step: int, files: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ async def train(session: Session) -> None:
     problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     sampling = sampling_settings(recipe.rollout.sampling)
-    if session.resumed_step:
+    if session.folder.resumed_step:
         await session.reshard()
     else:
         tracker.log(0, await session.evaluate(0))

@@ -31,7 +31,7 @@ def run(recipe: Recipe, layout: ParallelLayout, *, resume: bool = False) -> None
     """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model."""
     with RunFolder(recipe, resume=resume) as folder:
         checkpoint = _rewind(recipe, folder) if resume else None
-        asyncio.run(_run(recipe, layout, folder, LOOPS[recipe.loop], checkpoint))
+        asyncio.run(_run(recipe, layout, folder, checkpoint))
 
 
 def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
@@ -48,21 +48,9 @@ def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
     return found
 
 
-async def _run(
-    recipe: Recipe,
-    layout: ParallelLayout,
-    folder: RunFolder,
-    loop: Callable[[Session], Awaitable[None]],
-    checkpoint: Path | None,
-) -> None:
-    resumed_step = checkpoint_step(checkpoint) if checkpoint else 0
+async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None) -> None:
     async with AsyncExitStack() as stack:
-        tracker = Tracker(
-            folder,
-            headlines=("reward/mean", "train/loss"),
-            steps=recipe.train.steps,
-            resumed_step=resumed_step if checkpoint else None,
-        )
+        tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
         rewards = RewardPool(
             recipe.reward.functions,
@@ -97,11 +85,10 @@ async def _run(
             respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
             checkpoints=Checkpoints(recipe, folder, tracker, ranks),
-            resumed_step=resumed_step,
         )
         if checkpoint:
             await ranks.call("sleep_engine")
             await ranks.call("load_checkpoint", checkpoint)
-        await loop(session)
+        await LOOPS[recipe.loop](session)
         await session.checkpoints.complete(wait=True)
         await ranks.call("export", folder.model_folder)

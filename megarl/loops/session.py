@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """A run under way, begun anew or, with `resumed_step` above 0, after that step."""
+    """A run under way."""
 
     recipe: Recipe
     layout: ParallelLayout
@@ -34,7 +34,6 @@ class Session:
     respondents: Respondents
     validation: Mapping[str, list[Problem]]
     checkpoints: Checkpoints
-    resumed_step: int = 0
 
     async def add_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The sequences with what the objective asks of the trainer before its update: old and reference log-probs."""
@@ -63,7 +62,7 @@ class Session:
     @property
     def steps(self) -> range:
         """The steps that are still to be trained."""
-        return range(self.resumed_step + 1, self.recipe.train.steps + 1)
+        return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """`val/SET/accuracy` and what goes with it, of every validation set; the answers go to samples/."""

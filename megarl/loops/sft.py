@@ -14,7 +14,7 @@ async def train(session: Session) -> None:
     recipe, tracker = session.recipe, session.tracker
     conversations = read_conversations(recipe, session.tokenizer)
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
-    if not session.resumed_step:
+    if not session.folder.resumed_step:
         tracker.log(0, await session.evaluate(0))
     await session.ranks.call("sleep_engine")
     for step in session.steps:

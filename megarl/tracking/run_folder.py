@@ -23,7 +23,7 @@ class RunFolder:
 
     Holds `lock`, `config.yaml` (the recipe with every field; secrets hidden), `status.json`, `metrics.jsonl`,
     `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model) and `logs/`. As a context manager it writes
-    the state the run ended in.
+    the state the run ended in. `resumed_step` is the step after which it was taken up again, 0 for a new run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
@@ -37,6 +37,7 @@ class RunFolder:
         self.model_folder = self.path / "hf"
         self.checkpoints_folder = self.path / "checkpoints"
         self.logs_folder = self.path / "logs"
+        self.resumed_step = 0
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
         self._lock = self._acquire()
         try:
@@ -44,7 +45,7 @@ class RunFolder:
                 self._refuse_earlier_run()
             for folder in (self.samples_folder, self.logs_folder):
                 folder.mkdir(exist_ok=True)
-            self._replace("config.yaml", to_yaml(recipe))
+            replace_text(self.path / "config.yaml", to_yaml(recipe))
             self.set_status()
         except BaseException:
             self.close()
@@ -65,7 +66,7 @@ class RunFolder:
         """
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
-        self._replace("status.json", json.dumps(self._status) + "\n")
+        replace_text(self.path / "status.json", json.dumps(self._status) + "\n")
 
     def rewind(self, step: int | None) -> None:
         """Forget what was written after a step, for its checkpoint to be resumed; None forgets all."""
@@ -73,23 +74,14 @@ class RunFolder:
         if step is None:
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
         else:
-            self._status |= {"resumed_step": step}
+            self.resumed_step = self._status["resumed_step"] = step
             self.set_status(step=step)
         if self.metrics_file.exists():
             kept = [line for line in self.metrics_file.read_text(encoding="utf-8").splitlines() if _step(line) <= last]
-            self._replace(self.metrics_file.name, "".join(f"{line}\n" for line in kept))
+            replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
         for path in self.samples_folder.glob("step_*.jsonl"):
             if int(path.stem[5:]) > last:
                 path.unlink()
-
-    def _replace(self, name: str, text: str) -> None:
-        """Write a file of the folder, whole or not at all."""
-        temporary = self.path / f"{name}.new"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path / name)
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -145,6 +137,26 @@ class RunFolder:
             f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, continue this one with "
             "--resume, or remove the folder."
         )
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, also after a power failure."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's contents, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _step(line: str) -> float:

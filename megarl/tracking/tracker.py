@@ -35,14 +35,9 @@ class Tracker:
         *,
         headlines: Sequence[str] = (),
         steps: int | None = None,
-        resumed_step: int | None = None,
         console: Console | None = None,
     ) -> None:
-        """`headlines` are the metrics of the console line, beside held-out accuracy; `steps` is the run's length.
-
-        Curves of an earlier part of the run are cut off after `resumed_step`.
-        """
-        self._resumed_step = resumed_step
+        """`headlines` are the metrics of the console line, beside held-out accuracy; `steps` is the run's length."""
         self._folder = folder
         self._headlines = tuple(headlines)
         self._steps = steps
@@ -107,8 +102,9 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            first_new = None if self._resumed_step is None else self._resumed_step + 1
-            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10, purge_step=first_new)
+            # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
+            purge_step = self._folder.resumed_step + 1 if self._folder.resumed_step else None
+            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10, purge_step=purge_step)
         except OSError as error:
             self._warn_of_tensorboard(error)
             return None

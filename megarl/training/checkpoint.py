@@ -70,16 +70,15 @@ class Save:
         if not asynchronous:
             self._thread.join()
 
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank's share is on disk, or has failed to get there."""
-        return not self._thread.is_alive()
+    def finish(self, *, wait: bool = True) -> dict[str, dict[str, Any]] | None:
+        """Add Megatron's records when all ranks have written, a collective; None if one has not, unless told to `wait`.
 
-    def finish(self) -> dict[str, dict[str, Any]]:
-        """Wait for the writing and add Megatron's records; a collective. Returns size and sha256 of this rank's files.
-
-        Raises DiskFullError, or what else ended the writing.
+        Returns size and sha256 of this rank's files. Raises DiskFullError, or what else ended the writing.
         """
+        busy = torch.tensor(int(self._thread.is_alive()), device=device.current())
+        dist.all_reduce(busy)
+        if busy and not wait:
+            return None
         self._thread.join()
         with disk_full_named(self._folder, self.num_bytes):
             if self._error:

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
+from megarl.tracking.run_folder import replace_text
 from megarl.types import ConfigError, DataError, DiskFullError
 from megarl.weights.layouts.safetensors import replace_folder
 
@@ -109,26 +110,6 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
         "layout": dict(layout),
     }
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, also after a power failure."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file's contents, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:

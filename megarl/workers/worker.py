@@ -98,15 +98,9 @@ class Worker:
         self._save = checkpoint.stage(folder, self.trainer, str(self.layout), weight_version=version)
         self._save.write(asynchronous=asynchronous)
 
-    def checkpoint_is_written(self) -> bool:
-        """Whether `finish_checkpoint` would not wait."""
-        return self._save.is_written
-
-    def finish_checkpoint(self) -> dict[str, dict[str, Any]]:
+    def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
         """Bring the save to its end; see `training.checkpoint.Save.finish`."""
-        files = self._save.finish()
-        del self._save
-        return files
+        return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Go on from a checkpoint that was found harmless. The engine needs a reshard then."""

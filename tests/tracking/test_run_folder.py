@@ -55,7 +55,7 @@ def test_a_new_folder_says_what_runs_and_how_it_stands(recipe: Recipe) -> None:
     assert status(recipe) == {"state": "running", "step": 4, "cause": None, "exit_code": None}
     folder.set_status("failed", cause="rank 2 died", exit_code=76, rank=2)
     assert status(recipe) == {"state": "failed", "step": 4, "cause": "rank 2 died", "exit_code": 76, "rank": 2}
-    assert not list(folder.path.glob("*.new"))
+    assert not list(folder.path.glob("*.partial")) and not list(folder.path.glob(".*.partial"))
     folder.close()
 
 
@@ -137,7 +137,7 @@ def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe)
         folder.tensorboard_folder.mkdir()
     with RunFolder(recipe, resume=True) as folder:
         folder.rewind(4)
-        assert status(recipe)["step"] == status(recipe)["resumed_step"] == 4
+        assert status(recipe)["step"] == status(recipe)["resumed_step"] == folder.resumed_step == 4
         assert folder.metrics_file.read_text() == '{"step": 0}\n{"step": 4, "x": 1}\n'
         left = sorted(path.name for path in folder.samples_folder.iterdir())
         assert left == ["step_000000.jsonl", "step_000004.jsonl"] and folder.tensorboard_folder.exists()

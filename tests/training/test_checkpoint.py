@@ -114,8 +114,7 @@ def save_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path, asynchronous: boo
         for name, parameter in engine.parameters.items():
             parameter.data.copy_(result["state"][name])
     else:
-        assert save.is_written
-        save.finish()
+        assert save.finish(wait=False)
     result["drawn"] = draw()
     result["metrics"] = [update(engine, layout, step) for step in (2, 3)]
     result["end"] = state_of(engine)
