@@ -90,7 +90,7 @@ def runs(
     runs = Runs(tmp_path_factory.mktemp("resume"))
     tool("make_dataset").make_dataset(runs.folder / "data", sft=8, train=64, heldout=8)
     (runs.folder / "letters.py").write_text(REWARD)
-    model = tiny_model(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
+    model = tiny_model(num_layers=2)
     (runs.folder / "recipe.yaml").write_text(RECIPE.format(model=model, steps=STEPS, every=EVERY))
     runs.train("recipe.yaml")
     return runs
