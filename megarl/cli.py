@@ -40,19 +40,26 @@ def train(
     recipe: RecipePath,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the sizes, stop.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's newest checkpoint; RECIPE may be its run folder.")
+    ] = False,
 ) -> None:
     """Check a recipe, its model and its data; then train."""
     from megarl.preflight import check, count_records
     from megarl.recipe import load
 
     sys.path.append(os.getcwd())  # Where `reward.functions` may find a module of the user's own.
-    loaded = load(recipe, overrides or ())
+    path, given = Path(recipe), list(overrides or ())
+    if resume and path.is_dir():
+        given = [f"runs_folder={path.absolute().parent}", f"name={path.absolute().name}", *given]
+        path /= "config.yaml"
+    loaded = load(path, given)
     layout = check(loaded)
     _print_sizes(loaded, layout, count_records(loaded))
     if not dry_run:
         from megarl.loops.run import run
 
-        run(loaded, layout)
+        run(loaded, layout, resume=resume)
 
 
 @app.command()

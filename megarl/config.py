@@ -225,6 +225,17 @@ class WeightsConfig(Section):
     once, before training."""
 
 
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = 0
+    """Save the trainer's state at each such step and after the last, for `megarl train --resume`; 0: never."""
+    keep: PositiveInt = 2
+    """Checkpoints to keep, the newest; an older one goes when a newer one is complete."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in host memory."""
+    export_every_steps: NonNegativeInt = 0
+    """Write the model as a Hugging Face folder hf_step_NNNNNN at each such step; 0: only at the end."""
+
+
 class Recipe(Section):
     """One run."""
 
@@ -260,6 +271,8 @@ class Recipe(Section):
     """Held-out accuracy."""
     weights: WeightsConfig = WeightsConfig()
     """The reshard."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved on the way."""
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:

@@ -42,6 +42,12 @@ class RunFolderLockedError(MegarlError):
     exit_code = 73
 
 
+class DiskFullError(MegarlError):
+    """A file system has no room for what is to be written."""
+
+    exit_code = 74
+
+
 class PeerLostError(MegarlError):
     """A worker, an engine or a reward process died or stopped answering."""
 

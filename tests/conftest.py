@@ -30,6 +30,15 @@ def load_tool(name: str) -> ModuleType:
     return sys.modules[name]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="how often the run of end_to_end/test_resume.py is killed")
+
+
+@pytest.fixture
+def num_kills(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--kills")
+
+
 @pytest.fixture(scope="session")
 def tool() -> Callable[[str], ModuleType]:
     """`tool("make_tiny_model")` is that script as a module."""

@@ -10,13 +10,16 @@ from megarl.tracking.metrics import merge, values
 
 
 async def train(session: Session) -> None:
-    """One step: roll out -> log-probs -> update -> reshard -> evaluate."""
+    """One step: roll out -> log-probs -> update -> save -> reshard -> evaluate."""
     recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
     problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     sampling = sampling_settings(recipe.rollout.sampling)
-    tracker.log(0, await session.evaluate(0))
-    for step in range(1, recipe.train.steps + 1):
+    if session.folder.resumed_step:
+        await session.reshard(session.resumed_step)
+    else:
+        tracker.log(0, await session.evaluate(0))
+    for step in session.steps:
         with tracker.phase("rollout"):
             answered = await session.respondents.answer(
                 [problems[index] for index in order.batch(step - 1)],
@@ -29,6 +32,7 @@ async def train(session: Session) -> None:
             sequences = await session.add_logprobs(to_sequences(answered, recipe))
         with tracker.phase("train"):
             updates = [await session.trainer.update(batch) for batch in split(sequences, recipe)]
+        await session.checkpoints.begin(step)
         with tracker.phase("reshard"):
             scalars = await session.reshard(step)
         scalars |= values(merge(updates)) | first_gap(updates) | reward_metrics(answered)
@@ -38,3 +42,4 @@ async def train(session: Session) -> None:
             tracker.samples(step, [answer.record() for answer in answered])
         tracker.log(step, scalars)
         session.folder.set_status(step=step)
+        await session.checkpoints.complete()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rich.console import Console
 
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.evaluation import Respondents
 from megarl.loops import rl, sft
+from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
 from megarl.loops.session import Session
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
@@ -23,15 +27,28 @@ from megarl.workers.process_group import ProcessGroup
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {"rl": rl.train, "sft": sft.train}
 
 
-def run(recipe: Recipe, layout: ParallelLayout) -> None:
-    """Carry a checked recipe out, from starting its ranks to the exported model."""
-    with RunFolder(recipe) as folder:
-        asyncio.run(_run(recipe, layout, folder, LOOPS[recipe.loop]))
+def run(recipe: Recipe, layout: ParallelLayout, *, resume: bool = False) -> None:
+    """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model."""
+    with RunFolder(recipe, resume=resume) as folder:
+        checkpoint = _rewind(recipe, folder) if resume else None
+        asyncio.run(_run(recipe, layout, folder, checkpoint))
 
 
-async def _run(
-    recipe: Recipe, layout: ParallelLayout, folder: RunFolder, loop: Callable[[Session], Awaitable[None]]
-) -> None:
+def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
+    """Bring the folder back to its newest good checkpoint."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    found = newest_good(folder.checkpoints_folder, lambda text: console.print(f"warning: {text}", style="yellow"))
+    if found is None:
+        console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
+    else:
+        console.print(f"resuming from {found}")
+        if changed := changed_sections(found, recipe):
+            console.print(f"warning: the recipe is not what it was then: {', '.join(changed)}", style="yellow")
+    folder.rewind(None if found is None else checkpoint_step(found))
+    return found
+
+
+async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None) -> None:
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
@@ -69,6 +86,11 @@ async def _run(
             trainer=TrainerRanks(ranks, layout, recipe.trainer.max_tokens_per_microbatch, row_multiple(recipe)),
             respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
+            checkpoints=Checkpoints(recipe, folder, tracker, ranks),
         )
-        await loop(session)
+        if checkpoint:
+            await ranks.call("sleep_engine")
+            await ranks.call("load_checkpoint", checkpoint)
+        await LOOPS[recipe.loop](session)
+        await session.checkpoints.complete(wait=True)
         await ranks.call("export", folder.model_folder)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config import Recipe, SamplingConfig
 from megarl.evaluation import Respondents, accuracy
+from megarl.loops.checkpoints import Checkpoints
 from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -32,6 +33,7 @@ class Session:
     trainer: TrainerRanks
     respondents: Respondents
     validation: Mapping[str, list[Problem]]
+    checkpoints: Checkpoints
 
     async def add_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The sequences with what the objective asks of the trainer before its update: old and reference log-probs."""
@@ -57,6 +59,11 @@ class Session:
             f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")
         }
         return seconds | moved
+
+    @property
+    def steps(self) -> range:
+        """The steps that are still to be trained."""
+        return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """`val/SET/accuracy` and what goes with it, of every validation set; the answers go to samples/."""

@@ -14,12 +14,14 @@ async def train(session: Session) -> None:
     recipe, tracker = session.recipe, session.tracker
     conversations = read_conversations(recipe, session.tokenizer)
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
-    tracker.log(0, await session.evaluate(0))
+    if not session.folder.resumed_step:
+        tracker.log(0, await session.evaluate(0))
     await session.ranks.call("sleep_engine")
-    for step in range(1, recipe.train.steps + 1):
+    for step in session.steps:
         batch = weigh([conversations[index] for index in order.batch(step - 1)], recipe.algorithm)
         with tracker.phase("train"):
             scalars = values(await session.trainer.update(batch))
+        await session.checkpoints.begin(step)
         if session.evaluates_at(step):
             with tracker.phase("reshard"):
                 scalars |= await session.reshard(step)
@@ -27,3 +29,4 @@ async def train(session: Session) -> None:
             await session.ranks.call("sleep_engine")
         tracker.log(step, scalars)
         session.folder.set_status(step=step)
+        await session.checkpoints.complete()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 from types import TracebackType
@@ -21,27 +22,30 @@ class RunFolder:
     """`RUNS_FOLDER/NAME/`, owned by this process until it closes the folder or dies.
 
     Holds `lock`, `config.yaml` (the recipe with every field; secrets hidden), `status.json`, `metrics.jsonl`,
-    `tensorboard/`, `samples/`, `hf/` (the trained model) and `logs/`. As a context manager it writes the state the run
-    ended in.
+    `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model) and `logs/`. As a context manager it writes
+    the state the run ended in. `resumed_step` is the step after which it was taken up again, 0 for a new run.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        """Make and lock the folder. Raises ConfigError where it cannot be made or holds an earlier run already,
-        RunFolderLockedError where another process owns it.
+    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
+        """Make and lock the folder. Raises ConfigError where it cannot be made or holds an earlier run already that is
+        not to be resumed, RunFolderLockedError where another process owns it.
         """
         self.path = Path(recipe.runs_folder) / recipe.name
         self.metrics_file = self.path / "metrics.jsonl"
         self.tensorboard_folder = self.path / "tensorboard"
         self.samples_folder = self.path / "samples"
         self.model_folder = self.path / "hf"
+        self.checkpoints_folder = self.path / "checkpoints"
         self.logs_folder = self.path / "logs"
+        self.resumed_step = 0
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
         self._lock = self._acquire()
         try:
-            self._refuse_earlier_run()
+            if not resume:
+                self._refuse_earlier_run()
             for folder in (self.samples_folder, self.logs_folder):
                 folder.mkdir(exist_ok=True)
-            (self.path / "config.yaml").write_text(to_yaml(recipe), encoding="utf-8")
+            replace_text(self.path / "config.yaml", to_yaml(recipe))
             self.set_status()
         except BaseException:
             self.close()
@@ -62,12 +66,22 @@ class RunFolder:
         """
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
-        temporary = self.path / "status.json.new"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(self._status) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path / "status.json")
+        replace_text(self.path / "status.json", json.dumps(self._status) + "\n")
+
+    def rewind(self, step: int | None) -> None:
+        """Forget what was written after a step, for its checkpoint to be resumed; None forgets all."""
+        last = -1 if step is None else step
+        if step is None:
+            shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
+        else:
+            self.resumed_step = self._status["resumed_step"] = step
+            self.set_status(step=step)
+        if self.metrics_file.exists():
+            kept = [line for line in self.metrics_file.read_text(encoding="utf-8").splitlines() if _step(line) <= last]
+            replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
+        for path in self.samples_folder.glob("step_*.jsonl"):
+            if int(path.stem[5:]) > last:
+                path.unlink()
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -120,5 +134,34 @@ class RunFolder:
         except (ValueError, KeyError, TypeError):
             told = "whose status.json cannot be read"
         raise ConfigError(
-            f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, or remove the folder."
+            f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, continue this one with "
+            "--resume, or remove the folder."
         )
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all, also after a power failure."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's contents, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics.jsonl; of one that a crash cut short, infinite."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

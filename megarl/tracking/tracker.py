@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,6 +88,11 @@ class Tracker:
 
         self._to_tensorboard(write)
 
+    def flush(self) -> None:
+        """Have what was logged outlive a crash of the machine, as far as files do."""
+        os.fsync(self._metrics.fileno())
+        self._to_tensorboard(lambda writer: writer.flush())
+
     def close(self) -> None:
         """Write out what is still buffered."""
         self._metrics.close()
@@ -96,7 +102,9 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10)
+            # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
+            purge_step = self._folder.resumed_step + 1 if self._folder.resumed_step else None
+            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10, purge_step=purge_step)
         except OSError as error:
             self._warn_of_tensorboard(error)
             return None

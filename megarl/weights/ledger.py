@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,7 +17,8 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from megarl.types import ConfigError, DataError
+from megarl.tracking.run_folder import replace_text
+from megarl.types import ConfigError, DataError, DiskFullError
 from megarl.weights.layouts.safetensors import replace_folder
 
 MANIFEST = "manifest.json"
@@ -66,29 +68,24 @@ class Ledger:
             while block := file.read(_BLOCK_BYTES):
                 self.append(name, block)
 
-    def close(self, layout: Mapping[str, Any]) -> None:
-        """Write the manifest: files with size and sha256, versions, and what the caller says of the layout."""
-        self.release()
-        manifest = {
-            "files": {
-                name: {"size": size, "sha256": self._hashes[name].hexdigest()}
-                for name, size in sorted(self.sizes.items())
-            },
-            "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
-            "layout": dict(layout),
-        }
-        partial = self.folder / f".{MANIFEST}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(manifest, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(self.folder / MANIFEST)
+    @property
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Size and sha256 of each file."""
+        return {name: {"size": size, "sha256": self._hashes[name].hexdigest()} for name, size in self.sizes.items()}
 
-    def release(self) -> None:
-        """Close all files."""
+    def close(self, layout: Mapping[str, Any]) -> None:
+        """Write the manifest; see `write_manifest`."""
+        self.release()
+        write_manifest(self.folder, self.files, layout)
+
+    def release(self, *, durable: bool = False) -> None:
+        """Close all files, after the disk has them if `durable`."""
         self._hasher.shutdown()
         while self._open:
-            self._open.popitem()[1].close()
+            with self._open.popitem()[1] as file:
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
 
 
 class _Stream:
@@ -99,7 +96,52 @@ class _Stream:
         self._ledger.append(self._name, data)
         return len(data)
 
+    def tell(self) -> int:
+        return self._ledger.sizes.get(self._name, 0)
+
     def flush(self) -> None: ...
+
+
+def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
+    """Write files with size and sha256, versions, and what the caller says of the layout."""
+    manifest = {
+        "files": dict(sorted(files.items())),
+        "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
+        "layout": dict(layout),
+    }
+    replace_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise DiskFullError if the folder's file system has not so many bytes free."""
+    if num_bytes > _free_bytes(folder):
+        raise _disk_full(folder, num_bytes)
+
+
+@contextmanager
+def disk_full_named(folder: Path, num_bytes: int) -> Iterator[None]:
+    """Turn an error that comes of a full disk into DiskFullError; `num_bytes` is what was to be written."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _disk_full(folder, num_bytes) from None
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def _free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _disk_full(folder: Path, num_bytes: int) -> DiskFullError:
+    return DiskFullError(
+        f"{folder}: no room on its disk: {num_bytes} bytes needed, {_free_bytes(folder)} free. Make room, or choose "
+        "another disk with runs_folder=FOLDER; fewer checkpoints are kept with checkpoint.keep."
+    )
 
 
 @contextmanager
@@ -145,8 +187,16 @@ def check_sizes(folder: Path) -> dict[str, str]:
 
 def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
     """Read every file. Raises DataError naming the first whose contents are not those of the manifest."""
-    for name, sha256 in expected.items():
-        with (folder / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != sha256:
-            raise DataError(f"{folder / name}: its sha256 is {found}, {MANIFEST} says {sha256}. Copy the folder again.")
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda name: file_record(folder / name)["sha256"], expected)
+        for (name, sha256), actual in zip(expected.items(), found, strict=True):
+            if actual != sha256:
+                raise DataError(
+                    f"{folder / name}: its sha256 is {actual}, {MANIFEST} says {sha256}. Copy the folder again."
+                )
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file, read anew."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}

@@ -18,11 +18,13 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.metrics import Metric
+from megarl.training import checkpoint
 from megarl.training.engine import Row, TrainingEngine
 from megarl.types import Completion, Request
 from megarl.weights.layouts import safetensors
 from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 from megarl.weights.layouts.vllm_computed import VllmLayouts
+from megarl.weights.ledger import disk_full_named
 from megarl.weights.reshard import GatheredReshard, Reshard, record
 
 
@@ -94,16 +96,34 @@ class Worker:
     def export(self, folder: Path) -> None:
         """Write the trainer's weights as a Hugging Face model folder."""
         self.trainer.onload(("parameters",))
-        safetensors.export(
-            folder,
-            self.recipe.model.path,
-            self.shape,
-            self.megatron_layouts,
-            self.rank,
-            self.trainer.parameters,
-            dtype=self.trainer.dtype,
-            bucket_bytes=self.recipe.weights.bucket_mib << 20,
-        )
+        parameters = self.trainer.parameters
+        with disk_full_named(folder, sum(parameter.nbytes for parameter in parameters.values())):
+            safetensors.export(
+                folder,
+                self.recipe.model.path,
+                self.shape,
+                self.megatron_layouts,
+                self.rank,
+                parameters,
+                dtype=self.trainer.dtype,
+                bucket_bytes=self.recipe.weights.bucket_mib << 20,
+            )
+
+    def save_checkpoint(self, folder: Path, asynchronous: bool) -> None:
+        """Write the trainer's state into an empty folder; if `asynchronous`, only begin to."""
+        version = self.engine.weight_version if self.engine else 0
+        self._save = checkpoint.stage(folder, self.trainer, str(self.layout), weight_version=version)
+        self._save.write(asynchronous=asynchronous)
+
+    def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+        """Bring the save to its end; see `training.checkpoint.Save.finish`."""
+        return self._save.finish(wait=wait)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go on from a checkpoint that was found harmless. The engine needs a reshard then."""
+        driver = checkpoint.restore(folder, self.trainer, str(self.layout))
+        if self.engine:
+            self.engine.weight_version = driver["weight_version"]
 
     def _build_engine(self) -> RolloutEngine:
         recipe = self.recipe

@@ -55,7 +55,7 @@ def test_a_new_folder_says_what_runs_and_how_it_stands(recipe: Recipe) -> None:
     assert status(recipe) == {"state": "running", "step": 4, "cause": None, "exit_code": None}
     folder.set_status("failed", cause="rank 2 died", exit_code=76, rank=2)
     assert status(recipe) == {"state": "failed", "step": 4, "cause": "rank 2 died", "exit_code": 76, "rank": 2}
-    assert not list(folder.path.glob("*.new"))
+    assert not list(folder.path.glob("*.partial")) and not list(folder.path.glob(".*.partial"))
     folder.close()
 
 
@@ -126,3 +126,23 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(recipe: Recipe, tmp_path
     (tmp_path / "deep").write_text("a file")
     with pytest.raises(ConfigError, match=r"runs_folder: .* cannot be made"):
         RunFolder(recipe)
+
+
+def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe) -> None:
+    with RunFolder(recipe) as folder:
+        folder.set_status("running", step=7)
+        folder.metrics_file.write_text('{"step": 0}\n{"step": 4, "x": 1}\n{"step": 5}\n{"step": 6, "x"')
+        for step in (0, 4, 5):
+            (folder.samples_folder / f"step_{step:06d}.jsonl").write_text("{}\n")
+        folder.tensorboard_folder.mkdir()
+    with RunFolder(recipe, resume=True) as folder:
+        folder.rewind(4)
+        assert status(recipe)["step"] == status(recipe)["resumed_step"] == folder.resumed_step == 4
+        assert folder.metrics_file.read_text() == '{"step": 0}\n{"step": 4, "x": 1}\n'
+        left = sorted(path.name for path in folder.samples_folder.iterdir())
+        assert left == ["step_000000.jsonl", "step_000004.jsonl"] and folder.tensorboard_folder.exists()
+    with RunFolder(recipe, resume=True) as folder:
+        folder.rewind(None)
+        assert "resumed_step" not in status(recipe)
+        assert folder.metrics_file.read_text() == "" and not list(folder.samples_folder.iterdir())
+        assert not folder.tensorboard_folder.exists()

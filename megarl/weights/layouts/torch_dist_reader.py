@@ -6,6 +6,7 @@ Chunks are read as weights only.
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import pickle
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.model_shape import ModelShape
 from megarl.types import DataError
 from megarl.weights.boxes import Box, Piece
 from megarl.weights.families import hf_tensors
-from megarl.weights.layouts.torch_dist import BACKEND, METADATA, Parameter, Stored, parameters
+from megarl.weights.layouts.torch_dist import BACKEND, COMMON, METADATA, Parameter, Stored, parameters
 
 _RECORDS = "torch.distributed.checkpoint."
 _ALLOWED = {
@@ -148,6 +149,37 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not allowed")
 
 
+def read_metadata(path: Path) -> Metadata:
+    """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError."""
+    try:
+        with path.open("rb") as file:
+            return _Unpickler(file).load()
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found. {_AGAIN}") from None
+    except Exception as error:  # A damaged pickle can raise anything.
+        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
+
+
+def check_harmless(folder: Path) -> None:
+    """Read all that Megatron's own loader would unpickle, as weights only; it may then load the folder.
+
+    Raises DataError naming the file that holds anything but numbers, texts and tensors.
+    """
+    metadata, path = read_metadata(folder / METADATA), folder / COMMON
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+        for index, place in metadata.storage_data.items():
+            path = folder / place.relative_path
+            if path.parent != folder or place.transform_descriptors:
+                raise ValueError("it is no plain file of this folder")
+            if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+    except Exception as error:  # As above.
+        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
+
+
 class _Metadata:
     """The contents of `.metadata`, checked where they are asked for."""
 
@@ -155,15 +187,12 @@ class _Metadata:
         self._path = folder / METADATA
         self._tensors: dict[str, _StoredTensor] = {}
         self._sizes: dict[str, int] = {}
+        records = read_metadata(self._path)
         try:
-            with self._path.open("rb") as file:
-                records = _Unpickler(file).load()
             self._records: Mapping[str, Any] = records.state_dict_metadata
             self._places: Mapping[MetadataIndex, Any] = records.storage_data
-        except FileNotFoundError:
-            raise DataError(f"{self._path}: not found. {_AGAIN}") from None
-        except Exception as error:  # A damaged pickle can raise anything.
-            raise DataError(f"{self._path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
+        except AttributeError as error:
+            raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
         """A parameter's key and its leading indices: some checkpoints have the layer in the key instead."""

@@ -1,0 +1,217 @@
+"""The trainer's state on disk, in Megatron's `torch_dist` format: written beside training, read at any layout.
+
+Planning and finishing a save are collectives, so they run where the driver calls them; between the two, each rank only
+writes its own copies to its own file. That runs in a thread. A fork, which is Megatron's way, would hold a copy of the
+rank's sockets, locks and CUDA context, and would outlive a killed rank and write into its successor's folder.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+
+from megarl.platform import device
+from megarl.training.engine import TrainingEngine
+from megarl.weights.ledger import Ledger, check_space, disk_full_named
+
+_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+_OVERHEAD_BYTES = 4096
+"""More than torch and the manifest spend on one tensor besides its elements."""
+
+
+class Save:
+    """One checkpoint on its way from this rank's memory to a folder. `num_bytes` is the size of all ranks' files."""
+
+    def __init__(self, folder: Path, request: AsyncRequest) -> None:
+        self._folder, self._request = folder, request
+        self._ledger = Ledger(folder)
+        _, buckets, self._results = request.async_fn_args or (None, [], None)
+        self._buckets: list[Any] = [(name, *contents) for _, name, contents in buckets]
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        items = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
+        own = sum(i.nbytes if isinstance(i, torch.Tensor) else i.getbuffer().nbytes for i in items)
+        total = torch.tensor(own + _OVERHEAD_BYTES * (len(items) + 1), device=device.current())
+        dist.all_reduce(total)
+        self.num_bytes = int(total)
+
+    def write(self, *, asynchronous: bool) -> None:
+        """Write this rank's share: in the background, from copies, if `asynchronous`. Raises DiskFullError."""
+        check_space(self._folder, self.num_bytes)
+        here = device.current()
+        # What the accelerator does not hold is a copy already: the gathered optimizer state.
+        self._buckets = [
+            (name, [*objects, *((item, t.to("cpu", copy=asynchronous and t.device == here)) for item, t in tensors)])
+            for name, objects, tensors in self._buckets
+        ]
+        self._thread.start()
+        if not asynchronous:
+            self._thread.join()
+
+    def finish(self, *, wait: bool = True) -> dict[str, dict[str, Any]] | None:
+        """Add Megatron's records when all ranks have written, a collective; None if one has not, unless told to `wait`.
+
+        Returns size and sha256 of this rank's files. Raises DiskFullError, or what else ended the writing.
+        """
+        busy = torch.tensor(int(self._thread.is_alive()), device=device.current())
+        dist.all_reduce(busy)
+        if busy and not wait:
+            return None
+        self._thread.join()
+        with disk_full_named(self._folder, self.num_bytes):
+            if self._error:
+                raise self._error
+            for finalize in self._request.finalize_fns:
+                finalize()
+        return self._ledger.files
+
+    def _write(self) -> None:
+        written = {}
+        try:
+            for index, (name, contents) in enumerate(self._buckets):
+                stream: Any = self._ledger.stream(name)
+                written[index] = [
+                    _write_item(_StorageWriterTransforms(), stream, data, item, name, SerializationFormat.TORCH_SAVE)
+                    for item, data in contents
+                ]
+            self._ledger.release(durable=True)
+        except Exception as error:
+            self._error = error
+        self._buckets = []
+        if self._results is not None:
+            self._results.put(written)
+
+
+def stage(folder: Path, engine: TrainingEngine, layout: str, **driver: Any) -> Save:
+    """Plan the save of the engine's state, this rank's random numbers and `driver`'s values. A collective.
+
+    `layout` says in words how the ranks share the state: random numbers are read back where it is the same. Raises
+    DiskFullError.
+    """
+    state = _sharded_state(engine, is_loading=False)
+    state |= {"random": _random_states(), "layout": layout, "driver": driver}
+    # Megatron's own queue of results is a process of its own.
+    filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
+    with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 writes what is common to all ranks already.
+        request = dist_checkpointing.save(
+            state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
+        )
+    assert request is not None
+    return Save(folder, request)
+
+
+def restore(folder: Path, engine: TrainingEngine, layout: str) -> dict[str, Any]:
+    """Read the state back into the engine, whatever its layout; returns the driver's values. A collective.
+
+    Megatron's loader unpickles: the folder must have passed `weights.layouts.torch_dist_reader.check_harmless`.
+    """
+    request = _sharded_state(engine, is_loading=True)
+    if dist_checkpointing.load_common_state_dict(str(folder))["layout"] == layout:
+        request["random"] = _random_states()
+    state = dist_checkpointing.load(request, str(folder))
+    for name, chunk in _named_chunks(engine).items():
+        chunk.load_state_dict(state[name])
+    leaves = _leaves(engine.optimizer)
+    saved = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
+    for optimizer, optimizer_state in zip(leaves, saved, strict=True):
+        _restore_optimizer(optimizer, optimizer_state)
+    engine.schedule.num_steps = 0
+    engine.schedule.step(increment=state["schedule"]["num_steps"])
+    if "random" in state:
+        _set_random_states(state["random"])
+    return state["driver"]
+
+
+def _named_chunks(engine: TrainingEngine) -> dict[str, Any]:
+    if len(engine.chunks) == 1:
+        return {"model": engine.chunks[0]}
+    return {f"model{index}": chunk for index, chunk in enumerate(engine.chunks)}
+
+
+def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = _FORMAT | {"dp_cp_group": group}
+    models = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()}
+    for optimizer in _leaves(engine.optimizer):
+        _allocate_moments(optimizer)
+    optimizer_state = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    return {**models, "optimizer": optimizer_state, "schedule": {"num_steps": engine.schedule.num_steps}}
+
+
+def _leaves(optimizer: MegatronOptimizer) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _is_torch(optimizer: Any) -> bool:
+    return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _allocate_moments(optimizer: Any) -> None:
+    """Give an optimizer that has not stepped the state that it would have; Megatron fails on torch's without."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    if _is_torch(optimizer):
+        for state in optimizer.optimizer.state.values():
+            state.setdefault("step", torch.zeros(()))
+
+
+def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Moments, master weights and step count from a checkpoint; rates and decays stay the recipe's."""
+    inner = optimizer.optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        step = saved["optimizer"]["param_groups"][0]["step"]
+        # Megatron's loader looks for every entry of the state in the checkpoint, which has no `step` in it.
+        for state in inner.state.values():
+            state.pop("step", None)
+        optimizer.load_parameter_state_from_fully_reshardable(saved["param_state"])
+        for state in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
+            state["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
+        return
+    current = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+    optimizer.load_state_dict(saved)
+    for group, settings in zip(inner.param_groups, current, strict=True):
+        group.update(settings)
+
+
+def _random_states() -> ShardedObject:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    states = {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    torch.cuda.set_rng_state(states["device"])
+    get_cuda_rng_tracker().set_states(states["megatron"])

@@ -1,0 +1,297 @@
+"""`megarl train --resume`: a run that is killed again and again ends, bit for bit, as one that was left alone.
+
+It is killed as often as `--kills` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(7200)
+
+STEPS, EVERY = 12, 2
+
+RECIPE = """
+name: whole
+loop: rl
+model: {{path: {model}, dtype: float32}}
+data: {{train: data/train.jsonl, validation: {{heldout: data/heldout.jsonl}}, max_prompt_tokens: 96}}
+cluster: {{ranks_per_node: 2}}
+trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
+optimizer: {{learning_rate: 2e-3, schedule: cosine, warmup_steps: 3, weight_decay: 0.1}}
+rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
+reward: {{functions: ["letters:share_of_digits"]}}
+train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
+evaluation: {{max_problems: 4, every_steps: 5}}
+checkpoint: {{every_steps: {every}, keep: 3}}
+"""
+
+# A model with random weights answers no question, but can learn to write digits.
+REWARD = """
+from megarl.types import Reward
+
+
+def share_of_digits(completion, answer, correct_score):
+    share = sum(c.isdigit() for c in completion) / max(1, len(completion))
+    return Reward(share, True, share > 0.5)
+"""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A folder with a recipe and the undisturbed run `whole`."""
+
+    folder: Path
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megarl", "train", *arguments],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def train(self, *arguments: str) -> str:
+        driver = self.start(*arguments)
+        output, _ = driver.communicate(timeout=1500)
+        assert driver.returncode == 0, output
+        return output
+
+    def run(self, name: str) -> Path:
+        return self.folder / "runs" / name
+
+    def status(self, name: str) -> dict[str, Any]:
+        return json.loads((self.run(name) / "status.json").read_text())
+
+    def checkpoints(self, name: str) -> list[str]:
+        return sorted(path.name for path in (self.run(name) / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("resume"))
+    tool("make_dataset").make_dataset(runs.folder / "data", sft=8, train=64, heldout=8)
+    (runs.folder / "letters.py").write_text(REWARD)
+    model = tiny_model(num_layers=2)
+    (runs.folder / "recipe.yaml").write_text(RECIPE.format(model=model, steps=STEPS, every=EVERY))
+    runs.train("recipe.yaml")
+    return runs
+
+
+def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kills: int) -> None:
+    moments = random.Random(7)
+    name = "killed"
+    for number in range(num_kills):
+        driver = runs.start("recipe.yaml", f"name={name}", "--resume")
+        victim = moments.choice(["driver", "rank 0", "rank 1"])
+        during_save = number % 3 == 1
+        last = 1 + number * STEPS // num_kills
+        try:
+            await_moment(runs, name, driver, last, during_save)
+            time.sleep(moments.uniform(0, 0.05 if during_save else 1.0))
+            saved = runs.checkpoints(name)
+            pids = rank_processes(driver.pid) | {-1: driver.pid}
+            os.kill(pids[{"driver": -1, "rank 0": 0, "rank 1": 1}[victim]], signal.SIGKILL)
+            output, _ = driver.communicate(timeout=120)
+        finally:
+            driver.kill()
+        assert driver.returncode in (-signal.SIGKILL, 76), output
+        print(f"kill {number + 1}: {victim} at step {runs.status(name)['step']}, saved {saved}, {during_save=}")
+    newest = runs.run(name) / "checkpoints" / runs.checkpoints(name)[-1]
+    flip_a_bit(newest / "__0_0.distcp")
+    earlier = runs.checkpoints(name)[-2]
+    output = runs.train(f"runs/{name}", "--resume")
+    assert f"checkpoint {newest.name} is left out" in output and "__0_0.distcp: its sha256 is" in output
+    assert f"resuming from runs/{name}/checkpoints/{earlier}" in output.replace(f"{runs.folder}/", "")
+    resumed_step = int(earlier[5:])
+    done = {"state": "done", "step": STEPS, "cause": None, "exit_code": 0}
+    assert runs.status("whole") == done
+    assert runs.status(name) == done | {"resumed_step": resumed_step}
+    assert_bit_equal(runs.run(name), runs.run("whole"))
+
+
+def await_moment(runs: Runs, name: str, driver: subprocess.Popen[str], last: int, during_save: bool) -> None:
+    """Wait until this process has logged step `last` or later; with `during_save`, then until a save is under way."""
+    home, started = runs.run(name), time.monotonic()
+
+    def reached() -> bool:
+        try:
+            status = runs.status(name)
+        except FileNotFoundError:
+            return False
+        owned = str(driver.pid) in (home / "lock").read_text()
+        return owned and status["state"] == "running" and status["step"] >= last
+
+    while not reached() or (during_save and not any((home / "checkpoints").glob(".step_*.partial"))):
+        assert time.monotonic() < started + 1200 and driver.poll() is None, driver.communicate()
+        time.sleep(0.01)
+
+
+def rank_processes(driver: int) -> dict[int, int]:
+    """Process ids of a driver's ranks, by rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            continue
+        rank = [entry for entry in environment if entry.startswith(b"RANK=")]
+        if parent == driver and rank:
+            found[int(rank[0][5:])] = int(process.name)
+    return found
+
+
+def assert_bit_equal(mine: Path, other: Path) -> None:
+    """Weights, optimizer state, random numbers, metrics but for times, samples, curves."""
+    assert (mine / "hf/model.safetensors").read_bytes() == (other / "hf/model.safetensors").read_bytes()
+    last = f"checkpoints/step_{STEPS:06d}/manifest.json"
+    files = [json.loads((run / last).read_text())["files"] for run in (mine, other)]
+    assert len([name for name in files[0] if name.endswith(".distcp")]) == 2
+    for name in files[0].keys() - {"driver.json", ".metadata"}:  # These name the run and the moment.
+        assert files[0][name] == files[1][name], name
+    assert (mine / "checkpoints/latest").read_text() == f"step_{STEPS:06d}\n"
+    steps = [[untimed(json.loads(line)) for line in (run / "metrics.jsonl").open()] for run in (mine, other)]
+    assert steps[0] == steps[1] and [step["step"] for step in steps[0]] == list(range(STEPS + 1))
+    assert len({step["train/loss"] for step in steps[0][1:]}) == STEPS, "nothing was trained"
+    samples = [{path.name: path.read_bytes() for path in (run / "samples").iterdir()} for run in (mine, other)]
+    assert samples[0] == samples[1]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(mine / "tensorboard"))
+    events.Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert curve == [(step["step"], pytest.approx(step["reward/mean"])) for step in steps[0][1:]]
+
+
+def untimed(step: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in step.items() if not name.startswith("time/")}
+
+
+def flip_a_bit(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
+
+
+class Crafted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def cut_short(newest: Path) -> str:
+    file = newest / "__1_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    return f"{file}: .* bytes where manifest.json says"
+
+
+def lose(newest: Path) -> str:
+    (newest / "__0_0.distcp").unlink()
+    return f"{newest / '__0_0.distcp'}: not found"
+
+
+def damage(newest: Path) -> str:
+    flip_a_bit(newest / "__1_0.distcp")
+    return f"{newest / '__1_0.distcp'}: its sha256 is"
+
+
+def forget_manifest(newest: Path) -> str:
+    (newest / "manifest.json").unlink()
+    return f"{newest / 'manifest.json'}: not found"
+
+
+def craft(newest: Path, name: str) -> str:
+    """A pickle that does something, and a manifest that says it should be there."""
+    import torch
+
+    file, trap = newest / name, Crafted(newest.parent / "sprung")
+    if name.endswith(".pt"):
+        torch.save({"layout": trap}, file)
+    elif name.endswith(".distcp"):
+        found = pickle.loads((newest / ".metadata").read_bytes()).storage_data
+        place = next(p for at, p in found.items() if at.fqn.startswith("random/") and p.relative_path == name)
+        content = bytearray(file.read_bytes())
+        crafted = pickle.dumps(trap)
+        content[place.offset : place.offset + len(crafted)] = crafted
+        file.write_bytes(content)
+    else:
+        file.write_bytes(pickle.dumps(trap))
+    manifest = json.loads((newest / "manifest.json").read_text())
+    from megarl.weights.ledger import file_record
+
+    manifest["files"][name] = file_record(file)
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    return f"{file}: cannot be read"
+
+
+FAULTS = [
+    pytest.param(cut_short, id="cut short"),
+    pytest.param(lose, id="lost"),
+    pytest.param(damage, id="bit flipped"),
+    pytest.param(forget_manifest, id="no manifest"),
+    pytest.param(lambda newest: craft(newest, ".metadata"), id="crafted .metadata"),
+    pytest.param(lambda newest: craft(newest, "common.pt"), id="crafted common.pt"),
+    pytest.param(lambda newest: craft(newest, "__0_0.distcp"), id="crafted object"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    runs: Runs, tmp_path: Path, fault: Callable[[Path], str]
+) -> None:
+    import re
+
+    from megarl.loops.checkpoints import newest_good
+    from megarl.types import DataError
+
+    home = shutil.copytree(runs.run("whole") / "checkpoints", tmp_path / "checkpoints")
+    names = [f"step_{step:06d}" for step in (STEPS, STEPS - EVERY, STEPS - 2 * EVERY)]
+    warnings: list[str] = []
+    assert newest_good(home, warnings.append) == home / names[0] and not warnings
+    for name in names[:-1]:
+        told = fault(home / name)
+        older = home / names[names.index(name) + 1]
+        assert newest_good(home, warnings.append) == older
+        assert re.search(told, warnings.pop()) and not warnings
+        assert (home / f"{name}.damaged").is_dir()
+    fault(home / names[-1])
+    with pytest.raises(DataError, match="none of its 1 checkpoints is good"):
+        newest_good(home, warnings.append)
+    assert not (home / "sprung").exists()
+
+
+def test_a_run_without_checkpoints_starts_again(runs: Runs) -> None:
+    folder = runs.run("none")
+    (folder / "samples").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"ste')
+    (folder / "samples/step_000001.jsonl").write_text("{}\n")
+    output = runs.train("recipe.yaml", "name=none", "train.steps=1", "checkpoint.every_steps=0", "--resume")
+    assert "has no checkpoint yet: starting from the beginning" in output
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [0, 1]
+    assert len((folder / "samples/step_000001.jsonl").read_text().splitlines()) == 16 + 4
+    assert not (folder / "checkpoints").exists()

@@ -1,0 +1,247 @@
+"""The trainer's state on disk: bit-equal where the layout is the same, the same next step where it is another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config import Recipe
+from megarl.data.packing import pack
+from megarl.loops.batches import weigh
+from megarl.model_shape import padded_vocab_size, read_model_shape
+from megarl.parallel_layout import ParallelLayout
+from megarl.testing import RankPool
+from megarl.tracking.metrics import merge, values
+from megarl.types import DiskFullError, TrainingSequence
+from megarl.weights.layouts.torch_dist_reader import check_harmless
+
+Sizes = tuple[int, int, int]
+
+
+def recipe_of(model: Path, **trainer: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "checkpoint",
+            "loop": "sft",
+            "model": {"path": str(model), "dtype": trainer.pop("dtype", "float32")},
+            "data": {"train": "unused"},
+            "trainer": {"max_tokens_per_microbatch": 64, **trainer},
+            "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2},
+            "train": {"steps": 8},
+        }
+    )
+
+
+def layout_of(sizes: Sizes) -> ParallelLayout:
+    tp, pp, dp = sizes
+    return ParallelLayout(tp, pp, dp, 1)
+
+
+def build(recipe: Recipe, layout: ParallelLayout) -> Any:
+    from megarl.training.engine import TrainingEngine
+    from megarl.weights.layouts import safetensors
+    from megarl.weights.layouts.megatron import megatron_layout
+
+    shape = read_model_shape(recipe.model.path)
+    at = layout.coordinates(dist.get_rank())
+    pieces = megatron_layout(shape, layout, at, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+
+    def load(parameters: Mapping[str, torch.Tensor]) -> None:
+        safetensors.load(recipe.model.path, shape, pieces, parameters)
+
+    return TrainingEngine(recipe, layout, shape, load)
+
+
+def update(engine: Any, layout: ParallelLayout, step: int) -> dict[str, Any]:
+    """One step on tokens that are a function of the step."""
+    numbers = np.random.default_rng(step)
+    sequences = weigh(
+        [
+            TrainingSequence(numbers.integers(1, 400, size=length), np.arange(length) >= 2)
+            for length in (5, 9, 14, 11, 7, 8, 16, 4)
+        ],
+        engine.recipe.algorithm,
+    )
+    tokens = engine.recipe.trainer.max_tokens_per_microbatch
+    rows = pack([len(s) for s in sequences], max_tokens=tokens, num_ranks=layout.dp, multiple=layout.tp)
+    return engine.update([[sequences[i] for i in row] for row in rows[layout.coordinates(dist.get_rank()).dp]])
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters, master weights and moments."""
+    state = {name: value.detach().clone() for name, value in engine.parameters.items()}
+    for number, leaf in enumerate(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])):
+        order = [parameter for group in leaf.optimizer.param_groups for parameter in group["params"]]
+        for place, parameter in enumerate(order):
+            state[f"{number}.{place}"] = parameter.detach().clone()
+            for name, value in leaf.optimizer.state[parameter].items():
+                state[f"{number}.{place}.{name}"] = torch.as_tensor(value).clone()
+    return state
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def save_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path, asynchronous: bool) -> dict[str, Any]:
+    """Two steps, a save, the state then, two more steps; a save under way must not see what these change."""
+    from megarl.training import checkpoint
+
+    layout = layout_of(sizes)
+    engine = build(recipe, layout)
+    for step in range(2):
+        update(engine, layout, step)
+    random.seed(5 + dist.get_rank())
+    save = checkpoint.stage(folder, engine, str(layout), weight_version=3)
+    assert save.num_bytes > 3 * 4 * sum(p.numel() for p in engine.parameters.values())
+    result = {"state": state_of(engine)}
+    save.write(asynchronous=asynchronous)
+    if asynchronous:
+        with torch.no_grad():
+            for parameter in engine.parameters.values():
+                parameter.fill_(7)
+        save.finish()
+        for name, parameter in engine.parameters.items():
+            parameter.data.copy_(result["state"][name])
+    else:
+        assert save.finish(wait=False)
+    result["drawn"] = draw()
+    result["metrics"] = [update(engine, layout, step) for step in (2, 3)]
+    result["end"] = state_of(engine)
+    return result
+
+
+def load_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
+    from megarl.training import checkpoint
+
+    layout = layout_of(sizes)
+    engine = build(recipe, layout)
+    with torch.no_grad():
+        for parameter in engine.parameters.values():
+            parameter.fill_(7)
+    result: dict[str, Any] = {"driver": checkpoint.restore(folder, engine, str(layout)), "state": state_of(engine)}
+    result["drawn"] = draw()
+    result["metrics"] = [update(engine, layout, step) for step in (2, 3)]
+    result["end"] = state_of(engine)
+    return result
+
+
+def assert_equal(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert mine.keys() == other.keys()
+    for name in mine:
+        assert mine[name].dtype == other[name].dtype and torch.equal(mine[name], other[name]), name
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
+    def make(**shape: Any) -> Path:
+        sizes = {"hidden_size": 48, "num_layers": 2, "num_heads": 12, "num_kv_heads": 6, "intermediate_size": 48}
+        return tiny_model(**(sizes | {"vocab_size": 431, "initializer_range": 0.15} | shape))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("sizes", "trainer", "asynchronous"),
+    [
+        pytest.param((1, 1, 2), {}, True, id="dp2"),
+        pytest.param((1, 2, 1), {"dtype": "bfloat16"}, True, id="pp2 in bfloat16"),
+        pytest.param((1, 1, 2), {"dtype": "bfloat16"}, False, id="dp2 in bfloat16, in place"),
+        pytest.param((1, 2, 1), {"distributed_optimizer": False}, True, id="pp2, optimizer not distributed"),
+        pytest.param((1, 1, 1), {"distributed_optimizer": False, "dtype": "bfloat16"}, True, id="master weights"),
+    ],
+)
+def test_a_run_goes_on_bit_equal_at_the_same_layout(
+    ranks: RankPool,
+    model: Callable[..., Path],
+    tmp_path: Path,
+    sizes: Sizes,
+    trainer: dict[str, Any],
+    asynchronous: bool,
+) -> None:
+    recipe, world = recipe_of(model(), **trainer), layout_of(sizes).world_size
+    saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path, asynchronous, world_size=world)
+    check_harmless(tmp_path)
+    loaded = ranks.run(load_and_go_on, recipe, sizes, tmp_path, world_size=world)
+    for mine, other in zip(loaded, saved, strict=True):
+        assert mine["driver"] == {"weight_version": 3}
+        assert mine["drawn"] == other["drawn"]
+        assert_equal(mine["state"], other["state"])
+        assert mine["metrics"] == other["metrics"]
+        assert_equal(mine["end"], other["end"])
+    assert not torch.equal(loaded[0]["end"]["0.0"], loaded[0]["state"]["0.0"])
+
+
+@pytest.mark.parametrize(
+    ("tie", "sizes", "others"),
+    [
+        pytest.param(True, (2, 1, 1), [(1, 2, 1), (3, 1, 1), (1, 2, 2)], id="tied"),
+        pytest.param(False, (3, 1, 1), [(1, 1, 1), (2, 2, 1)], id="untied"),
+    ],
+)
+def test_a_checkpoint_is_read_at_any_layout(
+    ranks: RankPool, model: Callable[..., Path], tmp_path: Path, tie: bool, sizes: Sizes, others: list[Sizes]
+) -> None:
+    """tp 3 pads 431 tokens to 576, the other sizes to 448."""
+    recipe = recipe_of(model(tie_word_embeddings=tie))
+    saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path, True, world_size=layout_of(sizes).world_size)
+    expected = [values(merge(rank["metrics"][step] for rank in saved)) for step in range(2)]
+    for other in others:
+        loaded = ranks.run(load_and_go_on, recipe, other, tmp_path, world_size=layout_of(other).world_size)
+        for step in range(2):
+            found = values(merge(rank["metrics"][step] for rank in loaded))
+            assert found == pytest.approx(expected[step], rel=1e-5), other
+
+
+def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
+    """What the rank hears, and how much it was going to write."""
+    from megarl.training import checkpoint
+
+    engine = build(recipe, layout_of((1, 1, 1)))
+    save = checkpoint.stage(folder, engine, "one rank")
+    with pytest.raises(DiskFullError) as caught:
+        save.write(asynchronous=True)
+        save.finish()
+    return str(caught.value), save.num_bytes
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`small_disk(options)` is a file system in memory with those mount options."""
+    with contextlib.ExitStack() as stack:
+
+        def mount(options: str) -> Path:
+            folder = tmp_path / options
+            folder.mkdir()
+            done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+            if done.returncode:
+                pytest.skip(f"this user may not mount a file system: {done.stderr.decode().strip()}")
+            stack.callback(subprocess.run, ["umount", folder], check=True)
+            return folder
+
+        yield mount
+
+
+@pytest.mark.parametrize(("options", "is_tried"), [("size=256k", False), ("size=64m,nr_inodes=3", True)])
+def test_a_full_disk_is_named_before_and_while_it_is_written_to(
+    ranks: RankPool, model: Callable[..., Path], small_disk: Callable[[str], Path], options: str, is_tried: bool
+) -> None:
+    """The second disk has room for all bytes, but not for another file beside `common.pt`."""
+    home = small_disk(options)
+    (home / "partial").mkdir()
+    ((told, num_bytes),) = ranks.run(save_in_vain, recipe_of(model()), home / "partial", world_size=1)
+    status = os.statvfs(home)
+    assert told.startswith(f"{home / 'partial'}: no room on its disk: {num_bytes} bytes needed, ")
+    assert f"{status.f_bavail * status.f_frsize} free. Make room" in told
+    assert (num_bytes < status.f_bavail * status.f_frsize) is is_tried
+    assert sorted(path.name for path in (home / "partial").iterdir()) == ["common.pt"]
