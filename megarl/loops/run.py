@@ -11,10 +11,12 @@ from rich.console import Console
 
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
+from megarl.data.packing import attention_ratio
 from megarl.evaluation import Respondents
 from megarl.loops import rl, sft
 from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
 from megarl.loops.session import Session
+from megarl.model_shape import read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.preflight import read_problems, row_multiple
@@ -83,7 +85,13 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
             tracker=tracker,
             tokenizer=tokenizer,
             ranks=ranks,
-            trainer=TrainerRanks(ranks, layout, recipe.trainer.max_tokens_per_microbatch, row_multiple(recipe)),
+            trainer=TrainerRanks(
+                ranks,
+                layout,
+                recipe.trainer.max_tokens_per_microbatch,
+                row_multiple(recipe),
+                attention_ratio(read_model_shape(recipe.model.path)),
+            ),
             respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
             checkpoints=Checkpoints(recipe, folder, tracker, ranks),

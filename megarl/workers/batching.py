@@ -22,6 +22,7 @@ class TrainerRanks:
     layout: ParallelLayout
     max_tokens_per_microbatch: int
     row_multiple: int = 1
+    attention_ratio: float = 65536.0
 
     async def update(self, sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
         """One optimizer step on all sequences. Returns the metrics of the whole batch."""
@@ -50,6 +51,7 @@ class TrainerRanks:
             num_ranks=layout.dp,
             multiple=2 * layout.cp if layout.cp > 1 else 1,
             rows_multiple=layout.pp if layout.vpp > 1 else 1,
+            attention_ratio=self.attention_ratio,
         )
 
     async def _scatter(self, method: str, per_replica: Sequence[object], *args: object) -> list[list]:
