@@ -94,7 +94,7 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
                 "distributed_optimizer": False,
                 **trainer,
             },
-            "optimizer": {"name": "sgd", "learning_rate": 1.0, "clip_grad_norm": 1.0},
+            "optimizer": {"name": "sgd", "learning_rate": 3.0, "clip_grad_norm": 1.0},
             "algorithm": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.5},
         }
     )
