@@ -366,7 +366,7 @@ def offloading(recipe: Recipe, layout: ParallelLayout, updates: list[list[Traini
         held = [*engine.parameters.values(), *engine._gradients(), *engine._optimizer_state()]
         stayed += sum(tensor.untyped_storage().nbytes() for tensor in held)
     engine.onload(["parameters"])
-    return {"stayed": stayed, "parameters": {n: v.detach().numpy() for n, v in engine.parameters.items()}}
+    return {"stayed": stayed, "parameters": {n: v.detach().float().numpy() for n, v in engine.parameters.items()}}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
