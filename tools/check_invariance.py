@@ -3,9 +3,9 @@
     python tools/check_invariance.py [--only tp2 --only "tp2 pp2 cp2"] [--json results.jsonl]
 
 Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
-supervised loss and the clipped policy loss in every aggregation; gradients are clipped to one small norm, so that every
-loss moves the weights equally far, and far enough to stand clear of float32's grain. A parameter's difference counts relative to how far
-training moved it. Exits with 1 if a difference is above its limit.
+supervised loss and the clipped policy loss in every aggregation. Gradients are clipped to one small norm, so that every
+loss moves the weights equally far, and far enough to stand clear of float32's grain. A parameter's difference counts
+relative to how far training moved it. Exits with 1 if a difference is above its limit.
 """
 
 from __future__ import annotations
