@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,22 +67,16 @@ class Respondents:
         ]
         place = {request.request_id: index for index, request in enumerate(requests)}
         scored = [
-            asyncio.create_task(self._score(completion, problems, samples_per_prompt, place))
-            async for completion in self._sample(requests)
+            asyncio.create_task(self._score(completion, problems))
+            async for completion in sample(self.group, self.layout, requests, max_running=self.max_running)
         ]
-        return [answered for _, answered in sorted(await asyncio.gather(*scored), key=lambda pair: pair[0])]
+        return sorted(await asyncio.gather(*scored), key=lambda answered: place[answered.completion.request_id])
 
-    def _sample(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        return sample(self.group, self.layout, requests, max_running=self.max_running)
-
-    async def _score(
-        self, completion: Completion, problems: Sequence[Problem], per_prompt: int, place: dict[str, int]
-    ) -> tuple[int, Answered]:
-        index = place[completion.request_id]
-        group = index // per_prompt
+    async def _score(self, completion: Completion, problems: Sequence[Problem]) -> Answered:
+        group = int(completion.request_id.partition(".")[0])
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         reward = await self.rewards.score(text, problems[group].answer)  # type: ignore[arg-type]
-        return index, Answered(problems[group], group, completion, text, reward)  # type: ignore[arg-type]
+        return Answered(problems[group], group, completion, text, reward)  # type: ignore[arg-type]
 
 
 async def accuracy(

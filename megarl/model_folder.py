@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from megarl.types import DataError
 
@@ -14,7 +15,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
-_LARGEST_HEADER_BYTES = 100_000_000  # The limit of the safetensors format.
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
+"""Endings of files that hold weights in one form or another."""
 
 
 def check_model_folder(folder: str | Path) -> list[str]:
@@ -25,25 +27,18 @@ def check_model_folder(folder: str | Path) -> list[str]:
             f"{folder}: model folder not found. model.path is a local folder; "
             f"a model of the Hugging Face hub comes with: hf download NAME --local-dir {folder}"
         ]
-    problems = []
-    try:
-        for shard, tensors in weight_files(folder).items():
-            try:
-                absent = tensors - read_safetensors_header(folder / shard).keys()
-            except DataError as error:
-                problems.append(str(error))
-            else:
-                if absent:
-                    problems.append(
-                        f"{folder / shard}: lacks {min(absent)}, which {INDEX} says it holds. {_COPY_AGAIN}"
-                    )
-    except DataError as error:
-        problems.append(str(error))
-    for name in TOKENIZER:
+    problems: list[str] = []
+
+    def read(reader: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            _read_object(folder / name)
+            return reader(*arguments)
         except DataError as error:
             problems.append(str(error))
+
+    for file, tensors in (read(weight_files, folder) or {}).items():
+        read(read_safetensors_header, folder / file, tensors)
+    for name in TOKENIZER:
+        read(read_object, folder / name)
     return problems
 
 
@@ -61,7 +56,7 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
             )
         return {SINGLE: set()}
     files: dict[str, set[str]] = {}
-    weight_map = _read_object(folder / INDEX).get("weight_map")
+    weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise DataError(f"{folder / INDEX}: has no weight_map. {_COPY_AGAIN}")
     for tensor, shard in weight_map.items():
@@ -71,31 +66,37 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     return files
 
 
-def read_safetensors_header(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Tensor name -> {dtype, shape, data_offsets} of one file. Raises DataError if it is not whole."""
-    path = Path(path)
+def companions(folder: str | Path) -> dict[str, Path]:
+    """The files of a model folder that hold no weights, nor say where weights are, by their names inside it."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+    return {
+        name: path
+        for name, path in paths.items()
+        if not (path.suffix in WEIGHTS or name.endswith((".index.json", "manifest.json")))
+        and not any(part.startswith(".") for part in name.split("/")[:-1])
+    }
+
+
+def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensor name -> type and shape of one file. Raises DataError if it is not whole or lacks an expected tensor."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if size < 8 or header_bytes > min(size - 8, _LARGEST_HEADER_BYTES):
-                raise DataError(f"{path}: cut short or no safetensors file ({size} bytes). {_COPY_AGAIN}")
-            header = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            header = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except FileNotFoundError:
         raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise DataError(f"{path}: header cannot be read ({error}). {_COPY_AGAIN}") from None
-    if size != 8 + header_bytes + end:
-        raise DataError(f"{path}: {size} bytes where its header says {8 + header_bytes + end}. {_COPY_AGAIN}")
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: cut short or no safetensors file ({error}). {_COPY_AGAIN}") from None
+    if absent := set(expected) - header.keys():
+        raise DataError(f"{path}: lacks {min(absent)}, which {INDEX} says it holds. {_COPY_AGAIN}")
     return header
 
 
 _COPY_AGAIN = "Copy or download the file again."
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises DataError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

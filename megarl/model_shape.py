@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 from typing import Any
 
+from megarl.model_folder import read_object
 from megarl.types import DataError
 
 ARCHITECTURES = {
@@ -60,14 +60,7 @@ class ModelShape:
 def read_model_shape(model_folder: str | Path) -> ModelShape:
     """The shape of the model in a folder. Raises DataError for a missing, broken or unsupported config.json."""
     path = Path(model_folder) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(
-            f"{path}: not found. model.path must be a Hugging Face model folder with a config.json."
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Copy the model folder again.") from None
+    config = read_object(path)
     try:
         return shape_from_config(config)
     except KeyError as error:

@@ -51,29 +51,20 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         """`4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
-        more = [f"{axis} {getattr(self, axis)}" for axis in ("vpp", "ep", "etp") if getattr(self, axis) > 1]
+        axes = ("tp", "pp", "dp", "cp") if self.cp > 1 else ("tp", "pp", "dp")
+        sizes = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+        sizes += "".join(f", {axis} {getattr(self, axis)}" for axis in ("vpp", "ep", "etp") if getattr(self, axis) > 1)
         order = f" in order {self.order}" if self.order != RANK_ORDERS[0] else ""
         order += f", ranks dealt {self.deal[0]} by {self.deal[1]}" if self.deal != (1, 1) else ""
+        experts = " with expert parallelism" if self.rollout_ep else ""
         return (
-            f"{self.world_size} ranks: trainer tp {self.tp} * pp {self.pp} * dp {self.dp}"
-            f"{f' * cp {self.cp}' if self.cp > 1 else ''}{''.join(f', {size}' for size in more)}{order}, "
-            f"vLLM tp {self.rollout_tp}{' with expert parallelism' if self.rollout_ep else ''} * "
-            f"{self.num_replicas} replicas"
+            f"{self.world_size} ranks: trainer {sizes}{order}, "
+            f"vLLM tp {self.rollout_tp}{experts} * {self.world_size // self.rollout_tp} replicas"
         )
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
-
-    @property
-    def edp(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.world_size // (self.etp * self.ep * self.pp)
-
-    @property
-    def num_replicas(self) -> int:
-        """vLLM engines in the world."""
-        return self.world_size // self.rollout_tp
 
     def coordinates(self, rank: int) -> Coordinates:
         """The trainer coordinates of a rank."""
@@ -104,10 +95,6 @@ class ParallelLayout:
         """Which rank plays each part of the trainer's order."""
         return tuple(sorted(range(self.world_size), key=self.part))
 
-    def replica(self, rank: int) -> int:
-        """The vLLM engine a rank belongs to."""
-        return rank // self.rollout_tp
-
     def leaders(self) -> tuple[int, ...]:
         """The ranks that own an engine's scheduler: the first of each vLLM group."""
         return tuple(range(0, self.world_size, self.rollout_tp))
@@ -118,7 +105,8 @@ class ParallelLayout:
 
     @property
     def _expert(self) -> dict[str, int]:
-        return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": self.edp, "pp": self.pp}
+        same = self.world_size // (self.etp * self.ep * self.pp)
+        return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": same, "pp": self.pp}
 
     def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
         """The part's digits in the number system that the order of the axes makes."""

@@ -55,14 +55,9 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelLayout]:
 def _layout(recipe: Recipe) -> ParallelLayout:
     trainer = recipe.trainer
     return ParallelLayout(
-        tp=trainer.tp,
-        pp=trainer.pp,
+        **trainer.model_dump(include={"tp", "pp", "cp", "vpp", "ep", "etp"}),
         dp=max(recipe.cluster.world_size // (trainer.tp * trainer.pp * trainer.cp), 1),
         rollout_tp=recipe.rollout.tp,
-        vpp=trainer.vpp,
-        cp=trainer.cp,
-        ep=trainer.ep,
-        etp=trainer.etp,
         rollout_ep=bool(recipe.rollout.vllm.get("enable_expert_parallel", False)),
         order=trainer.rank_order,
     )
@@ -75,15 +70,15 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     """
     from megarl.data.chat import load_tokenizer
 
-    data, tokenizer = recipe.data, load_tokenizer(recipe.model.path)
-    files = [("train", data.train, recipe.loop)] + [(name, path, "rl") for name, path in data.validation.items()]
+    tokenizer = load_tokenizer(recipe.model.path)
+    files = {"train": recipe.data.train, **recipe.data.validation}
     counts, broken = {}, []
-    for name, path, loop in files:
+    for name, path in files.items():
         try:
-            is_rl = loop == "rl"
-            counts[name] = len(
-                read_problems(recipe, tokenizer, path) if is_rl else read_conversations(recipe, tokenizer)
-            )
+            if name == "train" and recipe.loop == "sft":
+                counts[name] = len(read_conversations(recipe, tokenizer))
+            else:
+                counts[name] = len(read_problems(recipe, tokenizer, path))
         except DataError as error:
             broken.append(str(error))
     if broken:
@@ -95,14 +90,8 @@ def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Probl
     """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line."""
     from megarl.data import problems
 
-    data = recipe.data
-    return problems.read_problems(
-        path,
-        tokenizer,
-        answer_field=data.answer_field,
-        system_prompt=data.system_prompt,
-        max_prompt_tokens=data.max_prompt_tokens,
-    )
+    settings = recipe.data.model_dump(include={"answer_field", "system_prompt", "max_prompt_tokens"})
+    return problems.read_problems(path, tokenizer, **settings)
 
 
 def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSequence]:
@@ -152,9 +141,8 @@ def _ranks(recipe: Recipe) -> Iterator[str]:
         )
     elif trainer.dp is not None and trainer.dp != world // model_ranks:
         yield (
-            f"trainer.dp = {trainer.dp}: {ranks} / ({' * '.join(f'{a} {getattr(trainer, a)}' for a in axes)}) make "
-            f"{world // model_ranks}; set trainer.dp={world // model_ranks}, leave it out, "
-            f"or have {trainer.dp * model_ranks} ranks"
+            f"trainer.dp = {trainer.dp}: {ranks} / {' * '.join(axes)} {model_ranks} make {world // model_ranks}; "
+            f"set trainer.dp={world // model_ranks}, leave it out, or have {trainer.dp * model_ranks} ranks"
         )
     expert_ranks = trainer.etp * trainer.ep * trainer.pp
     if trainer.etp * trainer.ep > 1 and world % expert_ranks:
@@ -174,38 +162,23 @@ def _ranks(recipe: Recipe) -> Iterator[str]:
 
 
 def _batches(recipe: Recipe, dp: int) -> Iterator[str]:
-    train = recipe.train
-    if recipe.loop == "sft":
-        if train.prompts_per_step % dp:
-            yield (
-                f"train.prompts_per_step = {train.prompts_per_step}: does not divide by the data-parallel size {dp} "
-                f"(trainer.dp); use {_around(train.prompts_per_step, dp)}"
-            )
-        yield from _chunk_batches(recipe, train.prompts_per_step // dp)
-        return
-    parts, completions = train.updates_per_step * dp, train.prompts_per_step * train.samples_per_prompt
-    if completions % parts:
-        unit = parts // math.gcd(parts, train.samples_per_prompt)
+    train, trainer, is_rl = recipe.train, recipe.trainer, recipe.loop == "rl"
+    updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_rl else (1, 1)
+    parts, sequences = updates * dp, train.prompts_per_step * samples
+    if sequences % parts:
+        made = f"times train.samples_per_prompt {samples} makes {sequences} completions, which do" if is_rl else "does"
         yield (
-            f"train.prompts_per_step = {train.prompts_per_step}: times train.samples_per_prompt "
-            f"{train.samples_per_prompt} makes {completions} completions, not to be divided by train.updates_per_step "
-            f"{train.updates_per_step} * dp {dp}; use prompts_per_step {_around(train.prompts_per_step, unit)}"
+            f"train.prompts_per_step = {train.prompts_per_step}: {made} not divide by "
+            f"{f'train.updates_per_step {updates} * ' if is_rl else ''}the data-parallel size {dp} (trainer.dp); "
+            f"use {_around(train.prompts_per_step, parts // math.gcd(parts, samples))}"
         )
-    yield from _chunk_batches(recipe, completions // parts)
-    if recipe.algorithm.advantage == "grpo" and train.samples_per_prompt < 2:
+    if trainer.vpp > 1 and sequences // parts < trainer.pp:
         yield (
-            f"train.samples_per_prompt = {train.samples_per_prompt}: algorithm.advantage grpo compares the completions "
-            "of one prompt; use 2 or more"
+            f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
+            f"{sequences // parts} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
-
-
-def _chunk_batches(recipe: Recipe, sequences: int) -> Iterator[str]:
-    trainer = recipe.trainer
-    if trainer.vpp > 1 and sequences < trainer.pp:
-        yield (
-            f"trainer.vpp = {trainer.vpp}: the interleaved schedule takes trainer.pp {trainer.pp} microbatches at a "
-            f"time, an update has {sequences} sequences for each data-parallel rank; use larger batches or vpp 1"
-        )
+    if is_rl and recipe.algorithm.advantage == "grpo" and samples < 2:
+        yield f"train.samples_per_prompt = {samples}: algorithm.advantage grpo compares a prompt's; use 2 or more"
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
@@ -229,17 +202,12 @@ def _optimizer(recipe: Recipe) -> Iterator[str]:
     optimizer, train = recipe.optimizer, recipe.train
     updates = train.steps * (train.updates_per_step if recipe.loop == "rl" else 1)
     if optimizer.warmup_steps > updates:
-        yield (
-            f"optimizer.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates (train.steps * "
-            f"train.updates_per_step in rl); use at most {updates}"
-        )
+        yield f"optimizer.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates; use no more"
     if optimizer.name == "sgd" and recipe.trainer.distributed_optimizer:
         yield "optimizer.name = sgd: has no state to shard; set trainer.distributed_optimizer=false"
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        yield (
-            f"optimizer.min_learning_rate = {optimizer.min_learning_rate}: is above optimizer.learning_rate "
-            f"{optimizer.learning_rate}; lower it"
-        )
+    low, high = optimizer.min_learning_rate, optimizer.learning_rate
+    if low > high:
+        yield f"optimizer.min_learning_rate = {low}: is above optimizer.learning_rate {high}; lower it"
 
 
 def _rewards(recipe: Recipe) -> Iterator[str]:
@@ -282,28 +250,22 @@ def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"trainer.rank_order = {trainer.rank_order}: Megatron needs tp * cp = {dense} to equal "
             f"{'etp * ep' if shape.num_experts else 'tp'} = {expert}; leave it out or change those"
         )
-    if not shape.num_experts:
-        for field, size in (("trainer.ep", trainer.ep), ("trainer.etp", trainer.etp)):
-            if size > 1:
-                yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
-        return
     for field, size, whole, name in (
         ("trainer.ep", trainer.ep, shape.num_experts, "experts"),
         ("trainer.etp", trainer.etp, shape.moe_intermediate_size, "channels of an expert"),
     ):
-        if whole % size:
+        if not shape.num_experts and size > 1:
+            yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
+        elif whole % size:
             yield f"{field} = {size}: does not divide the model's {whole} {name}; use {_one_of(_divisors(whole))}"
-    if rollout.tp > shape.num_experts:
+    if 0 < shape.num_experts < rollout.tp:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
 def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
     if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
-        yield (
-            f"trainer.sequence_parallel = False: Megatron trains experts at trainer.tp {trainer.tp} with sequence "
-            "parallelism only; leave it out"
-        )
+        yield f"trainer.sequence_parallel = False: experts at trainer.tp {trainer.tp} need it; leave it out"
     if trainer.router_replay and (not shape.num_experts or recipe.loop != "rl"):
         yield "trainer.router_replay = True: replays what an engine chose in rl for a model with experts; leave it out"
     if trainer.router_replay and trainer.recompute == "full":
@@ -311,14 +273,13 @@ def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    room = shape.max_position_embeddings - recipe.data.max_prompt_tokens
     samplings = {"rollout.sampling": recipe.rollout.sampling, "evaluation.sampling": recipe.evaluation_sampling}
     for field, sampling in samplings.items():
-        room = shape.max_position_embeddings - recipe.data.max_prompt_tokens
         if sampling.max_new_tokens > room:
             yield (
-                f"{field}.max_new_tokens = {sampling.max_new_tokens}: with data.max_prompt_tokens "
-                f"{recipe.data.max_prompt_tokens} it exceeds the model's {shape.max_position_embeddings} positions; "
-                + (f"use at most {room}" if room > 0 else "lower both")
+                f"{field}.max_new_tokens = {sampling.max_new_tokens}: exceeds with data.max_prompt_tokens the model's "
+                f"{shape.max_position_embeddings} positions; " + (f"use at most {room}" if room > 0 else "lower both")
             )
 
 

@@ -148,17 +148,15 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str) ->
 def _hint(place: str, known: Mapping[str, Any]) -> str:
     """Where an unknown key may have been meant to stand."""
     section, _, key = place.rpartition(".")
-    names = {name: name.rpartition(".")[2] for name in known}
-    siblings = [leaf for name, leaf in names.items() if name.rpartition(".")[0] == section]
-    prefix = section + "." if section else ""
-    if elsewhere := [name for name, leaf in names.items() if leaf == key]:
+    leaf_of = {name: name.rpartition(".")[2] for name in known}
+    siblings = {name: leaf for name, leaf in leaf_of.items() if name.rpartition(".")[0] == section}
+    if elsewhere := [name for name, leaf in leaf_of.items() if leaf == key]:
         parents = [name.rpartition(".")[0] or "the top level" for name in elsewhere]
         return f"it belongs under {' or '.join(parents)}: {', '.join(elsewhere)}"
-    if close := difflib.get_close_matches(key, siblings, n=1):
-        return f"did you mean {prefix}{close[0]}?"
-    if close := difflib.get_close_matches(key, list(names.values()), n=1):
-        return f"did you mean {' or '.join(name for name, leaf in names.items() if leaf == close[0])}?"
-    return f"known are {', '.join(prefix + leaf for leaf in siblings)}"
+    for names in (siblings, leaf_of):
+        if close := difflib.get_close_matches(key, names.values(), n=1):
+            return f"did you mean {' or '.join(name for name, leaf in names.items() if leaf == close[0])}?"
+    return f"known are {', '.join(siblings)}"
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

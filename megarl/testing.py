@@ -1,4 +1,4 @@
-"""Functions on real gloo ranks: `run_ranks` in fresh processes, `RankPool` in processes kept for many functions."""
+"""Functions on real gloo ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megarl.workers.process_group import ProcessGroup
@@ -25,26 +25,11 @@ _ENDS_OF_WORLD = (
 )
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout_seconds: float = 120.0,
-    environment: Mapping[str, str] | None = None,
-) -> list[Any]:
-    """Call `function(*args)` in `world_size` fresh processes with `torch.distributed` on gloo; results by rank.
-
-    The function is one of a module's own (it travels as file and name); arguments and results are picklable.
-    Errors are those of `WorkerGroup.call`, a time-out among them; no process is left behind.
-    """
-    with RankPool(world_size, environment=environment) as pool:
-        return pool.run(function, *args, timeout_seconds=timeout_seconds)
-
-
-class RankPool:
+class RankPool(AbstractContextManager["RankPool"]):
     """`world_size` processes that run one function after the other, each in a fresh gloo world. A context.
 
-    Starts at the first `run`, and anew after a failure. What functions leave in module globals stays.
+    Starts at the first `run`, and anew after a failure. What functions leave in module globals stays; no process is
+    left behind.
     """
 
     def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
@@ -57,7 +42,11 @@ class RankPool:
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0, world_size: int | None = None
     ) -> list[Any]:
-        """Call `function(*args)` on the first `world_size` ranks, or all; results by rank. See `run_ranks`."""
+        """Call `function(*args)` on the first `world_size` ranks, or all; results by rank.
+
+        The function is one of a module's own (it travels as file and name); arguments and results are picklable.
+        Errors are those of `WorkerGroup.call`, a time-out among them.
+        """
         if "<" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} is local: ranks can only run functions of a module's own")
         file = os.path.abspath(inspect.getfile(inspect.unwrap(function)))
@@ -93,10 +82,7 @@ class RankPool:
         self._runner.close()
         self._logs.cleanup()
 
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

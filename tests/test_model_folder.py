@@ -34,12 +34,8 @@ def test_whole_folders_have_no_problem(folder: Path, tiny_model: Callable[..., P
     assert weight_files(folder) == {"one.safetensors": {"a", "b"}, "two.safetensors": {"c"}}
 
 
-def test_header_tells_type_shape_and_place(folder: Path) -> None:
-    header = read_safetensors_header(folder / "one.safetensors")
-    assert {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()} == {
-        "a": ("F32", [2, 3]),
-        "b": ("I64", [5]),
-    }
+def test_header_tells_type_and_shape(folder: Path) -> None:
+    assert read_safetensors_header(folder / "one.safetensors") == {"a": ("F32", (2, 3)), "b": ("I64", (5,))}
 
 
 def cut(path: Path, size: int) -> None:
@@ -61,13 +57,11 @@ def corrupt_header(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "file", "told"),
     [
-        pytest.param(
-            lambda f: cut(f / "two.safetensors", -1), "two.safetensors", "bytes where its header", id="cut data"
-        ),
+        pytest.param(lambda f: cut(f / "two.safetensors", -1), "two.safetensors", "cut short", id="cut data"),
         pytest.param(lambda f: cut(f / "two.safetensors", 40), "two.safetensors", "cut short", id="cut header"),
         pytest.param(lambda f: cut(f / "two.safetensors", 3), "two.safetensors", "cut short", id="cut length"),
         pytest.param(lambda f: cut(f / "two.safetensors", 0), "two.safetensors", "cut short", id="empty shard"),
-        pytest.param(lambda f: corrupt_header(f / "one.safetensors"), "one.safetensors", "header cannot", id="header"),
+        pytest.param(lambda f: corrupt_header(f / "one.safetensors"), "one.safetensors", "invalid JSON", id="header"),
         pytest.param(lambda f: (f / "one.safetensors").unlink(), "one.safetensors", "not found", id="missing shard"),
         pytest.param(lambda f: reindex(f, d="two.safetensors"), "two.safetensors", "lacks d", id="missing tensor"),
         pytest.param(

@@ -18,7 +18,7 @@ def test_coordinates_are_megatrons(order: str) -> None:
             continue
         parallel = ParallelLayout(tp=tp, pp=pp, dp=dp, rollout_tp=1, cp=cp, ep=ep, etp=etp, order=order)
         dense = RankGenerator(tp, 1, dp, pp, cp, order)
-        expert = RankGenerator(etp, ep, parallel.edp, pp, 1, order)
+        expert = RankGenerator(etp, ep, parallel.world_size // (etp * ep * pp), pp, 1, order)
         axes = [(dense, axis, axis) for axis in ("tp", "cp", "dp", "pp")]
         axes += [(expert, "tp", "etp"), (expert, "ep", "ep"), (expert, "dp", "edp")]
         for generator, axis, field in axes:

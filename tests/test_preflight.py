@@ -84,12 +84,12 @@ WRONG = [
     ),
     pytest.param(
         {"cluster": RANKS_4, "train": {"prompts_per_step": 5, "samples_per_prompt": 3, "updates_per_step": 2}},
-        ["train.prompts_per_step = 5", "train.samples_per_prompt 3 makes 15", "prompts_per_step 8"],
+        ["train.prompts_per_step = 5", "train.samples_per_prompt 3 makes 15", "use 8"],
         id="rl batch, none below",
     ),
     pytest.param(
         {"cluster": RANKS_4, "train": {"prompts_per_step": 11, "samples_per_prompt": 2, "updates_per_step": 1}},
-        ["train.prompts_per_step = 11", "makes 22 completions", "prompts_per_step 10 or 12"],
+        ["train.prompts_per_step = 11", "makes 22 completions", "use 10 or 12"],
         id="rl batch, the group counts",
     ),
     pytest.param(

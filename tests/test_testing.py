@@ -1,4 +1,4 @@
-"""`run_ranks` and `RankPool` on real gloo ranks."""
+"""`RankPool` on real gloo ranks."""
 
 import os
 import time
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.testing import RankPool, run_ranks
+from megarl.testing import RankPool
 from megarl.workers.group import RankFailedError
 
 
@@ -60,10 +60,6 @@ def num_threads_and_word() -> tuple[int, str]:
 def pool():
     with RankPool(2, environment={"WORD": "Rhone"}) as pool:
         yield pool
-
-
-def test_run_ranks_sums_over_fresh_ranks():
-    assert run_ranks(weighted_sum, 3, Share(-1, 2.0)) == [Share(rank, 222.0) for rank in range(3)]
 
 
 def test_a_pool_keeps_its_processes_and_renews_the_world(pool):

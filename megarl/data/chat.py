@@ -16,8 +16,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a Hugging Face model folder; DataError if it is missing, broken or has no chat template."""
     from transformers import AutoTokenizer
 
-    if not Path(folder).is_dir():
-        raise DataError(f"{folder}: no such folder; model.path must name a Hugging Face model folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:

@@ -74,7 +74,6 @@ def read_records(path: str | Path) -> Iterator[Record]:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file; check the path in data.train or data.validation")
-    line = 0
     empty = True
     with path.open("rb") as file:
         for line, raw in enumerate(file, start=1):

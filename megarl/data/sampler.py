@@ -22,10 +22,6 @@ class DataOrder:
     seed: int
     shuffle: bool = True
 
-    def __post_init__(self) -> None:
-        if self.num_items < 1 or self.batch_size < 1:
-            raise ValueError(f"cannot draw batches of {self.batch_size} from {self.num_items} items")
-
     def batch(self, step: int) -> list[int]:
         """Item indices of a step, counted from 0: [batch_size]."""
         start = step * self.batch_size
@@ -34,10 +30,6 @@ class DataOrder:
         stream = np.concatenate([self._order(epoch) for epoch in range(first, last + 1)])
         start -= first * self.num_items
         return stream[start : start + self.batch_size].tolist()
-
-    def epochs(self, step: int) -> float:
-        """Passes over the data before a step, in parts."""
-        return step * self.batch_size / self.num_items
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if not self.shuffle:

@@ -7,6 +7,7 @@ with CUDA is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -19,22 +20,18 @@ _FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
 """The torch functions that Megatron calls with device="cuda"."""
 
 
-class _NoStream:
+class _NoStream(contextlib.nullcontext[None]):
     """A stream or event of a device that has none: everything is in order already."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __enter__(self) -> _NoStream:
-        return self
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
-    def __exit__(self, *args: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
+
+    wait = wait_stream = wait_event = synchronize = record
+
     def record_event(self, *args: Any) -> _NoStream:
         return self
-
-    def wait(self, *args: Any) -> None: ...
-    def wait_stream(self, *args: Any) -> None: ...
-    def wait_event(self, *args: Any) -> None: ...
-    def synchronize(self) -> None: ...
 
 
 def prepare() -> None:

@@ -16,7 +16,6 @@ import os
 import queue
 import resource
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megarl.rewards import locate, resolve
+from megarl.rewards import resolve
 from megarl.types import ConfigError, PeerLostError, Reward
 
 START_TIMEOUT_SECONDS = 300.0
@@ -41,14 +40,12 @@ class RewardPool:
     A completion whose scoring takes more than `timeout_seconds`, raises, ends its process, or gives anything but a
     Reward with a finite score, is scored zero and counted in `num_timeouts` or `num_errors`. The clock starts when a
     process has imported the functions and takes the completion. Construction starts the processes without waiting
-    for them; the thread that constructs the pool must outlive it. Raises ConfigError for an unknown function name.
+    for them; the thread that constructs the pool must outlive it.
     """
 
     def __init__(
         self, functions: Sequence[str], *, num_workers: int, timeout_seconds: float, correct_score: float
     ) -> None:
-        for name in functions:
-            locate(name)
         self.num_timeouts = 0
         self.num_errors = 0
         self._count_lock = threading.Lock()
@@ -98,9 +95,7 @@ class _Worker:
     """One process and the pipe to it; used by one thread at a time, but closed by any."""
 
     def __init__(self, functions: tuple[str, ...], correct_score: float, timeout_seconds: float) -> None:
-        self._functions = functions
-        self._correct_score = correct_score
-        self._timeout_seconds = timeout_seconds
+        self._functions, self._correct_score, self._timeout_seconds = functions, correct_score, timeout_seconds
         self._lock = threading.Lock()
         self._is_closed = False
         self._start()
@@ -120,8 +115,7 @@ class _Worker:
             raise _ScoringError("the reward process ended while scoring") from None
         if isinstance(reply, str):
             raise _ScoringError(reply)
-        score, format_valid, answer_correct = reply
-        return Reward(score=score, format_valid=format_valid, answer_correct=answer_correct)
+        return reply
 
     def close(self) -> None:
         with self._lock:
@@ -169,10 +163,7 @@ class _Worker:
 
 
 def _serve(connection: Connection, functions: Sequence[str], correct_score: float) -> None:
-    """Body of a reward process: send None when ready (or the ConfigError), then answer each completion.
-
-    An answer is the Reward's three fields, or the text of an error.
-    """
+    """Body of a reward process: send None when ready (or the ConfigError), then a Reward or an error text for each."""
     os.setsid()  # what the functions start dies with the process, and Ctrl-C is the driver's alone
     _die_with_parent()
     try:
@@ -192,9 +183,7 @@ def _serve(connection: Connection, functions: Sequence[str], correct_score: floa
             connection.send(reply)
 
 
-def _sum(
-    rewards: dict[str, Callable[..., Any]], completion_text: str, answer: str, correct_score: float
-) -> tuple[float, bool, bool]:
+def _sum(rewards: dict[str, Callable[..., Any]], completion_text: str, answer: str, correct_score: float) -> Reward:
     total, format_valid, answer_correct = 0.0, True, True
     for name, reward in rewards.items():
         result = reward(completion_text, answer, correct_score=correct_score)
@@ -203,17 +192,15 @@ def _sum(
         total += float(result.score)
         format_valid &= bool(result.format_valid)
         answer_correct &= bool(result.answer_correct)
-    return total, format_valid, answer_correct
+    return Reward(total, format_valid, answer_correct)
 
 
 def _die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends, even amid a computation."""
-    parent = multiprocessing.parent_process()
-    if sys.platform == "linux" and parent is not None:
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent.pid:
-            os._exit(1)
+    set_parent_death_signal, parent = 1, multiprocessing.parent_process()
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if parent is None or os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def _limit_memory() -> None:

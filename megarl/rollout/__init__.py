@@ -1,6 +1,5 @@
 """Sampling completions: vLLM inside the trainer's ranks.
 
 `engine.RolloutEngine` is what a worker holds: `advance` samples for a while and hands the rank back. `executor` is how
-the first rank of a tensor-parallel group, which owns vLLM's scheduler, moves the others. `random_state` keeps vLLM's
-draws away from the trainer's.
+the first rank of a tensor-parallel group, which owns vLLM's scheduler, moves the others.
 """

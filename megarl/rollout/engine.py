@@ -6,8 +6,10 @@ import dataclasses
 import difflib
 import functools
 import gc
+import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +18,6 @@ import torch.distributed as dist
 
 from megarl.config import RolloutConfig
 from megarl.platform import device, vllm_on_cpu
-from megarl.rollout.random_state import preserved_random_state
 from megarl.types import Completion, ConfigError, FinishReason, Request
 
 vllm_on_cpu.prepare()
@@ -90,11 +91,6 @@ class RolloutEngine:
             finally:
                 self._channel.release()
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that are running or wait; zero on followers."""
-        return len(self._running)
-
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors through vLLM's own loader, converted as at its start. All ranks of a replica."""
         with preserved_random_state():
@@ -163,9 +159,8 @@ class RolloutEngine:
         (sampled,) = output.outputs
         _, version = self._running.pop(output.request_id)
         done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version)
-        if sampled.routed_experts is None:
-            return done
-        return dataclasses.replace(done, routed_experts=sampled.routed_experts.astype(np.int16))
+        experts = sampled.routed_experts
+        return done if experts is None else dataclasses.replace(done, routed_experts=experts.astype(np.int16))
 
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
         internal_id, version = self._running.pop(request_id)
@@ -174,6 +169,19 @@ class RolloutEngine:
         token_ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
         engine.abort_request([internal_id], internal=True)
         return _completion(request_id, token_ids, logprobs, "abort", version)
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Leave the generators of Python, NumPy, torch and this rank's GPU as they were: vLLM reseeds and uses them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    here = device.current()
+    with torch.random.fork_rng(devices=[here] if here.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def engine_arguments(
@@ -237,15 +245,10 @@ def holds_loose_tensors(model: torch.nn.Module) -> bool:
 
 
 def _open_channel(tp: int) -> CommandChannel:
-    """This rank's command channel; every rank takes part in making the group of every replica."""
-    mine = None
-    for first in range(0, dist.get_world_size(), tp):
-        ranks = tuple(range(first, first + tp))
-        group = dist.new_group(list(ranks), backend="gloo") if tp > 1 else None
-        if dist.get_rank() in ranks:
-            mine = CommandChannel(cast("dist.ProcessGroup | None", group), ranks)
-    assert mine is not None
-    return mine
+    """This rank's command channel; a collective over the world."""
+    first = dist.get_rank() // tp * tp
+    group = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
+    return CommandChannel(group, tuple(range(first, first + tp)))
 
 
 def _completion(

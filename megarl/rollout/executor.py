@@ -20,7 +20,6 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 BLOCK_BYTES = 1 << 16
-LENGTH_BYTES = 8
 
 
 class CommandChannel:
@@ -32,30 +31,25 @@ class CommandChannel:
     def __init__(self, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
-        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
     def send(self, command: Any) -> None:
         """Leader: give all followers this command."""
         if self.group is None:
             return
         data = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
-        message = torch.frombuffer(bytearray(len(data).to_bytes(LENGTH_BYTES, "little") + data), dtype=torch.uint8)
-        head = message[:BLOCK_BYTES]
-        self._block[: len(head)] = head
-        dist.broadcast(self._block, self.ranks[0], group=self.group)
-        if len(message) > BLOCK_BYTES:
-            dist.broadcast(message[BLOCK_BYTES:], self.ranks[0], group=self.group)
+        if len(data) > BLOCK_BYTES:
+            self._broadcast(BLOCK_BYTES, pickle.dumps(len(data)))
+        self._broadcast(max(len(data), BLOCK_BYTES), data)
 
     def receive(self) -> Any:
         """Follower: wait for the next command."""
-        dist.broadcast(self._block, self.ranks[0], group=self.group)
-        stop = LENGTH_BYTES + int.from_bytes(bytes(self._block[:LENGTH_BYTES].numpy()), "little")
-        data = self._block[LENGTH_BYTES : min(stop, BLOCK_BYTES)].numpy().tobytes()
-        if stop > BLOCK_BYTES:
-            rest = torch.empty(stop - BLOCK_BYTES, dtype=torch.uint8)
-            dist.broadcast(rest, self.ranks[0], group=self.group)
-            data += rest.numpy().tobytes()
-        return pickle.loads(data)
+        command = self._broadcast(BLOCK_BYTES)
+        return self._broadcast(command) if isinstance(command, int) else command
+
+    def _broadcast(self, num_bytes: int, data: bytes = b"") -> Any:
+        block = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)
+        dist.broadcast(block, self.ranks[0], group=self.group)
+        return pickle.loads(block.numpy())  # type: ignore[arg-type]
 
     def release(self) -> None:
         """Leader: end the followers' `serve`."""

@@ -8,7 +8,6 @@ is read.
 from __future__ import annotations
 
 import json
-import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,25 +16,24 @@ from dataclasses import dataclass
 from functools import partial
 from math import lcm, prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.model_folder import INDEX, weight_files
+from megarl.model_folder import INDEX, companions, weight_files
 from megarl.model_shape import ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError, DataError
 from megarl.weights.boxes import Box, Piece, contiguous_strides
 from megarl.weights.families import hf_tensors
 from megarl.weights.layouts.safetensors import (
-    check_tensors,
+    SHARD_BYTES,
+    FolderReader,
     config_of_type,
     file_header,
     index_text,
     pack_files,
-    read_layout,
 )
 from megarl.weights.layouts.torch_dist import (
     BACKEND,
@@ -44,7 +42,6 @@ from megarl.weights.layouts.torch_dist import (
     Chunk,
     Stored,
     common_state,
-    empty_state,
     extra_states,
     metadata_bytes,
     split,
@@ -54,50 +51,12 @@ from megarl.weights.ledger import MANIFEST, Ledger, check_hashes, check_sizes, n
 from megarl.weights.plan import make_plan
 from megarl.weights.transport import Transport
 
-SHARD_BYTES = 5_000_000_000
 SLAB_BYTES = 1 << 26
 
 TRACKER, RELEASE, COMPANIONS = "latest_checkpointed_iteration.txt", "release", "hf"
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
-"""Endings of files that hold weights in one form or another: never copied."""
-
-
-class Source(Protocol):
-    """Where weights are read: pieces and types by Hugging Face tensor, and the storages that pieces name."""
-
-    @property
-    def pieces(self) -> Mapping[str, Sequence[Piece]]: ...
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]: ...
-    def storage(self, name: str) -> Tensor: ...
-    def release(self) -> None:
-        """Give memory back that a slab needed."""
-        ...
-
-
-class FolderReader:
-    """The tensors of a model folder, mapped. Raises DataError naming the file for one that is not the model's."""
-
-    def __init__(self, folder: Path, model: ModelShape) -> None:
-        layout, self._tensors = read_layout(folder)
-        check_tensors(model, self._tensors, folder)
-        self.pieces = {piece.box.name: (piece,) for piece in layout}
-        self.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
-        self._maps: dict[Path, mmap.mmap] = {}
-
-    def storage(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        if tensor.file not in self._maps:
-            with tensor.file.open("rb") as file:
-                self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(
-            self._maps[tensor.file], dtype=tensor.dtype, count=prod(tensor.shape), offset=tensor.start
-        )
-
-    def release(self) -> None:
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+Source = FolderReader | CheckpointReader
+"""Where weights are read: pieces and types by Hugging Face tensor, and the storages that pieces name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +87,6 @@ def to_megatron(
     ConfigError for sizes that do not fit the model and if `out` is there, DataError naming a file that is not whole.
     """
     started = time.perf_counter()
-    _refuse_pickled(hf)
     model = read_model_shape(hf)
     parallel = _parallel(tp, pp, ep, etp, model)
     source = FolderReader(hf, model)
@@ -138,14 +96,12 @@ def to_megatron(
         with _checked(hf):
             stored = _write_chunks(source, chunks, ledger)
             _write_records(ledger, model, parallel, chunks, stored)
-            _copy_companions(hf, ledger, COMPANIONS, dtype, with_index=dtype is None)
+            _copy_companions(hf, ledger, f"{COMPANIONS}/", dtype)
+            if dtype is None and (hf / INDEX).exists():
+                ledger.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
             ledger.append(TRACKER, RELEASE.encode())
-        layout = {
-            "format": "torch_dist",
-            "checkpoint": RELEASE,
-            **{n: getattr(parallel, n) for n in ("tp", "pp", "ep", "etp")},
-        }
-        ledger.close(layout)
+        sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "etp")}
+        ledger.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes})
         if verify:
             verify_copy(source, CheckpointReader(ledger.folder / RELEASE, model), model, ledger.folder)
     return Conversion(out, len(dtypes), _num_bytes(model, dtypes), time.perf_counter() - started, verify)
@@ -169,27 +125,29 @@ def to_hf(
     started = time.perf_counter()
     checkpoint = _find_checkpoint(megatron)
     root = checkpoint.parent if (checkpoint.parent / MANIFEST).exists() else checkpoint
-    companions = hf or next((f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None)
-    if companions is None:
+    beside = hf or next((f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None)
+    if beside is None:
         raise ConfigError(
             f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; name a model folder with --hf."
         )
-    model = read_model_shape(companions)
+    model = read_model_shape(beside)
     with new_folder(out) as ledger, _checked(root):
         source = CheckpointReader(checkpoint, model)
         dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
-        has_index = dtype is None and shard_bytes is None and (companions / INDEX).exists()
-        files = _files_of_index(companions, dtypes) if has_index else None
         total = _num_bytes(model, dtypes)
-        if files is None:
-            has_index = False
+        files = None
+        if dtype is None and shard_bytes is None and (beside / INDEX).exists():
+            files = _files_of_index(beside, dtypes)
+        if files is not None:
+            ledger.copy(beside / INDEX, INDEX)
+        else:
             widest = max(kind.itemsize for kind in dtypes.values())
             packed = pack_files(hf_tensors(model), widest, shard_bytes or SHARD_BYTES)
             files = {file: list(tensors) for file, tensors in packed.items()}
+            if len(files) > 1:
+                ledger.append(INDEX, index_text(files, total).encode())
         _write_files(source, files, model, dtypes, ledger)
-        _copy_companions(companions, ledger, "", dtype, with_index=has_index)
-        if not has_index and len(files) > 1:
-            ledger.append(INDEX, index_text(files, total).encode())
+        _copy_companions(beside, ledger, "", dtype)
         ledger.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(ledger.folder, model), model, ledger.folder)
@@ -207,12 +165,11 @@ class _Slab:
 
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
-    """Fill slab after slab, in two buffers; one is written while the other is filled."""
-    buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+    """Fill slab after slab; one is written while the next is filled."""
     with ThreadPoolExecutor(1) as writer:
         writing = None
-        for index, slab in enumerate(slabs):
-            filled = _fill(source, slab, buffers, index % 2)
+        for slab in slabs:
+            filled = _fill(source, slab)
             if writing is not None:
                 writing.result()
             writing = writer.submit(slab.write, filled)
@@ -220,14 +177,9 @@ def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
             writing.result()
 
 
-def _fill(source: Source, slab: _Slab, buffers: list[np.ndarray], slot: int) -> Tensor:
-    count = prod(slab.shape)
-    if buffers[slot].nbytes < count * slab.dtype.itemsize:
-        buffers[slot] = np.empty(max(count * slab.dtype.itemsize, SLAB_BYTES), np.uint8)
-    # A tensor whose storage is no longer than itself: torch.save writes whole storages.
-    target = torch.frombuffer(buffers[slot][: count * slab.dtype.itemsize], dtype=slab.dtype)
-    if sum(piece.box.numel for piece in slab.pieces) < count:
-        target.zero_()
+def _fill(source: Source, slab: _Slab) -> Tensor:
+    is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
+    target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
     names = {piece.box.name for piece in slab.pieces}
     available = tuple(piece for name in sorted(names) for piece in source.pieces[name])
     plan = make_plan([available], [tuple(slab.pieces)], itemsize=slab.dtype.itemsize, bucket_bytes=1 << 62).for_rank(0)
@@ -235,7 +187,7 @@ def _fill(source: Source, slab: _Slab, buffers: list[np.ndarray], slot: int) -> 
     storages = {name: source.storage(name) for name in sorted(needed)}
     Transport(plan, storages, {"slab": target}, dtype=slab.dtype).reshard()
     source.release()
-    return target.view(slab.shape)
+    return target
 
 
 def _write_chunks(source: Source, chunks: Sequence[Chunk], ledger: Ledger) -> list[Stored]:
@@ -243,29 +195,30 @@ def _write_chunks(source: Source, chunks: Sequence[Chunk], ledger: Ledger) -> li
     stored: list[Stored] = []
 
     def write(chunk: Chunk, tensor: Tensor) -> None:
-        file = f"__{chunk.rank}_0.distcp"
-        name = f"{RELEASE}/{file}"
-        start = ledger.sizes.get(name, 0)
-        torch.save(tensor, ledger.stream(name))
-        stored.append(Stored(file, start, ledger.sizes[name] - start))
+        stored.append(_save(ledger, f"__{chunk.rank}_0.distcp", tensor))
 
     _stream(source, (_Slab(c.pieces, c.shape, c.dtype, partial(write, c)) for c in chunks))
     return stored
+
+
+def _save(ledger: Ledger, file: str, value: Any) -> Stored:
+    """Add to the end of a file what torch.save makes of a value."""
+    name = f"{RELEASE}/{file}"
+    start = ledger.sizes.get(name, 0)
+    torch.save(value, ledger.stream(name))
+    return Stored(file, start, ledger.sizes[name] - start)
 
 
 def _write_records(
     ledger: Ledger, model: ModelShape, parallel: ParallelLayout, chunks: Sequence[Chunk], stored: Sequence[Stored]
 ) -> None:
     """Write what makes a folder of chunks a checkpoint."""
-    state = empty_state()
-    at = Stored(stored[0].file, ledger.append(f"{RELEASE}/{stored[0].file}", state), len(state))
-    objects = dict.fromkeys(extra_states(model), at)
+    objects = dict.fromkeys(extra_states(model), _save(ledger, stored[0].file, [None]))
     ledger.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
-    torch.save(common_state(model, parallel), ledger.stream(f"{RELEASE}/{COMMON}"))
+    _save(ledger, COMMON, common_state(model, parallel))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    ledger.append(
-        f"{RELEASE}/{BACKEND}", json.dumps({**backends, **{f"{name}_version": 1 for name in backends}}).encode()
-    )
+    versions = {f"{name}_version": 1 for name in backends}
+    ledger.append(f"{RELEASE}/{BACKEND}", json.dumps({**backends, **versions}).encode())
 
 
 def _write_files(
@@ -277,25 +230,21 @@ def _write_files(
 ) -> None:
     """Write safetensors files from front to back."""
     shapes = hf_tensors(model)
+    # Wide types first, as the format's own writer does, so that every tensor is aligned.
+    ordered = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in files.items()}
 
-    def slabs() -> Iterator[_Slab]:
-        for file, names in files.items():
-            # Wide types first, as the format's own writer does, so that every tensor is aligned.
-            ordered = sorted(names, key=lambda name: -dtypes[name].itemsize)
-            header = file_header({name: (dtypes[name], shapes[name]) for name in ordered})
-            before = header
-            for name in ordered:
-                for box in _slices(name, shapes[name], dtypes[name]):
-                    yield _slab(box, dtypes[name], partial(_append, ledger, file, before))
-                    before = b""
+    def write(file: str, tensor: Tensor) -> None:
+        if file not in ledger.sizes:
+            ledger.append(file, file_header({name: (dtypes[name], shapes[name]) for name in ordered[file]}))
+        ledger.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
 
-    _stream(source, slabs())
-
-
-def _append(ledger: Ledger, file: str, before: bytes, tensor: Tensor) -> None:
-    if before:
-        ledger.append(file, before)
-    ledger.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
+    slabs = (
+        _slab(box, dtypes[name], partial(write, file))
+        for file, names in ordered.items()
+        for name in names
+        for box in _slices(name, shapes[name], dtypes[name])
+    )
+    _stream(source, slabs)
 
 
 def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
@@ -311,13 +260,12 @@ def _slab(box: Box, dtype: torch.dtype, write: Callable[[Tensor], None]) -> _Sla
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
     """Read everything back: hashes of files, bits of tensors. Raises DataError with the first name that differs."""
-    buffers = [np.empty(0, np.uint8) for _ in range(2)]
     with ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, check_sizes(folder))
         for name, shape in hf_tensors(model).items():
             for box in _slices(name, shape, result.dtypes[name]):
                 slab = _slab(box, result.dtypes[name], lambda tensor: None)
-                before, after = _fill(source, slab, buffers, 0), _fill(result, slab, buffers, 1)
+                before, after = _fill(source, slab), _fill(result, slab)
                 if not torch.equal(before.view(-1).view(torch.uint8), after.view(-1).view(torch.uint8)):
                     raise DataError(f"{folder}: {name} is not what was read. Convert again; check disk and memory.")
         hashed.result()
@@ -345,41 +293,22 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
     return ParallelLayout(tp=tp, pp=pp, dp=ranks // tp, rollout_tp=1, ep=ep, etp=etp)
 
 
-def _refuse_pickled(hf: Path) -> None:
-    """Name the pickled weights of a folder that has no others."""
-    if not list(hf.glob("*.safetensors")):
-        for path in sorted(path for kind in _WEIGHTS[1:] for path in hf.glob("*" + kind)):
-            raise DataError(
-                f"{path}: weights are read from safetensors only; convert it with transformers' save_pretrained."
-            )
-
-
 def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """The files of a folder's index and their tensors, in the model's order; None if it has others than the model's."""
     files = weight_files(folder)
-    for file in files:
-        if not file.endswith(".safetensors"):
-            raise DataError(f"{folder / INDEX}: {file} is no safetensors file. Remove the index.")
     where = {name: file for file, names in files.items() for name in names}
     if where.keys() != tensors.keys():
         return None
     return {file: [name for name in tensors if where[name] == file] for file in sorted(files)}
 
 
-def _copy_companions(source: Path, ledger: Ledger, folder: str, dtype: torch.dtype | None, *, with_index: bool) -> None:
+def _copy_companions(source: Path, ledger: Ledger, folder: str, dtype: torch.dtype | None) -> None:
     """Copy all files that hold no weights, byte for byte; only a cast changes one, config.json's type."""
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source).as_posix()
-        hidden = any(part.startswith(".") for part in path.relative_to(source).parts[:-1])
-        if hidden or not path.is_file() or path.suffix in _WEIGHTS or name == MANIFEST:
-            continue
-        if name.endswith(".index.json") and not (with_index and name == INDEX):
-            continue
-        target = f"{folder}/{name}" if folder else name
+    for name, path in companions(source).items():
         if name == "config.json" and dtype is not None:
-            ledger.append(target, config_of_type(path, dtype))
+            ledger.append(folder + name, config_of_type(path, dtype))
         else:
-            ledger.copy(path, target)
+            ledger.copy(path, folder + name)
 
 
 def _find_checkpoint(folder: Path) -> Path:

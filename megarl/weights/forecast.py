@@ -6,8 +6,9 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,27 +59,15 @@ class Traffic:
         least = int(self.lower_bound.sum())
         return int(self.received[1:].sum()) / least if least else 1.0
 
-    @property
-    def memory_seconds(self) -> float:
-        """Reading and writing what the busiest rank copies, packs and unpacks."""
-        return float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max()) / HBM_BYTES_PER_SECOND
-
-    @property
-    def seconds(self) -> float:
-        """Copies run while the next bucket travels: the slower of the two decides. Launches are not counted."""
-        return max(self.wire_seconds, self.memory_seconds)
-
-    @property
-    def gathered_seconds(self) -> float:
-        """The wire's time of the gathered path."""
-        return _wire_seconds(self.gathered)
-
     def summary(self) -> dict[str, Any]:
         """Plain numbers: means, maxima and sums over the ranks."""
 
         def over_ranks(values: _Bytes) -> dict[str, float]:
             return {"mean": float(values.mean()), "max": int(values.max())}
 
+        # The busiest rank reads and writes what it copies, packs and unpacks.
+        moved_bytes = float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max())
+        memory_seconds = moved_bytes / HBM_BYTES_PER_SECOND
         return {
             "received_bytes": {link: over_ranks(row) for link, row in zip(LINKS, self.received, strict=True)},
             "sent_bytes": {link: over_ranks(row) for link, row in zip(LINKS[1:], self.sent[1:], strict=True)},
@@ -90,9 +79,10 @@ class Traffic:
             "buckets": self.buckets,
             "staging_bytes": over_ranks(self.staging),
             "wire_seconds": self.wire_seconds,
-            "memory_seconds": self.memory_seconds,
-            "seconds": self.seconds,
-            "gathered_seconds": self.gathered_seconds,
+            "memory_seconds": memory_seconds,
+            # Copies run while the next bucket travels: the slower of the two decides. Launches are not counted.
+            "seconds": max(self.wire_seconds, memory_seconds),
+            "gathered_seconds": _wire_seconds(self.gathered),
         }
 
 
@@ -101,9 +91,7 @@ def forecast(
 ) -> dict[str, Any]:
     """Plain numbers of the live reshard, of the other rank orders, and of the limits that the times come from."""
 
-    def planned(layout: ParallelLayout) -> Plan:
-        return reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=itemsize, bucket_bytes=bucket_bytes)
-
+    planned = partial(reshard_plan, model, ranks_per_node=ranks_per_node, itemsize=itemsize, bucket_bytes=bucket_bytes)
     started = time.process_time()
     plan = planned(parallel)
     plan.for_rank(parallel.world_size // 2)
@@ -131,36 +119,29 @@ def count(plan: Plan) -> Traffic:
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
-    turns: dict[tuple[int, int, int], _Turn] = {}
-    missing: dict[int, tuple[_Bytes, _Bytes]] = {}
+    turn_of, missing_of, gathered_of = (cache(partial(f, plan)) for f in (_turn, _lower_bound, _gathered))
     for _, join, turn, buckets in plan.steps:
-        key = id(join), turn, len(buckets)
-        if key not in turns:
-            turns[key] = _turn(plan, join, turn, len(buckets))
-        if id(join) not in missing:
-            missing[id(join)] = _lower_bound(plan, join), _gathered(plan, join)
-        one = turns[key]
+        one = turn_of(join, turn, len(buckets))
         received += one.received
         sent += one.sent
         copies += one.copies
-        lower_bound += missing[id(join)][0]
-        gathered += missing[id(join)][1]
+        lower_bound += missing_of(join)
+        gathered += gathered_of(join)
         for bucket in buckets:
             in_bucket[bucket, :2] += one.received[1:] / len(buckets)
             in_bucket[bucket, 2:] += one.sent[1:] / len(buckets)
             pairs[bucket].append(one.pairs)
     size = plan.itemsize
-    busiest = [_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]]) for b in in_bucket]
     return Traffic(
         received=received * size,
         sent=sent * size,
         lower_bound=lower_bound * size,
         gathered=gathered * size,
         copies=copies,
-        messages=sum(_count_distinct(pairs, num)),
+        messages=sum(_count_distinct(codes, num) for codes in pairs),
         buckets=len(plan.exchanged),
         staging=np.ceil(in_bucket.sum(1).max(0)).astype(np.int64) * size,
-        wire_seconds=sum(busiest),
+        wire_seconds=sum(_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]]) for b in in_bucket),
     )
 
 
@@ -212,8 +193,7 @@ def _deals(model: ModelShape, parallel: ParallelLayout) -> list[tuple[int, int]]
     return deals
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     received: _Bytes
     sent: _Bytes
     copies: _Bytes
@@ -256,14 +236,11 @@ def _gathered(plan: Plan, join: Join) -> _Bytes:
     return gathered
 
 
-def _count_distinct(pairs: list[list[NDArray[np.int64]]], num_ranks: int) -> Iterator[int]:
+def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
     seen = np.zeros(num_ranks * num_ranks, dtype=bool)
-    for codes in pairs:
-        for part in codes:
-            seen[part] = True
-        yield int(np.count_nonzero(seen))
-        for part in codes:
-            seen[part] = False
+    for part in codes:
+        seen[part] = True
+    return int(np.count_nonzero(seen))
 
 
 def _wire_seconds(by_link: NDArray[Any]) -> float:

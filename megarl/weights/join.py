@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby, pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
-from megarl.weights.boxes import Box, subtract
+from megarl.weights.boxes import Box
 from megarl.weights.world import Holding, Place, Tensor
 
 
@@ -26,10 +25,6 @@ class Mold(NamedTuple):
     destination: Place
     destination_offset: int
     destination_strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 class Region(NamedTuple):
@@ -46,8 +41,6 @@ class Region(NamedTuple):
 
     def staged(self, num_slices: int) -> int:
         """The most elements of one of `num_slices` slices along the first dimension."""
-        if not self.start:
-            return 1
         rows = self.stop[0] - self.start[0]
         return self.numel // rows * -(-rows // num_slices)
 
@@ -82,7 +75,10 @@ class Join:
 
     def __init__(self, tensor: Tensor, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
         links: dict[tuple[Sequence[int], Sequence[int]], Link] = {}
-        cells = [(start, stop, found, _ranks(found)) for start, stop, found in _cells(sources)]
+        cells = [
+            (start, stop, found, tuple(sorted({rank for holding in found for rank in holding.ranks})))
+            for start, stop, found in _cells(sources)
+        ]
         for wanted in destinations:
             missing = Box(tensor.name, wanted.start, wanted.stop).numel
             for start, stop, found, holders in cells:
@@ -92,21 +88,14 @@ class Join:
                     links.setdefault((holders, wanted.ranks), Link(holders, wanted.ranks)).regions.append(region)
                     missing -= region.numel
             if missing:
-                hole = _first_hole(tensor, wanted, cells)
-                raise ValueError(f"no source holds {tensor.name} from {hole.start} to {hole.stop}")
+                raise ValueError(f"no source holds all of {tensor.name} from {wanted.start} to {wanted.stop}")
         self.links = tuple(links.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
         """Elements of each disjoint part of the tensor, and its holders."""
-
-    @cached_property
-    def turns(self) -> int:
+        self.turns = max((len(link.holders) for link in self.links), default=1)
         """After so many tensors the choice among replicas repeats."""
-        return max((len(link.holders) for link in self.links), default=1)
-
-    @cached_property
-    def longest(self) -> int:
+        self.longest = max((r.stop[0] - r.start[0] for link in self.links for r in link.regions), default=1)
         """The most slices that can differ."""
-        return max((r.stop[0] - r.start[0] for link in self.links for r in link.regions if r.start), default=1)
 
     def roles(self, rank: int) -> tuple[tuple[int, Link], ...]:
         """The links, with their numbers, in which a rank sends or receives."""
@@ -162,7 +151,7 @@ def _mold(region: Region, source: Holding) -> Mold:
 
 def _slices(mold: Mold, num_slices: int) -> Iterator[tuple[int, Mold]]:
     """The mold cut along its first dimension, evenly, with each slice's number; some may be empty and are left out."""
-    if num_slices == 1 or not mold.shape:
+    if num_slices == 1:
         yield 0, mold
         return
     rows = mold.shape[0]
@@ -184,12 +173,8 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
     """Disjoint boxes that together are all the holdings', each with everything that holds the whole of it."""
-    by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Holding]] = {}
-    for holding in holdings:
-        by_box.setdefault((holding.start, holding.stop), []).append(holding)
-    if not _overlap(list(by_box)):
-        return [(start, stop, tuple(found)) for (start, stop), found in by_box.items()]
-    cuts = [sorted({edge for h in holdings for edge in (h.start[d], h.stop[d])}) for d in range(len(holdings[0].start))]
+    corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
+    cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]
     cells = []
     for ranges in product(*map(pairwise, cuts)):
         start, stop = tuple(a for a, _ in ranges), tuple(b for _, b in ranges)
@@ -202,26 +187,3 @@ def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
         if found:
             cells.append((start, stop, found))
     return cells
-
-
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    return any(
-        all(max(a) < min(b) for a, b in zip(zip(start, other_start), zip(stop, other_stop), strict=True))  # noqa: B905
-        for i, (start, stop) in enumerate(boxes)
-        for other_start, other_stop in boxes[:i]
-    )
-
-
-def _ranks(holdings: Sequence[Holding]) -> Sequence[int]:
-    if len(holdings) == 1:
-        return holdings[0].ranks
-    return tuple(sorted({rank for holding in holdings for rank in holding.ranks}))
-
-
-def _first_hole(tensor: Tensor, wanted: Holding, cells: Sequence[tuple[Any, ...]]) -> Box:
-    holes = [Box(tensor.name, wanted.start, wanted.stop)]
-    for start, stop, *_ in cells:
-        cell = Box(tensor.name, start, stop)
-        parts = [(hole, hole.intersect(cell)) for hole in holes]
-        holes = [rest for hole, part in parts for rest in (subtract(hole, part) if part else [hole])]
-    return holes[0]

@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.weights.boxes import Layout, find_overlap
+from megarl.weights.boxes import Layout
 from megarl.weights.join import Join, Mold
-from megarl.weights.world import Layouts, Place, Tensor, listed
+from megarl.weights.world import Layouts, ListedLayouts, Tensor
 
 
 class View(NamedTuple):
@@ -110,19 +110,16 @@ class Plan:
     def for_rank(self, rank: int) -> RankPlan:
         """The part of the plan that one rank carries out; costs what the rank's own pieces cost."""
         own: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
-        made: dict[tuple[int, int, int], list[list[_Copies]]] = {}
+        copies_of = cache(partial(self._copies, rank))
         for tensor, join, turn, buckets in self.steps:
-            key = (id(join), turn, len(buckets))
-            if (slices := made.get(key)) is None:
-                slices = made[key] = self._copies(rank, join, turn, len(buckets))
-            if not slices:
+            if not (slices := copies_of(join, turn, len(buckets))):
                 continue
-            name, places = tensor.name, _Places(tensor)
+            name = tensor.name
             for bucket, copies in zip(buckets, slices, strict=True):
                 local, sends, receives = own[bucket]
                 for m, pairs in copies:
-                    there, shift = places[m.source]
-                    here, step = places[m.destination]
+                    there, shift = m.source.of(tensor)
+                    here, step = m.destination.of(tensor)
                     source_view = View(there, m.source_offset + shift, m.source_strides)
                     destination_view = View(here, m.destination_offset + step, m.destination_strides)
                     for source, taker in pairs:
@@ -139,20 +136,11 @@ class Plan:
         )
         return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
 
-    @cached_property
-    def buckets(self) -> tuple[tuple[Transfer, ...], ...]:
-        """All ranks' transfers, bucket by bucket."""
-        ranks = [self.for_rank(rank).buckets for rank in range(self.num_ranks)]
-        return tuple(
-            tuple(t for rank in ranks for t in (*rank[index].local, *rank[index].receives))
-            for index in range(len(self.exchanged))
-        )
-
     def digest(self) -> str:
         """A fingerprint of all that the plan is made from: equal on all ranks, or their messages would not fit."""
         digest = hashlib.sha256(repr((self.nodes.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
         digest.update(repr([step.buckets for step in self.steps]).encode())
-        digest.update(self.sources.describe().encode() + b"->" + self.destinations.describe().encode())
+        digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
         return digest.hexdigest()
 
     def chosen(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
@@ -246,18 +234,6 @@ class Plan:
         return sum(int(np.bincount(source[part]).max()) for part in (near, far & ~near) if part.any())
 
 
-class _Places(dict[Place, tuple[str, int]]):
-    """The storages and shifts of one tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-    def __missing__(self, place: Place) -> tuple[str, int]:
-        self[place] = place.of(self.tensor)
-        return self[place]
-
-
 def make_plan(
     sources: Sequence[Layout],
     destinations: Sequence[Layout],
@@ -270,19 +246,13 @@ def make_plan(
 
     `itemsize` is the size of an element on the wire, `bucket_bytes` bounds what one rank stages at once, sent and
     received together; `nodes` is the node of each rank (left out: one node). Raises ValueError with the tensor's name
-    if a destination element has no source, or is described twice.
+    if a destination element has no source.
     """
     if len(sources) != len(destinations):
         raise ValueError(f"{len(sources)} source layouts, {len(destinations)} destination layouts")
-    if not isinstance(destinations, Layouts):
-        for rank, layout in {id(layout): (rank, layout) for rank, layout in enumerate(destinations)}.values():
-            if overlap := find_overlap(layout):
-                raise ValueError(
-                    f"rank {rank}: {overlap[0]} and {overlap[1]} are the same elements of {overlap[0].storage}"
-                )
     return Plan(
-        listed(sources),
-        listed(destinations),
+        sources if isinstance(sources, Layouts) else ListedLayouts(sources),
+        destinations if isinstance(destinations, Layouts) else ListedLayouts(destinations),
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
         nodes=[0] * len(sources) if nodes is None else nodes,

@@ -31,18 +31,12 @@ class Tensor(NamedTuple):
 @cache
 def parse_name(name: str) -> Tensor:
     """The tensor of a name: the first number after `layers.` and after `experts.` are its layer and expert."""
-    if "{" in name or "}" in name:
-        return Tensor(name.replace("{", "{{").replace("}", "}}"))
-    layer, expert = re.search(r"(?<=\blayers\.)\d+", name), re.search(r"(?<=\bexperts\.)\d+", name)
+    layer, expert = re.search(r"\blayers\.(\d+)", name), re.search(r"\bexperts\.(\d+)", name)
     template = name
     for found, field in ((expert, "{expert}"), (layer, "{layer}")):
-        if found and str(int(found[0])) == found[0]:
-            template = template[: found.start()] + field + template[found.end() :]
-    return Tensor(
-        template,
-        int(layer[0]) if layer and "{layer}" in template else -1,
-        int(expert[0]) if expert and "{expert}" in template else 0,
-    )
+        if found:
+            template = template[: found.start(1)] + field + template[found.end(1) :]
+    return Tensor(template, int(layer[1]) if layer else -1, int(expert[1]) if expert else 0)
 
 
 class Place(NamedTuple):
@@ -76,25 +70,17 @@ class Holding(NamedTuple):
 
 
 class Layouts(Sequence[Layout]):
-    """All ranks' layouts: a sequence by rank, each made when asked for, and the holdings by tensor."""
+    """All ranks' layouts: a sequence by rank, each made when asked for, and the holdings by tensor.
 
-    num_ranks: int
+    Layouts with equal texts (`repr`) are equal.
+    """
 
-    @property
-    @abstractmethod
-    def tensors(self) -> Sequence[Tensor]:
-        """Every tensor that some rank holds, by layer, template and expert."""
+    tensors: Sequence[Tensor]
+    """Every tensor that some rank holds, by layer, template and expert."""
 
     @abstractmethod
     def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
         """Who holds which part of a tensor: the same object for all tensors of a kind."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """All that the layouts are made from: equal texts mean equal layouts."""
-
-    def __len__(self) -> int:
-        return self.num_ranks
 
     def __getitem__(self, rank: int) -> Layout:  # type: ignore[override]
         if not 0 <= rank < len(self):
@@ -111,37 +97,27 @@ class ListedLayouts(Layouts):
     """Layouts given piece by piece, as they were recorded or read."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
-        self.num_ranks = len(layouts)
-        # Replicas may share one object: each is read once.
-        holders: dict[int, tuple[Layout, list[int]]] = {}
-        for rank, layout in enumerate(layouts):
-            holders.setdefault(id(layout), (layout, []))[1].append(rank)
+        self._num_ranks = len(layouts)
         by_piece: dict[Piece, list[int]] = {}
-        for layout, ranks in holders.values():
+        for rank, layout in enumerate(layouts):
             for piece in layout:
-                by_piece.setdefault(piece, []).extend(ranks)
+                by_piece.setdefault(piece, []).append(rank)
         self._holdings: dict[Tensor, tuple[Holding, ...]] = {}
         for piece, ranks in by_piece.items():
-            box, place = piece.box, Place(piece.storage.replace("{", "{{").replace("}", "}}"))
-            holding = Holding(box.start, box.stop, tuple(sorted(ranks)), place, piece.offset, piece.strides)
+            box = piece.box
+            holding = Holding(box.start, box.stop, tuple(ranks), Place(piece.storage), piece.offset, piece.strides)
             tensor = parse_name(box.name)
             self._holdings[tensor] = (*self._holdings.get(tensor, ()), holding)
-        self._tensors = in_order(self._holdings)
+        self.tensors = in_order(self._holdings)
 
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        return self._tensors
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    def __repr__(self) -> str:
+        return repr([(tensor, self._holdings[tensor]) for tensor in self.tensors])
 
     def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
         return self._holdings.get(tensor, ())
-
-    def describe(self) -> str:
-        return repr([(tensor, self._holdings[tensor]) for tensor in self._tensors])
-
-
-def listed(layouts: Sequence[Layout]) -> Layouts:
-    """The layouts themselves if they know their holdings, else a `ListedLayouts` of them."""
-    return layouts if isinstance(layouts, Layouts) else ListedLayouts(layouts)
 
 
 def in_order(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

@@ -1,32 +1,28 @@
 """A worker group of processes on this machine: the driver's end.
 
-Each rank is a fresh interpreter in a session of its own that runs `python -m megarl.workers.rank`. It connects back
-over an abstract Unix socket and proves with a challenge that it holds the key it read from its standard input.
+Each rank is a fresh interpreter in a session of its own that runs `python -m megarl.workers.rank` and inherits one end
+of a socket pair.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
-import secrets
+import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
 from megarl import types
-from megarl.workers import rank as rank_end
 from megarl.workers.group import RankFailedError
+from megarl.workers.rank import HEAD, pack
 
-_HANDSHAKE_SECONDS = 5
 _REPORT_GRACE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
@@ -43,20 +39,20 @@ class _RankError(Exception):
 class _Seat:
     """The driver's end of one rank: its process, its socket, its log."""
 
-    def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
-        self.rank, self.log, self.log_start = rank, log, 0
-        self.socket: socket.socket | None = None
-        with contextlib.ExitStack() as stack:
-            output = None
-            if log is not None:
-                output = stack.enter_context(log.open("ab"))
-                self.log_start = output.tell()
+    def __init__(self, rank: int, environment: Mapping[str, str], log: Path) -> None:
+        self.rank, self.log = rank, log
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        with theirs, log.open("ab") as output:
+            self.log_start = output.tell()
+            number = theirs.fileno()
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-m", "megarl.workers.rank", str(number), str(os.getpid())],
                 env=environment,
-                stdin=subprocess.PIPE,
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT if output else None,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         loop = asyncio.get_running_loop()
@@ -64,33 +60,37 @@ class _Seat:
         self._pidfd = os.pidfd_open(self.process.pid)
         loop.add_reader(self._pidfd, self._notice_death)
 
-    def give_key(self, key: bytes) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:
-            pipe.write(key)
-
     def _notice_death(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         self.died.set_result(time.time())
-        if self.socket is not None:  # a child of the rank may hold the other end open: no end of file would come
-            with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # a child of the rank may hold the other end open: no end of file would come
+            self.socket.shutdown(socket.SHUT_RDWR)
 
-    async def ask(self, pieces: Sequence[rank_end.Buffer]) -> Any:
+    async def ask(self, message: bytes) -> Any:
         """Send one command and return what the rank answers.
 
         Raises `_RankError` if the method raised or the process is gone.
         """
-        assert self.socket is not None
         try:
-            await _send(self.socket, pieces)
-            answered, content = rank_end.unpack(*await _receive(self.socket))
+            await asyncio.get_running_loop().sock_sendall(self.socket, message)
+            (size,) = HEAD.unpack(await self._read(HEAD.size))
+            answered, content = pickle.loads(await self._read(size))
         except (OSError, EOFError):
             await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
             raise _RankError(self, self.died.result() if self.died.done() else time.time()) from None
         if not answered:
             raise _RankError(self, content["time"], echo=content["echo"], report=content)
         return content
+
+    async def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            received = await asyncio.get_running_loop().sock_recv_into(self.socket, rest)
+            if not received:
+                raise EOFError
+            rest = rest[received:]
+        return data
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal the rank and its children. The process is not reaped before, so the group id is still its own."""
@@ -103,21 +103,16 @@ class _Seat:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         self.process.poll()
         os.close(self._pidfd)
-        if self.socket is not None:
-            self.socket.close()
+        self.socket.close()
 
     def fate(self) -> str:
         code = self.process.returncode
-        if code is None:
-            return "lost its connection"
         if code >= 0:
             return f"exited with code {code}"
         name = signal.Signals(-code).name
         return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
     def log_tail(self) -> str:
-        if self.log is None:
-            return ""
         with self.log.open("rb") as file:
             file.seek(max(self.log_start, file.seek(0, os.SEEK_END) - 16384))
             lines = file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
@@ -132,9 +127,9 @@ class ProcessGroup:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self._port = socket.socket()
         self.answer_timeout_seconds: float | None = None
         self._seats: list[_Seat] = []
-        self._port: socket.socket | None = None
         self._turn = asyncio.Lock()
         self._over: Exception | None = None
 
@@ -145,7 +140,7 @@ class ProcessGroup:
         kwargs: Mapping[str, Any],
         *,
         world_size: int,
-        log_folder: Path | None = None,
+        log_folder: Path,
         start_timeout_seconds: float = 300.0,
         environment: Mapping[str, str] | None = None,
     ) -> ProcessGroup:
@@ -153,12 +148,15 @@ class ProcessGroup:
 
         `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
         `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` to that. Output goes to
-        `log_folder/rank_NNNN.log`, or to the driver's own. The ranks die with the thread that called this.
-        Errors are those of `WorkerGroup`; that of the time-out names the ranks that did not connect.
+        `log_folder/rank_NNNN.log`. The ranks die with the thread that called this.
+        Errors are those of `WorkerGroup`; `start_timeout_seconds` is how long the interpreters may take to answer.
         """
         group = cls(world_size)
         try:
-            await group._seat(log_folder, environment or {}, start_timeout_seconds)
+            group._start_processes(log_folder, environment or {})
+            group.answer_timeout_seconds = start_timeout_seconds
+            await group._exchange("start", [b""] * world_size)  # each rank answers once unasked
+            group.answer_timeout_seconds = None
             await group.call("__init__", list(sys.path), worker, dict(kwargs))
         except BaseException:
             await group._end()
@@ -166,14 +164,14 @@ class ProcessGroup:
         return group
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return await self._exchange(method, [rank_end.pack((method, args, kwargs))] * self.world_size)
+        return await self._exchange(method, [pack((method, args, kwargs))] * self.world_size)
 
     async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
         if len(per_rank) != self.world_size:
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        return await self._exchange(method, [rank_end.pack((method, (first, *args), {})) for first in per_rank])
+        return await self._exchange(method, [pack((method, (first, *args), {})) for first in per_rank])
 
     async def close(self) -> None:
         """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
@@ -181,59 +179,26 @@ class ProcessGroup:
             self._over = types.PeerLostError("the worker group is closed")
             if not self._turn.locked():
                 for seat in self._seats:
-                    if seat.socket is not None:
-                        with contextlib.suppress(OSError):
-                            seat.socket.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(OSError):
+                        seat.socket.shutdown(socket.SHUT_WR)
                 await asyncio.wait([seat.died for seat in self._seats], timeout=_LEAVE_SECONDS)
         await self._end()
 
-    async def _seat(self, log_folder: Path | None, environment: Mapping[str, str], timeout_seconds: float) -> None:
-        """Start the processes and wait until each has connected."""
-        key, name = secrets.token_bytes(32), f"megarl-{secrets.token_hex(8)}"
-        self._port = _reserve_port()
-        if log_folder is not None:
-            log_folder.mkdir(parents=True, exist_ok=True)
+    def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+        # Kept from others but not from rank 0: bound, address reusable, not listening.
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
         shared = {
             **{"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.getsockname()[1])},
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
-        command = [sys.executable, "-P", "-m", "megarl.workers.rank", name, str(os.getpid())]
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("\0" + name)
-            listener.listen(self.world_size)
-            listener.setblocking(False)
-            for rank in range(self.world_size):
-                log = log_folder / f"rank_{rank:04d}.log" if log_folder else None
-                self._seats.append(_Seat(rank, command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log))
-                self._seats[rank].give_key(key)
-            admission = asyncio.create_task(self._admit(listener, key))
-            died = [seat.died for seat in self._seats]
-            try:
-                await asyncio.wait([admission, *died], timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-                if admission.done():
-                    return admission.result()
-            finally:
-                admission.cancel()
-        failures = [_RankError(seat, seat.died.result()) for seat in self._seats if seat.died.done()]
-        if failures:
-            raise await self._fail("the start", failures)
-        absent = [seat for seat in self._seats if seat.socket is None]
-        raise await self._fall_silent(f"did not connect within {timeout_seconds:g} s", absent)
+        for rank in range(self.world_size):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._seats.append(_Seat(rank, own, log_folder / f"rank_{rank:04d}.log"))
 
-    async def _admit(self, listener: socket.socket, key: bytes) -> None:
-        """Accept connections until every seat has one that proved to hold the key."""
-        loop = asyncio.get_running_loop()
-        while any(seat.socket is None for seat in self._seats):
-            sock, _ = await loop.sock_accept(listener)
-            if not await asyncio.to_thread(_prove, sock, key):
-                sock.close()
-                continue
-            with contextlib.suppress(OSError, EOFError):  # it died meanwhile, which is noticed elsewhere
-                (rank,) = rank_end.unpack(*await _receive(sock))
-                self._seats[rank].socket = sock
-
-    async def _exchange(self, method: str, messages: Sequence[Sequence[rank_end.Buffer]]) -> list[Any]:
+    async def _exchange(self, method: str, messages: Sequence[bytes]) -> list[Any]:
         async with self._turn:
             if self._over is not None:
                 raise self._over
@@ -262,24 +227,22 @@ class ProcessGroup:
         if len(failures) < len(errors):  # an answer that the driver cannot read
             raise next(error for error in errors if error not in failures)
         if failures:
-            raise await self._fail(f"`{method}`", failures)
+            raise await self._fail(method, min(failures, key=lambda failure: (failure.echo, failure.at)))
         return [ask.result() for ask in asks]
 
-    async def _fail(self, what: str, failures: Sequence[_RankError]) -> Exception:
+    async def _fail(self, method: str, first: _RankError) -> Exception:
         """End the group and return the error that names the first cause."""
-        dead = {seat.rank for seat in self._seats if seat.died.done()}
-        first = min(failures, key=lambda failure: (failure.echo, failure.at))
+        seat, report, is_dead = first.seat, first.report, first.seat.died.done()
         await self._end()
-        seat, report = first.seat, first.report
         where = f"rank {seat.rank} of {self.world_size}"
         if report is None:
-            fate = seat.fate() if seat.rank in dead else "lost its connection"
-            error = RankFailedError(seat.rank, f"{where} {fate} during {what}", seat.log_tail())
+            fate = seat.fate() if is_dead else "lost its connection"
+            error = RankFailedError(seat.rank, f"{where} {fate} during `{method}`", seat.log_tail())
         elif report["megarl_class"]:
             error = getattr(types, report["megarl_class"])(report["message"])
-            error.add_note(f"raised by {where} during {what}\n{report['traceback']}")
+            error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
         else:
-            cause = f"{where} raised {report['class']} during {what}: {report['message']}"
+            cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
             error = RankFailedError(seat.rank, cause, report["traceback"])
         self._over = error
         return error
@@ -304,49 +267,4 @@ class ProcessGroup:
             await asyncio.wait([seat.died for seat in seats], timeout=_KILL_SECONDS)
         for seat in seats:
             seat.release()
-        if self._port is not None:
-            self._port.close()
-
-
-def _prove(sock: socket.socket, key: bytes) -> bool:
-    """Whether the peer holds the key; proves that we do, too. Runs in a thread, for a bounded time."""
-    sock.setblocking(True)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
-    try:
-        with Connection(os.dup(sock.fileno())) as connection:
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-    except (OSError, EOFError, multiprocessing.AuthenticationError):
-        return False
-    sock.setblocking(False)
-    return True
-
-
-def _reserve_port() -> socket.socket:
-    """A free loopback port, kept from others but not from rank 0: bound, address reusable, not listening."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", 0))
-    return sock
-
-
-async def _send(sock: socket.socket, pieces: Sequence[rank_end.Buffer]) -> None:
-    for piece in pieces:
-        await asyncio.get_running_loop().sock_sendall(sock, piece)
-
-
-async def _receive(sock: socket.socket) -> tuple[bytearray, list[bytearray]]:
-    reader = rank_end.read_message()
-    wanted = next(reader)
-    while True:
-        view = memoryview(wanted)
-        while view:
-            received = await asyncio.get_running_loop().sock_recv_into(sock, view)
-            if not received:
-                raise EOFError
-            view = view[received:]
-        try:
-            wanted = reader.send(None)
-        except StopIteration as message:
-            return message.value
+        self._port.close()

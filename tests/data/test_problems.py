@@ -59,7 +59,7 @@ def test_a_template_that_refuses_names_the_line(tmp_path, tokenizer):
 
 
 def test_folders_without_a_usable_tokenizer(tmp_path, tiny_model):
-    with pytest.raises(DataError, match="no such folder"):
+    with pytest.raises(DataError, match="the tokenizer does not load"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(DataError, match="does not load"):
         load_tokenizer(tmp_path)

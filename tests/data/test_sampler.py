@@ -28,9 +28,3 @@ def test_the_order_of_a_seed_stays_the_same_over_releases():
 def test_without_shuffle_the_file_is_read_in_order():
     order = DataOrder(5, 3, seed=0, shuffle=False)
     assert [order.batch(step) for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
-    assert order.epochs(5) == 3.0
-
-
-def test_nothing_to_draw_from():
-    with pytest.raises(ValueError, match="batches of 4 from 0 items"):
-        DataOrder(0, 4, seed=0)

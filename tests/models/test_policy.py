@@ -48,15 +48,15 @@ def build(folder: str, layout: ParallelLayout) -> Any:
     from megarl.models.configuration import transformer_config
     from megarl.models.policy import PolicyModel
     from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import megatron_layout
+    from megarl.weights.layouts.megatron import megatron_layouts
 
     shape = read_model_shape(folder)
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=layout.tp > 1, overrides={})
     model = PolicyModel(config, shape, temperature=TEMPERATURE, logprob_chunk_tokens=50)
-    at = layout.coordinates(dist.get_rank())
-    pieces = megatron_layout(shape, layout, at, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    pieces = layouts[dist.get_rank()]
     safetensors.load(folder, shape, pieces, dict(model.named_parameters()))
     return model.eval()
 

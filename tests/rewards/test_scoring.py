@@ -190,8 +190,8 @@ def test_the_event_loop_stays_free(module):
 
 
 def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
-    with pytest.raises(ConfigError, match="Did you mean 'boxed'"):
-        RewardPool(["boxd"], num_workers=1, timeout_seconds=1.0, correct_score=1.0)
+    with pool_of("boxd") as pool, pytest.raises(ConfigError, match="Did you mean 'boxed'"):
+        score_all(pool, "any")
     with pool_of("no_such_module_anywhere:score") as pool:
         for _ in range(2):
             with pytest.raises(ConfigError, match="cannot import no_such_module_anywhere"):

@@ -70,7 +70,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     late: dict[str, Completion] = {}
     for request in together:
         late |= run([request], budget=0.0)
-    result["unfinished_between"] = engine.num_unfinished
+    result["unfinished_between"] = len(engine._running)
     result["late"] = late | run([])
 
     greedy = result["together"]["g0"].token_ids.tolist() if engine.is_leader else [0] * NEW_TOKENS
@@ -88,7 +88,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     engine.sleep()
     engine.wake()
     result["kept"] = run([])
-    result["unfinished_after"] = engine.num_unfinished
+    result["unfinished_after"] = len(engine._running)
     result["loose_tensors"] = [holds_loose_tensors(engine.model)]
     engine.model.get_submodule("model.norm").scale = torch.ones(1)
     result["loose_tensors"].append(holds_loose_tensors(engine.model))

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.model_shape import ModelShape
-from megarl.weights.families import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megarl.weights.families import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megarl.weights.families.rules import Rule
 from megarl.weights.world import Tensor, in_order
 
 FAMILIES: dict[str, Callable[[ModelShape], tuple[Rule, ...]]] = {
     "llama": llama.rules,
-    "mistral": mistral.rules,
+    "mistral": llama.rules,
     "qwen2": qwen2.rules,
     "qwen2_moe": qwen2_moe.rules,
     "qwen3": qwen3.rules,

@@ -1,4 +1,4 @@
-"""Llama: pre-norm blocks of grouped-query attention and a gated feed-forward. Qwen2 and Qwen3 add to it."""
+"""Llama and Mistral: pre-norm blocks of grouped-query attention and a gated feed-forward. Qwen adds to it."""
 
 from __future__ import annotations
 

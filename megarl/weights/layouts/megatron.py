@@ -15,22 +15,10 @@ from typing import Any, NamedTuple
 from megarl.model_shape import ModelShape
 from megarl.parallel_layout import Coordinates, ParallelLayout
 from megarl.types import ConfigError
-from megarl.weights.boxes import Layout, contiguous_strides
+from megarl.weights.boxes import contiguous_strides
 from megarl.weights.families import rules_of, tensors_of
 from megarl.weights.families.rules import Rule
 from megarl.weights.world import Holding, Layouts, Place, Tensor
-
-
-def megatron_layout(
-    model: ModelShape,
-    parallel: ParallelLayout,
-    coordinates: Coordinates,
-    *,
-    padded_vocab_size: int,
-    transformer_engine: bool = False,
-) -> Layout:
-    """The pieces of one trainer rank; the arguments are those of `MegatronLayouts`."""
-    return MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine).at(coordinates)
 
 
 def megatron_layouts(
@@ -41,11 +29,20 @@ def megatron_layouts(
 
 
 def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict[str, tuple[int, ...]]:
-    """Every parameter of one rank with its local shape, vocabulary padding included."""
-    return {
-        layouts.place(rule, chunk, coordinates.ep).of(tensor)[0]: _local_shape(rule, layouts.cut(rule))
-        for rule, chunk, tensor in layouts.parameters(coordinates)
-    }
+    """Every parameter of one rank with its local shape, vocabulary padding included, in the order of the model."""
+    shapes = {}
+    per_rank = layouts.model.num_experts // layouts.parallel.ep
+    experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
+    for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
+        for rule in layouts.rules:
+            if rule.place == "every_layer":
+                layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+            else:
+                layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
+            place = layouts.place(rule, chunk, coordinates.ep)
+            for layer, expert in product(layers, experts if rule.is_expert else (0,)):
+                shapes[place.of(Tensor("", layer, expert))[0]] = _local_shape(rule, layouts.cut(rule))
+    return shapes
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
@@ -92,24 +89,15 @@ class MegatronLayouts(Layouts):
 
     def __post_init__(self) -> None:
         model, parallel = self.model, self.parallel
-        stages = parallel.pp * parallel.vpp
-        if parallel.vpp > 1 and parallel.pp == 1:
-            raise ConfigError(f"trainer.vpp={parallel.vpp} needs trainer.pp > 1.")
-        if model.num_layers % stages:
-            chunks = f"trainer.pp={parallel.pp}" + (f" * trainer.vpp={parallel.vpp}" if parallel.vpp > 1 else "")
+        if model.num_layers % (parallel.pp * parallel.vpp):
+            chunks = f"pp {parallel.pp}" + (f" * vpp {parallel.vpp}" if parallel.vpp > 1 else "")
             raise ConfigError(f"{chunks} does not divide the model's {model.num_layers} layers.")
         if model.num_experts % parallel.ep:
-            raise ConfigError(f"trainer.ep={parallel.ep} does not divide the model's {model.num_experts} experts.")
-        if parallel.world_size % (parallel.etp * parallel.ep * parallel.pp):
-            raise ConfigError(
-                f"trainer.etp={parallel.etp} * trainer.ep={parallel.ep} * trainer.pp={parallel.pp} does not divide "
-                f"the {parallel.world_size} ranks."
-            )
-        for rule in self._rules:
+            raise ConfigError(f"ep {parallel.ep} does not divide the model's {model.num_experts} experts.")
+        for rule in self.rules:
             self.cut(rule)
 
-    @property
-    def num_ranks(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         return self.parallel.world_size
 
     @cached_property
@@ -118,7 +106,7 @@ class MegatronLayouts(Layouts):
 
     def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
         rules = self._rules_of_template.get(tensor.template, ())
-        chunk = self._chunk(tensor.layer) if tensor.layer >= 0 else None
+        chunk = self.chunk(tensor.layer) if tensor.layer >= 0 else None
         expert = bool(rules) and rules[0].is_expert
         ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
         key = (tensor.template, chunk, ep)
@@ -126,43 +114,10 @@ class MegatronLayouts(Layouts):
             self._made[key] = tuple(
                 holding
                 for rule in rules
-                for where in ([chunk] if chunk else self._chunks_of(rule))
+                for where in ([chunk] if chunk else self.chunks_of(rule))
                 for holding in self._holdings(rule, tensor.template, where, ep)
             )
         return self._made[key]
-
-    def describe(self) -> str:
-        return repr((self.model, self.parallel, self.padded_vocab_size, self.transformer_engine))
-
-    def __getitem__(self, rank: int) -> Layout:  # type: ignore[override]
-        if not 0 <= rank < len(self):
-            raise IndexError(rank)
-        return self.at(self.parallel.coordinates(rank))
-
-    def at(self, coordinates: Coordinates) -> Layout:
-        """The pieces of the rank at these coordinates."""
-        return tuple(
-            Holding(start, stop, (), self.place(rule, chunk, coordinates.ep), offset, strides).piece(
-                Tensor(template, tensor.layer, tensor.expert)
-            )
-            for rule, chunk, tensor in self.parameters(coordinates)
-            for template, start, stop, offset, strides in self._parts(
-                rule, coordinates.etp if rule.is_expert else coordinates.tp
-            )
-        )
-
-    def parameters(self, coordinates: Coordinates) -> Iterator[tuple[Rule, Chunk, Tensor]]:
-        """Rule, chunk and one tensor of each of the rank's parameters, in the order of the model."""
-        per_rank = self.model.num_experts // self.parallel.ep
-        experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
-        for chunk in (chunk for chunk in self._chunks if chunk.stage == coordinates.pp):
-            for rule in self._rules:
-                if rule.place == "every_layer":
-                    layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
-                else:
-                    layers = (-1,) if chunk in self._chunks_of(rule) else ()
-                for layer, expert in product(layers, experts if rule.is_expert else (0,)):
-                    yield rule, chunk, Tensor(rule.tensors[0][0], layer, expert)
 
     def place(self, rule: Rule, chunk: Chunk, ep: int) -> Place:
         """The parameter of a rule in one chunk, on the ranks of one expert-parallel coordinate."""
@@ -173,33 +128,26 @@ class MegatronLayouts(Layouts):
     def cut(self, rule: Rule) -> tuple[int, ...]:
         """The length of one rank's part of each block along the split dimension."""
         lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
-        if rule.padded:
-            if self.padded_vocab_size < lengths[0]:
-                raise ConfigError(
-                    f"{rule.parameter}: padded vocabulary {self.padded_vocab_size} is below the model's {lengths[0]}."
-                )
-            lengths = [self.padded_vocab_size]
-        if rule.dim is None:
-            return tuple(lengths)
-        axis = "etp" if rule.is_expert else "tp"
+        lengths = [self.padded_vocab_size] if rule.padded else lengths
+        splits = self.splits(rule)
         for length in lengths:
-            if length % self._splits(rule):
-                raise ConfigError(
-                    f"trainer.{axis}={self._splits(rule)} does not divide {rule.parameter}: {length} rows or columns."
-                )
-        return tuple(length // self._splits(rule) for length in lengths)
+            if length % splits:
+                axis = "etp" if rule.is_expert else "tp"
+                raise ConfigError(f"{axis} {splits} does not divide {rule.parameter}: {length} rows or columns.")
+        return tuple(length // splits for length in lengths)
 
-    def _splits(self, rule: Rule) -> int:
+    def splits(self, rule: Rule) -> int:
+        """Over how many ranks a parameter is split."""
         return 1 if rule.dim is None else self.parallel.etp if rule.is_expert else self.parallel.tp
 
     @cached_property
-    def _rules(self) -> tuple[Rule, ...]:
+    def rules(self) -> tuple[Rule, ...]:
         return rules_of(self.model)
 
     @cached_property
     def _rules_of_template(self) -> dict[str, list[Rule]]:
         found: dict[str, list[Rule]] = {}
-        for rule in self._rules:
+        for rule in self.rules:
             for template, _ in rule.tensors:
                 found.setdefault(template, []).append(rule)
         return found
@@ -209,60 +157,49 @@ class MegatronLayouts(Layouts):
         return {}
 
     @cached_property
-    def _chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[Chunk, ...]:
         """In the order of the layers: each stage's first chunk, then each stage's second."""
         pp, vpp = self.parallel.pp, self.parallel.vpp
         size = self.model.num_layers // (pp * vpp)
         return tuple(Chunk(i % pp, i // pp, i * size, size) for i in range(pp * vpp))
 
-    def _chunk(self, layer: int) -> Chunk:
-        return self._chunks[layer * len(self._chunks) // self.model.num_layers]
+    def chunk(self, layer: int) -> Chunk:
+        return self.chunks[layer * len(self.chunks) // self.model.num_layers]
 
-    def _chunks_of(self, rule: Rule) -> tuple[Chunk, ...]:
+    def chunks_of(self, rule: Rule) -> tuple[Chunk, ...]:
         if rule.place == "last_of_several_stages":
-            return self._chunks[-1:] if self.parallel.pp > 1 else ()
-        return {"first_stage": self._chunks[:1], "last_stage": self._chunks[-1:]}[rule.place]
+            return self.chunks[-1:] if self.parallel.pp > 1 else ()
+        return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: Chunk, ep: int) -> Iterator[Holding]:
-        for split in range(self._splits(rule)):
-            ranks = self._ranks[rule.is_expert, chunk.stage, ep, split if rule.dim is not None else None]
-            for name, start, stop, offset, strides in self._parts(rule, split):
-                if name == template:
-                    yield Holding(start, stop, ranks, self.place(rule, chunk, ep), offset, strides)
+        """Who holds which range of one tensor of a parameter."""
+        dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
+        place, strides = self.place(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
+        for split in range(self.splits(rule)):
+            ranks = self.ranks[rule.is_expert, chunk.stage, ep, split if rule.dim is not None else None]
+            base = 0
+            for block, part in zip(rule.blocks, parts, strict=True):
+                position, low = 0, split * part
+                for segment in block:
+                    length = segment.stop - segment.start
+                    start, stop = max(position, low), min(position + length, low + part)
+                    if start < stop and segment.tensor == template:
+                        corner, end = [0] * len(shape), list(shape)
+                        corner[dim], end[dim] = segment.start + start - position, segment.start + stop - position
+                        offset = (base + start - low) * strides[dim]
+                        yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
+                    position += length
+                base += part
 
     @cached_property
-    def _ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
+    def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
         """(experts?, stage, expert-parallel coordinate, tensor-parallel coordinate or None for all) -> ranks."""
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):
             at = self.parallel.coordinates(rank)
-            for key in (
-                (False, at.pp, 0, at.tp),
-                (False, at.pp, 0, None),
-                (True, at.pp, at.ep, at.etp),
-            ):
+            for key in ((False, at.pp, 0, at.tp), (False, at.pp, 0, None), (True, at.pp, at.ep, at.etp)):
                 ranks.setdefault(key, []).append(rank)
         return {key: tuple(found) for key, found in ranks.items()}
-
-    def _parts(
-        self, rule: Rule, split: int
-    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]]:
-        """Tensor, start, stop, offset and strides of each range of a parameter on one tensor-parallel rank."""
-        dim, parts, shapes = rule.dim or 0, self.cut(rule), dict(rule.tensors)
-        strides = contiguous_strides(_local_shape(rule, parts))
-        base = 0
-        for block, part in zip(rule.blocks, parts, strict=True):
-            low = 0 if rule.dim is None else split * part
-            position = 0
-            for segment in block:
-                length = segment.stop - segment.start
-                start, stop = max(position, low), min(position + length, low + part)
-                if start < stop:
-                    corner, end = [0] * len(strides), list(shapes[segment.tensor])
-                    corner[dim], end[dim] = segment.start + start - position, segment.start + stop - position
-                    yield segment.tensor, tuple(corner), tuple(end), (base + start - low) * strides[dim], strides
-                position += length
-            base += part
 
 
 def _local_shape(rule: Rule, parts: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,16 +11,17 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
-from megarl.model_folder import INDEX, SINGLE, read_safetensors_header, weight_files
+from megarl.model_folder import INDEX, SINGLE, companions, read_safetensors_header, weight_files
 from megarl.model_shape import ModelShape
 from megarl.types import DataError
 from megarl.weights.boxes import Box, Layout, Piece, contiguous_strides
@@ -30,79 +31,63 @@ from megarl.weights.transport import Transport
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-COPIED = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.*", "merges.txt", "*.model", "chat_template*", "additional_chat_templates"),
-)
-"""Files of a model folder that an export takes over byte for byte."""
+SHARD_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
-    """Where one tensor lies on disk: `start` is its first byte in the file."""
+class FolderReader:
+    """The tensors of a model folder, each a storage of its own name, mapped when asked for.
 
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-
-def read_layout(folder: str | Path) -> tuple[Layout, dict[str, FileTensor]]:
-    """A folder's tensors: a storage of its own for each, named as the tensor. Reads headers only.
-
-    Raises DataError naming the file for an index that leaves the folder, a missing or truncated file, a tensor in two
-    files or of a type that is no plain floating-point number.
+    Raises DataError naming the file for one that is not whole or a type that is no plain floating-point number, and
+    with the first tensor's name for a folder that is not exactly the model's checkpoint.
     """
-    folder = Path(folder)
-    tensors: dict[str, FileTensor] = {}
-    for file, expected in weight_files(folder).items():
-        path = folder / file
-        header = read_safetensors_header(path)
-        if absent := expected - header.keys():
-            raise DataError(
-                f"{path}: lacks {min(absent)}, which {INDEX} says it holds. Copy or download the file again."
-            )
-        base = _data_start(path)
-        for name, entry in header.items():
-            if name in tensors:
-                raise DataError(f"{path}: {name} is also in {tensors[name].file}. Remove one of the files.")
-            tensors[name] = _file_tensor(path, name, entry, base)
-    layout = tuple(whole(name, tensor.shape, name, 0) for name, tensor in tensors.items())
-    return layout, tensors
 
+    def __init__(self, folder: str | Path, model: ModelShape) -> None:
+        shapes = hf_tensors(model)
+        self.pieces = {name: (whole(name, shape, name, 0),) for name, shape in shapes.items()}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for file, expected in weight_files(folder).items():
+            path = Path(folder) / file
+            for name, (code, shape) in read_safetensors_header(path, expected).items():
+                if name not in shapes:
+                    # Old checkpoints store what is computed: rotary frequencies, and a tied head beside its embedding.
+                    if name.endswith(".rotary_emb.inv_freq") or (
+                        name == "lm_head.weight" and model.tie_word_embeddings
+                    ):
+                        continue
+                    raise DataError(f"{path}: {name} has no place in a {model.family} model.")
+                if name in self._files:
+                    raise DataError(f"{path}: {name} is also in {self._files[name]}. Remove one of the files.")
+                if code not in DTYPES:
+                    raise DataError(f"{path}: {name} is {code}; only {', '.join(DTYPES)} can be trained.")
+                if shape != shapes[name]:
+                    raise DataError(f"{path}: {name} is {shape}; config.json says {shapes[name]}.")
+                self._files[name], self.dtypes[name] = path, DTYPES[code]
+        for name in shapes:
+            if name not in self._files:
+                raise DataError(f"{folder}: tensor {name} is missing. Copy or download the model again.")
 
-def check_tensors(model: ModelShape, tensors: Mapping[str, FileTensor], folder: str | Path) -> None:
-    """Refuse a folder that is not exactly the model's checkpoint. Raises DataError with the first tensor's name."""
-    expected = hf_tensors(model)
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise DataError(f"{folder}: tensor {name} is missing. Copy or download the model again.")
-        if tensors[name].shape != shape:
-            raise DataError(f"{tensors[name].file}: {name} is {tensors[name].shape}; config.json says {shape}.")
-    for name in tensors.keys() - expected.keys():
-        # Old checkpoints store what is computed: rotary frequencies, and a tied head beside its embedding.
-        if not (name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model.tie_word_embeddings)):
-            raise DataError(f"{tensors[name].file}: {name} has no place in a {model.family} model.")
+    def storage(self, name: str) -> Tensor:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path].get_tensor(name).view(-1)
+
+    def release(self) -> None:
+        """Let go of the pages that were read."""
+        self._open.clear()
 
 
 def load(folder: str | Path, model: ModelShape, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
     """Fill a rank's parameters from a model folder, reading only the rank's boxes and casting to each parameter's type.
 
-    `layout` is the rank's (`megatron_layout`), `parameters` its live tensors. Raises DataError for a bad folder.
+    `layout` is the rank's own of `megatron_layouts`, `parameters` its live tensors. Raises DataError for a bad folder.
     """
-    available, tensors = read_layout(folder)
-    check_tensors(model, tensors, folder)
+    reader = FolderReader(folder, model)
+    available = tuple(piece for pieces in reader.pieces.values() for piece in pieces)
     plan = make_plan([available], [layout], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
-    names = {piece.box.name for piece in layout}
-    maps: dict[Path, mmap.mmap] = {}
-    sources: dict[str, Tensor] = {}
-    for name in sorted(names):
-        tensor = tensors[name]
-        if tensor.file not in maps:
-            with tensor.file.open("rb") as file:
-                maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        count = prod(tensor.shape)
-        sources[name] = torch.frombuffer(maps[tensor.file], dtype=tensor.dtype, count=count, offset=tensor.start)
+    sources = {name: reader.storage(name) for name in sorted({piece.box.name for piece in layout})}
     Transport(plan, sources, parameters, dtype=torch.float32).reshard()
 
 
@@ -117,66 +102,39 @@ def export(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
-    nodes: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    shard_bytes: int = 5_000_000_000,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the model that `parameters` hold, over all ranks, to a Hugging Face folder; every rank calls this.
 
-    `layouts` are all ranks'. Tensors are stored as `dtype`; configuration, tokenizer and chat template come from the
-    folder `source`. The folder appears, or is replaced, when it is complete. Raises OSError if the disk is full.
+    `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights come from the folder `source`.
+    The folder appears, or is replaced, when it is complete. Raises OSError if the disk is full.
     """
-    folder, source = Path(folder), Path(source)
+    folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
-    writers = _writers([sum(map(prod, tensors.values())) for tensors in files.values()], len(layouts))
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _copy_companions(source, partial)
-        (partial / "config.json").write_bytes(config_of_type(source / "config.json", dtype))
+        for name, path in companions(source).items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            (partial / name).write_bytes(config_of_type(path, dtype) if name == "config.json" else path.read_bytes())
         if len(files) > 1:
             total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
             (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")
-    _barrier(group)
-    mine = [file for file, writer in zip(files, writers, strict=True) if writer == rank]
-    maps = {file: _create(partial / file, files[file], dtype) for file in mine}
-    destinations = {
-        file: torch.frombuffer(m, dtype=dtype, offset=_data_start(partial / file)) for file, m in maps.items()
-    }
+    _barrier()
+    destinations: dict[str, Tensor] = {}
     written: list[list[Piece]] = [[] for _ in layouts]
-    for (file, tensors), writer in zip(files.items(), writers, strict=True):
+    for (file, tensors), writer in zip(files.items(), cycle(range(len(layouts))), strict=False):
         offsets = accumulate(map(prod, tensors.values()), initial=0)
         written[writer] += [whole(n, shape, file, at) for (n, shape), at in zip(tensors.items(), offsets, strict=False)]
-    plan = make_plan(
-        layouts, list(map(tuple, written)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes
-    )
-    Transport(plan.for_rank(rank), parameters, destinations, dtype=dtype, group=group).reshard()
-    for file in maps.values():
-        file.flush()
-    _barrier(group)
+        if writer == rank:
+            destinations[file] = _create(partial / file, tensors, dtype)
+    plan = make_plan(layouts, list(map(tuple, written)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+    Transport(plan.for_rank(rank), parameters, destinations, dtype=dtype).reshard()
+    _barrier()
     if rank == 0:
         replace_folder(partial, folder)
-    _barrier(group)
-
-
-def _data_start(path: Path) -> int:
-    with path.open("rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
-
-
-def _file_tensor(path: Path, name: str, entry: Mapping[str, object], base: int) -> FileTensor:
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in DTYPES:
-        raise DataError(f"{path}: {name} is {dtype}; only {', '.join(DTYPES)} can be trained.")
-    integers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if not integers or not all(isinstance(n, int) and n >= 0 for n in (*shape, *offsets)):  # type: ignore[misc]
-        raise DataError(f"{path}: {name} has the shape {shape} at {offsets}. Copy or download the file again.")
-    if offsets[1] - offsets[0] != prod(shape) * DTYPES[dtype].itemsize or 0 in shape:  # type: ignore[index]
-        raise DataError(
-            f"{path}: {name} {shape} of {dtype} does not fill bytes {offsets}. Copy or download the file again."
-        )
-    return FileTensor(path, DTYPES[dtype], tuple(shape), base + offsets[0])  # type: ignore[index, arg-type]
+    _barrier()
 
 
 def whole(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
@@ -202,16 +160,6 @@ def pack_files(
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _writers(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """A writing rank for each file: the largest file first, to the rank with least to write."""
-    load = [0] * num_ranks
-    writers = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        writers[index] = min(range(num_ranks), key=lambda r: (load[r], r))
-        load[writers[index]] += sizes[index]
-    return writers
-
-
 def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """The first bytes of a safetensors file that holds these tensors in this order."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
@@ -225,23 +173,15 @@ def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> b
     return len(text).to_bytes(8, "little") + text
 
 
-def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> mmap.mmap:
-    """A safetensors file with its header written and its space reserved, mapped for writing."""
+def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Tensor:
+    """The contents of a safetensors file whose header is written and whose space is reserved, mapped for writing."""
     header = file_header({name: (dtype, shape) for name, shape in tensors.items()})
     with path.open("xb+") as file:
         file.write(header)
         file.flush()
         # A full disk is an error here; found out later, while writing through the map, it would kill the process.
         os.posix_fallocate(file.fileno(), 0, len(header) + sum(map(prod, tensors.values())) * dtype.itemsize)
-        return mmap.mmap(file.fileno(), 0)
-
-
-def _copy_companions(source: Path, target: Path) -> None:
-    for path in sorted({path for pattern in COPIED for path in source.glob(pattern)}):
-        if path.is_dir():
-            shutil.copytree(path, target / path.name)
-        else:
-            shutil.copyfile(path, target / path.name)
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype, offset=len(header))
 
 
 def config_of_type(path: Path, dtype: torch.dtype) -> bytes:
@@ -270,6 +210,6 @@ def replace_folder(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _barrier(group: dist.ProcessGroup | None) -> None:
+def _barrier() -> None:
     if dist.is_initialized():
-        dist.barrier(group)
+        dist.barrier()

@@ -7,7 +7,6 @@ chooses the chunks that the ranks of a layout would hold, so that each of them f
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 from argparse import Namespace
@@ -31,10 +30,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.model_shape import ModelShape, padded_vocab_size
 from megarl.parallel_layout import ParallelLayout
-from megarl.types import ConfigError, DataError
+from megarl.types import DataError
 from megarl.weights.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.weights.families import rules_of
 from megarl.weights.families.rules import Rule
+from megarl.weights.layouts.megatron import MegatronLayouts
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 
@@ -119,31 +119,20 @@ def split(
     `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model, DataError if
     tensors that become one have different types.
     """
-    if model.num_layers % parallel.pp:
-        raise ConfigError(f"pp {parallel.pp} does not divide the model's {model.num_layers} layers.")
-    if model.num_experts % parallel.ep:
-        raise ConfigError(f"ep {parallel.ep} does not divide the model's {model.num_experts} experts.")
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
-    expert_ranks: dict[tuple[int, int, int], int] = {}
-    for rank in range(parallel.world_size):
-        at = parallel.coordinates(rank)
-        expert_ranks.setdefault((at.etp, at.ep, at.pp), rank)
+    layouts = MegatronLayouts(model, parallel, padded)
     stored_as: dict[tuple[str, ...], torch.dtype] = {}
     for parameter in parameters(model):
         rule, shape = parameter.rule, parameter.shape(padded)
-        layer = parameter.leading[0] if parameter.leading else 0 if rule.place == "first_stage" else -1
-        stage = layer % model.num_layers // (model.num_layers // parallel.pp)
         for piece in parameter.pieces(Box("", (0,) * len(shape), shape), ""):
             name = piece.box.name
             dtype = stored_as.setdefault(parameter.keys, dtypes[name])
             if dtypes[name] != dtype:
                 raise DataError(f"{name} is {dtypes[name]}, other parts of {parameter.keys[0]} are {dtype}; cast them.")
         dtype = stored_as[parameter.keys]
-        for part, box in _boxes(rule, shape, parallel, chunk_bytes // dtype.itemsize):
-            if rule.is_expert:
-                rank = expert_ranks[part, parameter.leading[1] // (model.num_experts // parallel.ep), stage]
-            else:
-                rank = parallel.rank(part, 0, stage)
+        where = layouts.chunk(parameter.leading[0]) if parameter.leading else layouts.chunks_of(rule)[0]
+        ep = parameter.leading[1] * parallel.ep // model.num_experts if rule.is_expert else 0
+        for part, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
             ones = (1,) * len(parameter.leading)
             yield Chunk(
                 parameter.keys,
@@ -151,46 +140,31 @@ def split(
                 (*parameter.leading, *box.start),
                 (*ones, *box.shape),
                 dtype,
-                rank,
+                layouts.ranks[rule.is_expert, where.stage, ep, part][0],
                 tuple(parameter.pieces(box, "slab")),
             )
 
 
-def _boxes(rule: Rule, shape: tuple[int, ...], parallel: ParallelLayout, limit: int) -> Iterator[tuple[int, Box]]:
+def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
     """Tensor-parallel rank and box: each block in equal parts, each part in slices of at most `limit` elements."""
-    ranks = 1 if rule.dim is None else parallel.etp if rule.is_expert else parallel.tp
-    dim = rule.dim or 0
-    blocks = [shape[0]] if rule.padded else [sum(s.stop - s.start for s in block) for block in rule.blocks]
-    base = 0
-    for length in blocks:
-        if length % ranks:
-            raise ConfigError(
-                f"{'etp' if rule.is_expert else 'tp'} {ranks} does not divide {rule.parameter}: {length} rows/columns"
-            )
-        for rank in range(ranks):
+    dim, base = rule.dim or 0, 0
+    for length in layouts.cut(rule):
+        for rank in range(layouts.splits(rule)):
             start, stop = [0] * len(shape), list(shape)
-            start[dim] = base + rank * length // ranks
-            stop[dim] = base + (rank + 1) * length // ranks
+            start[dim], stop[dim] = base, base + length
             rows = max(1, limit // prod(stop[i] - start[i] for i in range(1, len(shape))))
             for low in range(start[0], stop[0], rows):
                 yield rank, Box("", (low, *start[1:]), (min(low + rows, stop[0]), *stop[1:]))
-        base += length
+            base += length
 
 
 def extra_states(model: ModelShape) -> Iterator[str]:
-    """Keys of the empty objects that linear layers expect beside their weights."""
+    """Keys of the empty objects, each `[None]`, that linear layers expect beside their weights."""
     for parameter in parameters(model):
         module, _, kind = parameter.keys[0].rpartition(".")
         if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$", module):
             place, of = (".".join(map(str, numbers)) for numbers in (parameter.leading, parameter.leading_shape))
             yield f"{module}._extra_state/shard_{place}_{of}"
-
-
-def empty_state() -> bytes:
-    """The object that belongs to each of `extra_states`."""
-    stream = io.BytesIO()
-    torch.save([None], stream)
-    return stream.getvalue()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megarl.model_shape import ModelShape
+from megarl.model_shape import ModelShape, padded_vocab_size
 from megarl.types import ConfigError
 from megarl.weights.boxes import contiguous_strides
 from megarl.weights.families import templates_of, tensors_of
 from megarl.weights.families.llama import EMBEDDING, HEAD, LAYER
 from megarl.weights.world import Holding, Layouts, Place, Tensor
-
-VOCABULARY_MULTIPLE = 64
 
 
 class Part(NamedTuple):
@@ -41,8 +39,8 @@ class Stack(NamedTuple):
 class VllmLayouts(Layouts):
     """The layouts of `world_size` ranks that hold engines of `tp` contiguous ranks each.
 
-    With `ep` (`enable_expert_parallel`) a rank holds whole experts, dealt out in contiguous runs. Raises ConfigError if
-    a size does not divide.
+    With `ep` (`enable_expert_parallel`) a rank holds whole experts, dealt out in contiguous runs. A size that
+    does not divide is a ConfigError of `holdings`.
     """
 
     model: ModelShape
@@ -50,16 +48,7 @@ class VllmLayouts(Layouts):
     world_size: int
     ep: bool = False
 
-    def __post_init__(self) -> None:
-        if 0 < self.model.num_experts < self.tp:
-            raise ConfigError(f"rollout.tp={self.tp} is more than the model's {self.model.num_experts} experts.")
-        for stack in self._stacks:
-            for part in stack.parts:
-                for rank in range(self.tp):
-                    self._range(stack, part, rank)
-
-    @property
-    def num_ranks(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         return self.world_size
 
     @cached_property
@@ -73,9 +62,6 @@ class VllmLayouts(Layouts):
         if key not in self._made:
             self._made[key] = tuple(self._holdings(stack, tensor.template, owner))
         return self._made[key]
-
-    def describe(self) -> str:
-        return repr((self.model, self.tp, self.world_size, self.ep))
 
     def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
         for rank in range(self.tp) if owner < 0 else (owner,):
@@ -106,7 +92,7 @@ class VllmLayouts(Layouts):
             # Each key-value head lies on several ranks.
             heads, rank = self.model.num_kv_heads, rank // (tp // self.model.num_kv_heads)
             return rank * (length // heads), (rank + 1) * (length // heads), length // heads
-        stored = -(-length // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE if part.split == "vocabulary" else length
+        stored = padded_vocab_size(length, 1) if part.split == "vocabulary" else length
         units = stored // self.model.head_dim if part.split == "heads" or "q_proj" in part.tensor else stored
         if units % tp:
             raise ConfigError(f"rollout.tp={tp} does not divide {stack.storage}: {stored} rows or columns of a tensor.")

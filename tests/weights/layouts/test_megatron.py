@@ -17,7 +17,6 @@ from megarl.types import ConfigError
 from megarl.weights.layouts.megatron import (
     check_against,
     chunk_prefix,
-    megatron_layout,
     megatron_layouts,
     parameter_shapes,
 )
@@ -121,8 +120,9 @@ def load_and_compare(folder: str, parallel: ParallelLayout) -> int:
     }
     at = parallel.coordinates(dist.get_rank())
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
-    check_against(parameter_shapes(megatron_layouts(model, parallel, padded_vocab_size=padded), at), live)
-    load(folder, model, megatron_layout(model, parallel, at, padded_vocab_size=padded), live)
+    layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
+    check_against(parameter_shapes(layouts, at), live)
+    load(folder, model, layouts[dist.get_rank()], live)
 
     globals_ = megatron_tensors(model, load_file(Path(folder) / "model.safetensors"))
     compared = 0
@@ -241,12 +241,12 @@ def test_a_model_that_differs_is_refused(live: dict[str, tuple[int, ...]], messa
 @pytest.mark.parametrize(
     ("tp", "pp", "message"),
     [
-        pytest.param(1, 3, "trainer.pp=3 does not divide the model's 2 layers", id="layers"),
-        pytest.param(3, 1, "trainer.tp=3 does not divide", id="rows"),
+        pytest.param(1, 3, "pp 3 does not divide the model's 2 layers", id="layers"),
+        pytest.param(3, 1, "tp 3 does not divide", id="rows"),
     ],
 )
 def test_sizes_that_do_not_divide(tiny_model: Callable[..., Path], tp: int, pp: int, message: str) -> None:
     model = read_model_shape(tiny_model(family="qwen3", num_layers=2))
     parallel = ParallelLayout(tp=tp, pp=pp, dp=1, rollout_tp=1)
     with pytest.raises(ConfigError, match=message):
-        megatron_layout(model, parallel, parallel.coordinates(0), padded_vocab_size=3 << 18)
+        megatron_layouts(model, parallel, padded_vocab_size=3 << 18)
