@@ -147,7 +147,7 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
 
     shape, at = read_model_shape(recipe.model.path), layout.coordinates(dist.get_rank())
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
-    pieces = layouts.at(at)
+    pieces = layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, Any]) -> None:
         check_against(parameter_shapes(layouts, at), parameters)

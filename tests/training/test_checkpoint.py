@@ -50,11 +50,11 @@ def layout_of(sizes: Sizes) -> ParallelLayout:
 def build(recipe: Recipe, layout: ParallelLayout) -> Any:
     from megarl.training.engine import TrainingEngine
     from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import megatron_layout
+    from megarl.weights.layouts.megatron import megatron_layouts
 
     shape = read_model_shape(recipe.model.path)
-    at = layout.coordinates(dist.get_rank())
-    pieces = megatron_layout(shape, layout, at, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    pieces = layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
         safetensors.load(recipe.model.path, shape, pieces, parameters)
