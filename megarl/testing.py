@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import gc
 import importlib.util
 import inspect
 import operator
@@ -129,4 +130,6 @@ class FunctionRunner:
                 getattr(sys.modules[name], verb)()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # What lies in cycles keeps its groups alive, and each group of gloo a thread that wakes again and again.
+        gc.collect()
         return result
