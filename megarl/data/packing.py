@@ -155,7 +155,7 @@ def _balanced_rows(
     for index, bin in enumerate(bins):
         bin_of[bin] = index
     tokens, costs = (np.append(values, np.zeros(len(bins), values.dtype)) for values in (tokens, costs))
-    loads = np.bincount(bin_of, costs, len(bins)).reshape(-1, num_ranks)
+    loads = np.bincount(bin_of, costs, len(bins)).astype(np.float64).reshape(-1, num_ranks)
     room = max_tokens - np.bincount(bin_of, tokens, len(bins)).astype(np.int64)
     done = np.zeros(len(loads), dtype=bool)
     for _ in range(MOST_EXCHANGES):

@@ -16,7 +16,7 @@ async def train(session: Session) -> None:
     order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     sampling = sampling_settings(recipe.rollout.sampling)
     if session.folder.resumed_step:
-        await session.reshard(session.resumed_step)
+        await session.reshard(session.folder.resumed_step)
     else:
         tracker.log(0, await session.evaluate(0))
     for step in session.steps:

@@ -149,10 +149,7 @@ class PackedAttention(nn.Module):
         if len(row.parts) > 1:
             k, v = gather_from_sequence_parallel_region(torch.cat([k, v], dim=1), group=self.cp_group).chunk(2, dim=1)
         attend = self._varlen if q.is_cuda else self._padded
-        outs = [
-            attend(*(x if index is None else x[index] for x, index in ((q, p.queries), (k, p.keys), (v, p.keys))), p)
-            for p in row.parts
-        ]
+        outs = [attend(_taken(q, part.queries), _taken(k, part.keys), _taken(v, part.keys), part) for part in row.parts]
         out = outs[0] if row.order is None else torch.cat(outs)[row.order]
         return out.reshape(out.size(0), 1, -1)
 
@@ -187,6 +184,10 @@ class PackedAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
         )
         return out.transpose(1, 2).flatten(0, 1)[place]
+
+
+def _taken(x: Tensor, places: Tensor | None) -> Tensor:
+    return x if places is None else x[places]
 
 
 def _padded_places(sizes: Tensor, longest: int) -> Tensor:

@@ -85,7 +85,8 @@ class PolicyModel(GPTModel):
 
     def replay_routes(self, routes: Tensor) -> None:
         """Send the next pass's tokens to these experts: [tokens of this rank, layers of the model, top_k]."""
-        for layer in self.decoder.layers:
+        layers: Any = self.decoder.layers
+        for layer in layers:
             replay = layer.mlp.router.router_replay
             replay.target_topk_idx = routes[:, layer.layer_number - 1]
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)

@@ -70,7 +70,7 @@ def _adapt_experts() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     # vLLM, imported later, puts a stream of its own into torch.cuda, one whose events are None.
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()
+    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()  # type: ignore[assignment]
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -247,7 +247,7 @@ def holds_loose_tensors(model: torch.nn.Module) -> bool:
 def _open_channel(tp: int) -> CommandChannel:
     """This rank's command channel; a collective over the world."""
     first = dist.get_rank() // tp * tp
-    group = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
+    group: Any = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
     return CommandChannel(group, tuple(range(first, first + tp)))
 
 

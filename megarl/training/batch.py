@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,10 +109,11 @@ def unpack_row(values: Tensor, lengths: Sequence[int], padded: Sequence[int]) ->
 
 def whole_row(values: Tensor, row: PackedRow) -> Tensor:
     """Values [tokens] of a rank's part of a row, on every context-parallel rank as values of the whole row."""
-    group = parallel_state.get_context_parallel_group()
+    group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values
-    places, parts = (torch.empty(group.size() * len(x), dtype=x.dtype, device=x.device) for x in (row.local, values))
+    assert row.local is not None
+    places, parts = (x.new_empty(group.size() * len(x)) for x in (row.local, values))
     torch.distributed.all_gather_into_tensor(places, row.local, group=group)
     torch.distributed.all_gather_into_tensor(parts, values.contiguous(), group=group)
     return torch.empty_like(parts).index_copy_(0, places, parts)

@@ -114,7 +114,7 @@ def stage(folder: Path, engine: TrainingEngine, layout: str, **driver: Any) -> S
     state |= {"random": _random_states(), "layout": layout, "driver": driver}
     # Megatron's own queue of results is a process of its own.
     filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
     with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 writes what is common to all ranks already.
@@ -133,7 +133,7 @@ def restore(folder: Path, engine: TrainingEngine, layout: str) -> dict[str, Any]
     request = _sharded_state(engine, is_loading=True)
     if dist_checkpointing.load_common_state_dict(str(folder))["layout"] == layout:
         request["random"] = _random_states()
-    state = dist_checkpointing.load(request, str(folder))
+    state: dict[str, Any] = dist_checkpointing.load(request, str(folder))  # type: ignore[assignment]
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(state[name])
     leaves = _leaves(engine.optimizer)
@@ -204,7 +204,7 @@ def _random_states() -> ShardedObject:
         "numpy": (name, keys.tolist(), *rest),  # type: ignore[union-attr]
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
+        "megatron": get_cuda_rng_tracker().get_states(),  # type: ignore[union-attr]
     }
     return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
 
@@ -214,4 +214,4 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["device"])
-    get_cuda_rng_tracker().set_states(states["megatron"])
+    get_cuda_rng_tracker().set_states(states["megatron"])  # type: ignore[union-attr]

@@ -242,7 +242,7 @@ class TrainingEngine:
             if batch.routes is not None and of_policy:
                 parts = self._multiple
                 routes = batch.routes.chunk(parts)[parallel_state.get_tensor_model_parallel_rank() % parts]
-                get_attr_wrapped_model(chunk, "replay_routes")(routes)
+                get_attr_wrapped_model(chunk, "replay_routes")(routes)  # type: ignore[operator]
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,

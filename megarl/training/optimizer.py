@@ -55,7 +55,7 @@ def step_if_finite(optimizer: ChainedOptimizer, *, loss_is_finite: bool) -> tupl
         return grad_norm, False
     for part in optimizer.chained_optimizers:
         if (parameters := part.get_parameters()) and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+            clip_grad_by_total_norm_fp32(list(parameters), part.config.clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
     return grad_norm, True
 

@@ -119,7 +119,8 @@ def count(plan: Plan) -> Traffic:
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
-    turn_of, missing_of, gathered_of = (cache(partial(f, plan)) for f in (_turn, _lower_bound, _gathered))
+    turn_of = cache(partial(_turn, plan))
+    missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _gathered))
     for _, join, turn, buckets in plan.steps:
         one = turn_of(join, turn, len(buckets))
         received += one.received

@@ -28,9 +28,11 @@ class WorkerGroup(Protocol):
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the worker's method with the same arguments on every rank."""
+        ...
 
     async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
         """Call the worker's method with `per_rank[rank]` as first argument on every rank."""
+        ...
 
     async def close(self) -> None:
         """Let the ranks leave; may be called again."""
