@@ -43,38 +43,7 @@ def transformer_config(
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
-    settings: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_kv_heads,
-        "kv_channels": shape.head_dim,
-        "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_epsilon,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "context_parallel_size": layout.cp,
-        # With several chunks both neighbours of a stage may be the same rank: sends must not be batched.
-        "overlap_p2p_comm": layout.vpp > 1,
-        "batch_p2p_comm": layout.vpp == 1,
-        "sequence_parallel": sequence_parallel,
-        "use_cpu_initialization": not torch.cuda.is_available(),
-        # Packed rows differ in length; Megatron sends such between stages only with this dispatcher named.
-        "variable_seq_lengths": layout.pp > 1,
-        "moe_token_dispatcher_type": "alltoall",
-        "deallocate_pipeline_outputs": torch.cuda.is_available() and layout.pp > 1,
-        "calculate_per_token_loss": True,
-    }
+    settings = _model_settings(shape) | _split_settings(layout, dtype, sequence_parallel)
     defaults: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -113,4 +82,44 @@ def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any
         "moe_grouped_gemm": uses_transformer_engine(),
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def _model_settings(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+    }
+
+
+def _split_settings(layout: ParallelLayout, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "context_parallel_size": layout.cp,
+        # With several chunks both neighbours of a stage may be the same rank: sends must not be batched.
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+        "sequence_parallel": sequence_parallel,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        # Packed rows differ in length; Megatron sends such between stages only with this dispatcher named.
+        "variable_seq_lengths": layout.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "deallocate_pipeline_outputs": torch.cuda.is_available() and layout.pp > 1,
+        "calculate_per_token_loss": True,
     }
