@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -59,6 +60,9 @@ class TrainingEngine:
                 create_gloo_process_groups=False,
             )
         model_parallel_cuda_manual_seed(recipe.seed)
+        # Nothing here draws from these two; what a library draws shall not differ from run to run.
+        random.seed(recipe.seed)
+        np.random.seed(recipe.seed % 2**32)
         trainer = recipe.trainer
         self.sequence_parallel = layout.tp > 1 and trainer.sequence_parallel is not False
         self.config = transformer_config(
