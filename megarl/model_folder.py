@@ -50,9 +50,10 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     folder = Path(folder)
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
+            others = sorted(path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}"))
             raise DataError(
-                f"{folder}: neither {SINGLE} nor {INDEX}. Weights are read from safetensors only; "
-                "convert others with transformers' save_pretrained."
+                f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} beside it. Weights are read from "
+                "safetensors only; convert others with transformers' save_pretrained."
             )
         return {SINGLE: set()}
     files: dict[str, set[str]] = {}
