@@ -290,7 +290,9 @@ def test_a_run_without_checkpoints_starts_again(runs: Runs) -> None:
     (folder / "samples").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"ste')
     (folder / "samples/step_000001.jsonl").write_text("{}\n")
-    output = runs.train("recipe.yaml", "name=none", "train.steps=1", "checkpoint.every_steps=0", "--resume")
+    output = runs.train(
+        "recipe.yaml", "name=none", "train.steps=1", "optimizer.warmup_steps=0", "checkpoint.every_steps=0", "--resume"
+    )
     assert "has no checkpoint yet: starting from the beginning" in output
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [0, 1]
     assert len((folder / "samples/step_000001.jsonl").read_text().splitlines()) == 16 + 4
