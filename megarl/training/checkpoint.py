@@ -117,10 +117,13 @@ def stage(folder: Path, engine: TrainingEngine, layout: str, **driver: Any) -> S
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
-    with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 writes what is common to all ranks already.
-        request = dist_checkpointing.save(
-            state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
-        )
+    try:
+        with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 writes what is common to all ranks already.
+            request = dist_checkpointing.save(
+                state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
+            )
+    finally:
+        filesystem_async._results_queue = None  # type: ignore[assignment]
     assert request is not None
     return Save(folder, request)
 

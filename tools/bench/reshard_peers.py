@@ -8,20 +8,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megarl.parallel_layout import ParallelLayout
 from megarl.weights.families.rules import Rule
 from megarl.weights.layouts.megatron import MegatronLayouts
+from megarl.weights.world import Tensor
 
 
 def rules_by_parameter(layouts: MegatronLayouts, rank: int) -> dict[str, tuple[Rule, str]]:
     """The rule of each of a rank's parameters, and the parameter's name with the model's layer number."""
     at = layouts.parallel.coordinates(rank)
-    return {
-        layouts.place(rule, chunk, at.ep).of(tensor)[0]: (rule, rule.parameter.format(layer=tensor.layer, expert=0))
-        for rule, chunk, tensor in layouts.parameters(at)
-    }
+    found = {}
+    for chunk in (chunk for chunk in layouts.chunks if chunk.stage == at.pp):
+        for rule in layouts.rules:
+            layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+            if rule.place != "every_layer":
+                layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
+            place = layouts.place(rule, chunk, at.ep)
+            for layer in layers:
+                found[place.of(Tensor("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
+    return found
 
 
 class Gathered:
@@ -35,8 +42,8 @@ class Gathered:
         self,
         layouts: MegatronLayouts,
         rollout_tp: int,
-        sources: Mapping[str, Tensor],
-        destinations: Mapping[str, Tensor],
+        sources: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
     ) -> None:
         self._sources, self._destinations = sources, destinations
         self._model, self._parallel = layouts.model, layouts.parallel
@@ -70,7 +77,7 @@ class Gathered:
         shape[rule.dim or 0] = sum(self._layouts.cut(rule))
         return tuple(shape)
 
-    def _slice(self, name: str, rule: Rule, parts: list[Tensor]) -> None:
+    def _slice(self, name: str, rule: Rule, parts: list[torch.Tensor]) -> None:
         """This engine rank's share of one Megatron parameter."""
         model, tp, rank = self._model, self._engine_tp, self._engine_rank
         if "linear_qkv.weight" in name:
@@ -93,14 +100,14 @@ class Gathered:
         else:
             self._write(name, parts)
 
-    def _write(self, name: str, pieces: list[Tensor]) -> None:
+    def _write(self, name: str, pieces: list[torch.Tensor]) -> None:
         target, start = self._destinations[_vllm_name(name)], 0
         for piece in pieces:
             target[start : start + len(piece)].copy_(piece)
             start += len(piece)
 
 
-def _range(parts: list[Tensor], start: int, length: int, dim: int = 0) -> Tensor:
+def _range(parts: list[torch.Tensor], start: int, length: int, dim: int = 0) -> torch.Tensor:
     """A range of what the parts are one after another."""
     taken, size = [], parts[0].shape[dim]
     for index, part in enumerate(parts):
@@ -145,8 +152,8 @@ class MegatronResharding:
         self,
         source_layouts: MegatronLayouts,
         destination_layouts: MegatronLayouts,
-        sources: Mapping[str, Tensor],
-        destinations: Mapping[str, Tensor],
+        sources: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
     ) -> None:
         self._swap = import_megatron()
         self._source = _megatron_module(source_layouts, sources)
@@ -156,7 +163,7 @@ class MegatronResharding:
         self._swap(self._source, self._destination, "gloo")
 
 
-def _megatron_module(layouts: MegatronLayouts, tensors: Mapping[str, Tensor]) -> Any:
+def _megatron_module(layouts: MegatronLayouts, tensors: Mapping[str, torch.Tensor]) -> Any:
     """A module tree with Megatron's names, attributes and process groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
