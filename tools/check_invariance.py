@@ -71,7 +71,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("tp2 etp2", {"tp": 2, "etp": 2}, {}),
         ("tp2 ep2", {"tp": 2, "ep": 2}, {}),
         ("tp2 etp2 ep2 dp2", {"tp": 2, "etp": 2, "ep": 2, "dp": 2}, {}),
-        ("etp2 dp2", {"etp": 2, "dp": 2}, {}),
         ("cp2 ep2", {"cp": 2, "ep": 2}, {}),
         ("pp2 ep2 dp2", {"pp": 2, "ep": 2, "dp": 2}, {}),
         ("pp2 vpp2", {"pp": 2, "vpp": 2}, {"max_tokens_per_microbatch": 128}),
@@ -94,7 +93,7 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
                 "distributed_optimizer": False,
                 **trainer,
             },
-            "optimizer": {"name": "sgd", "learning_rate": 60.0, "clip_grad_norm": 0.05},
+            "optimizer": {"name": "sgd", "learning_rate": 100.0, "clip_grad_norm": 0.05},
             "algorithm": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.5},
         }
     )

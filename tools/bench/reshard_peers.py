@@ -131,7 +131,8 @@ def _vllm_name(megatron_name: str) -> str:
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     """Make all groups, as every rank must, and return the one that this rank is in."""
-    made = [dist.new_group(ranks) for ranks in groups]
+    # Dealt ranks are not in order, their parts are.
+    made = [dist.new_group(ranks, sort_ranks=False) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
 
 
