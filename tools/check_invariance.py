@@ -167,11 +167,12 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
                 rows_multiple=layout.pp if layout.vpp > 1 else 1,
             )
             metrics.append(engine.update([[sequences[i] for i in row] for row in packed[at.dp]]))
-        results[objective] = metrics, _cut_out(pieces, engine.parameters)
+        results[objective] = metrics, cut_out(pieces, engine.parameters)
     return results
 
 
-def _cut_out(pieces: Any, stored: Mapping[str, Any]) -> dict[str, list[Cut]]:
+def cut_out(pieces: Any, stored: Mapping[str, Any]) -> dict[str, list[Cut]]:
+    """What a rank holds of each Hugging Face tensor: start, stop and values."""
     cuts: dict[str, list[Cut]] = {}
     for piece in pieces:
         flat = stored[piece.storage].detach().reshape(-1)
@@ -181,7 +182,7 @@ def _cut_out(pieces: Any, stored: Mapping[str, Any]) -> dict[str, list[Cut]]:
 
 
 def join(parts: Sequence[Mapping[str, list[Cut]]]) -> dict[str, np.ndarray]:
-    """Whole tensors from all ranks' cuts. Raises ValueError where two ranks hold different values of one element."""
+    """Whole tensors from all ranks' cuts. Raises ValueError for an element that no rank holds, or two hold unalike."""
     whole: dict[str, np.ndarray] = {}
     for name in sorted({name for part in parts for name in part}):
         cuts = [cut for part in parts for cut in part.get(name, ())]
@@ -191,6 +192,8 @@ def join(parts: Sequence[Mapping[str, list[Cut]]]) -> dict[str, np.ndarray]:
             if not np.isnan(value[place]).all() and not np.array_equal(value[place], held):
                 raise ValueError(f"ranks hold different values of {name}")
             value[place] = held
+        if np.isnan(value).any():
+            raise ValueError(f"no rank holds all of {name}")
         whole[name] = value
     return whole
 

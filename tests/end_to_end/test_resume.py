@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.processes import rank_processes
+
 pytestmark = pytest.mark.timeout(7200)
 
 STEPS, EVERY = 12, 2
@@ -143,21 +145,6 @@ def await_moment(runs: Runs, name: str, driver: subprocess.Popen[str], last: int
     while not reached() or (during_save and not any((home / "checkpoints").glob(".step_*.partial"))):
         assert time.monotonic() < started + 1200 and driver.poll() is None, driver.communicate()
         time.sleep(0.01)
-
-
-def rank_processes(driver: int) -> dict[int, int]:
-    """Process ids of a driver's ranks, by rank."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except (OSError, IndexError):
-            continue
-        rank = [entry for entry in environment if entry.startswith(b"RANK=")]
-        if parent == driver and rank:
-            found[int(rank[0][5:])] = int(process.name)
-    return found
 
 
 def assert_bit_equal(mine: Path, other: Path) -> None:

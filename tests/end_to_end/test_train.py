@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.processes import rank_processes
+
 MEGARL = [sys.executable, "-m", "megarl"]
 
 
@@ -169,18 +171,3 @@ def test_a_killed_worker_ends_the_run_and_is_named(runs: Runs) -> None:
     status = runs.status("killed")
     assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 76, 1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
-
-
-def rank_processes(driver: int) -> dict[int, int]:
-    """Process ids of a driver's ranks, by rank."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except (OSError, IndexError):
-            continue
-        rank = [entry for entry in environment if entry.startswith(b"RANK=")]
-        if parent == driver and rank:
-            found[int(rank[0][5:])] = int(process.name)
-    return found

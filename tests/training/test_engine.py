@@ -19,12 +19,12 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import MegarlError, TrainingSequence
+from tools.check_invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
 NUM_UPDATES = 3
 LEARNING_RATE, DECAY, BETAS, EPSILON, CLIP = 3e-3, 0.1, (0.9, 0.95), 1e-3, 0.02
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, KL = 0.2, 0.3, 2.5, 0.3
-Cut = tuple[tuple[int, int, int], tuple[int, int, int], np.ndarray]
 
 
 def recipe_of(folder: Path, loop: str, **trainer: Any) -> Recipe:
@@ -101,16 +101,6 @@ def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any]:
     return TrainingEngine(recipe, layout, shape, load), pieces
 
 
-def cut_out(pieces: Any, stored: Mapping[str, torch.Tensor]) -> dict[str, list[Cut]]:
-    """What a rank holds of each Hugging Face tensor: start, stop and values."""
-    cuts: dict[str, list[Cut]] = {}
-    for piece in pieces:
-        flat = stored[piece.storage].detach().reshape(-1)
-        value = flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset)
-        cuts.setdefault(piece.box.name, []).append((piece.box.start, piece.box.stop, value.clone().numpy()))
-    return cuts
-
-
 def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[TrainingSequence]) -> list[Any]:
     rows = pack(
         [len(s) for s in sequences],
@@ -138,19 +128,9 @@ def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSeq
     return result
 
 
-def join(parts: Sequence[dict[str, list[Cut]]]) -> dict[str, torch.Tensor]:
+def whole(parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Whole tensors from all ranks' cuts; what two ranks hold must be equal."""
-    whole: dict[str, np.ndarray] = {}
-    for name in sorted({name for part in parts for name in part}):
-        cuts = [cut for part in parts for cut in part.get(name, ())]
-        value = np.full(np.max([stop for _, stop, _ in cuts], axis=0), np.nan, np.float32)
-        for start, stop, values_ in cuts:
-            place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-            assert np.isnan(value[place]).all() or np.array_equal(value[place], values_), f"copies of {name} differ"
-            value[place] = values_
-        assert not np.isnan(value).any(), name
-        whole[name] = value
-    return {name: torch.from_numpy(value) for name, value in whole.items()}
+    return {name: torch.from_numpy(value) for name, value in join(parts).items()}
 
 
 def trained(ranks: RankPool, recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, Any]:
@@ -171,10 +151,10 @@ def trained(ranks: RankPool, recipe: Recipe, sizes: tuple[int, int, int]) -> dic
     }
     return {
         "metrics": [values(merge(r["metrics"][step] for r in results)) for step in range(NUM_UPDATES)],
-        "parameters": join([r["parameters"] for r in results]),
+        "parameters": whole([r["parameters"] for r in results]),
         "num_rows": [len(r["indices"]) for r in results],
         **{name: [found[i] for i in sorted(found)] for name, found in logprobs.items()},
-        **({} if recipe.trainer.distributed_optimizer else {"gradient": join([r["gradient"] for r in results])}),
+        **({} if recipe.trainer.distributed_optimizer else {"gradient": whole([r["gradient"] for r in results])}),
     }
 
 
