@@ -100,6 +100,16 @@ class ParallelLayout:
         return tuple(range(0, self.world_size, self.rollout_tp))
 
     @property
+    def sequence_multiple(self) -> int:
+        """A sequence is padded to a multiple of this: two chunks for each context-parallel rank."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def rows_multiple(self) -> int:
+        """The interleaved schedule takes so many microbatches at a time."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
     def _dense(self) -> dict[str, int]:
         return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
 

@@ -107,7 +107,7 @@ def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSeq
 def row_multiple(recipe: Recipe) -> int:
     """A row's tokens are padded to a multiple of this: two chunks a context rank, equal parts for tensor ranks."""
     trainer = recipe.trainer
-    return (2 * trainer.cp if trainer.cp > 1 else 1) * (trainer.tp if trainer.sequence_parallel is not False else 1)
+    return _layout(recipe).sequence_multiple * (trainer.tp if trainer.sequence_parallel is not False else 1)
 
 
 def _aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:

@@ -163,8 +163,8 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
                 [len(s) for s in sequences],
                 max_tokens=recipe.trainer.max_tokens_per_microbatch,
                 num_ranks=layout.dp,
-                multiple=2 * layout.cp * layout.tp if layout.cp > 1 else layout.tp,
-                rows_multiple=layout.pp if layout.vpp > 1 else 1,
+                multiple=layout.sequence_multiple * layout.tp,
+                rows_multiple=layout.rows_multiple,
             )
             metrics.append(engine.update([[sequences[i] for i in row] for row in packed[at.dp]]))
         results[objective] = metrics, cut_out(pieces, engine.parameters)

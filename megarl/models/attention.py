@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,25 @@ class Part:
     cu_keys: Tensor
     longest_query: int
     longest_key: int
+
+    @cached_property
+    def padded_queries(self) -> Tensor:
+        """Each query's place in a [sequences, longest_query] block."""
+        return _padded_places(self.num_queries, self.longest_query)
+
+    @cached_property
+    def padded_keys(self) -> Tensor:
+        """Each key's place in a [sequences, longest_key] block."""
+        return _padded_places(self.num_keys, self.longest_key)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Which keys a query sees [sequences, 1, longest_query, longest_key]; None where plain causality says it."""
+        if self.keys is None:
+            return None
+        seen = self.num_keys - self.num_queries
+        allowed = torch.arange(self.longest_query)[None, :, None] + seen[:, None, None]
+        return (torch.arange(self.longest_key)[None, None] <= allowed)[:, None]
 
 
 @dataclass
@@ -170,13 +190,7 @@ class PackedAttention(nn.Module):
         )
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        place = _padded_places(part.num_queries, part.longest_query)
-        keys = place if part.keys is None else _padded_places(part.num_keys, part.longest_key)
-        mask = None
-        if part.keys is not None:
-            seen = part.num_keys - part.num_queries
-            allowed = torch.arange(part.longest_query)[None, :, None] + seen[:, None, None]
-            mask = (torch.arange(part.longest_key)[None, None] <= allowed)[:, None]
+        place, keys, mask = part.padded_queries, part.padded_keys, part.mask
         # Padding follows the tokens of its sequence, so the causal mask alone hides it.
         q = _to_padded(q, place, len(part.num_queries), part.longest_query)
         k, v = (_to_padded(x, keys, len(part.num_keys), part.longest_key) for x in (k, v))

@@ -30,6 +30,9 @@ class Microbatch:
     mask: Tensor
     known: dict[str, Tensor]
     """`token_weights`, `advantages`, `old_logprobs`, ... : what the sequences carried."""
+    lengths: Sequence[int]
+    padded: Sequence[int]
+    """Tokens of each sequence of the whole row, and what they take in it."""
     routes: Tensor | None = None
     """[tokens, layers, top_k]: the experts of each token, where the sequences say."""
 
@@ -78,6 +81,8 @@ def pack_row(
         unused = np.arange(first.shape[-1], dtype=first.dtype)
         routes = join([s.routed_experts - unused for s in sequences]).long() + torch.from_numpy(unused).to(device)  # type: ignore[operator]
     return Microbatch(
+        lengths=lengths,
+        padded=padded,
         routes=routes,
         input_ids=join([sequence.token_ids for sequence in sequences])[None],
         labels=next_token([sequence.token_ids for sequence in sequences])[None],

@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
@@ -139,7 +138,7 @@ def restore(folder: Path, engine: TrainingEngine, layout: str) -> dict[str, Any]
     state: dict[str, Any] = dist_checkpointing.load(request, str(folder))  # type: ignore[assignment]
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(state[name])
-    leaves = _leaves(engine.optimizer)
+    leaves = engine.optimizer.chained_optimizers
     saved = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
     for optimizer, optimizer_state in zip(leaves, saved, strict=True):
         _restore_optimizer(optimizer, optimizer_state)
@@ -160,14 +159,10 @@ def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = _FORMAT | {"dp_cp_group": group}
     models = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()}
-    for optimizer in _leaves(engine.optimizer):
+    for optimizer in engine.optimizer.chained_optimizers:
         _allocate_moments(optimizer)
     optimizer_state = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     return {**models, "optimizer": optimizer_state, "schedule": {"num_steps": engine.schedule.num_steps}}
-
-
-def _leaves(optimizer: MegatronOptimizer) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _is_torch(optimizer: Any) -> bool:

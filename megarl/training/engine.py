@@ -24,7 +24,7 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.platform.megatron_ranks import ranks_dealt
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
-from megarl.training.batch import Microbatch, pack_row, padded_lengths, unpack_row, whole_row
+from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
 from megarl.training.objective import Objective, policy_objective, supervised
 from megarl.training.offload import Lent
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
@@ -167,16 +167,12 @@ class TrainingEngine:
             assert self.reference, "the reference model exists where algorithm.kl_coefficient is not zero"
             models = [chunk.to(self.device) for chunk in self.reference]
         outputs = self._run(rows, models, lambda output, batch: (output[0], batch), forward_only=True)
-        for chunk in self.reference:
-            chunk.cpu()
+        if of == "reference":
+            for chunk in self.reference:
+                chunk.cpu()
         if not self.reports:
             return None
-        unpacked = []
-        for row, (values, batch) in zip(rows, outputs, strict=True):
-            lengths = [len(sequence) for sequence in row]
-            padded = padded_lengths(lengths, cp=self.layout.cp, multiple=self._multiple)
-            unpacked.append(unpack_row(whole_row(values, batch.row), lengths, padded))
-        return unpacked
+        return [unpack_row(whole_row(values, batch.row), batch.lengths, batch.padded) for values, batch in outputs]
 
     def update(self, rows: Sequence[Row]) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.

@@ -49,8 +49,8 @@ class TrainerRanks:
             [len(sequence) for sequence in sequences],
             max_tokens=self.max_tokens_per_microbatch // multiple * multiple,
             num_ranks=layout.dp,
-            multiple=2 * layout.cp if layout.cp > 1 else 1,
-            rows_multiple=layout.pp if layout.vpp > 1 else 1,
+            multiple=layout.sequence_multiple,
+            rows_multiple=layout.rows_multiple,
             attention_ratio=self.attention_ratio,
         )
 
