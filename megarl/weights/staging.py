@@ -1,10 +1,17 @@
-"""Staging memory of the transport: two slots that buckets take in turn, a rank's own or shared on one machine."""
+"""Staging memory of the transport: two slots that buckets take in turn, a rank's own or shared on one machine.
+
+Both kinds serve one exchange after the other: `claim` the slot, pack into it, `depart`, `arrive` at what the others
+sent, unpack it, `release`. An exchange arrives after the next one departs at the latest.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,56 +27,113 @@ Value = TypeVar("Value")
 class OwnSlots:
     """Two slots in a rank's own memory, each for all that it sends and receives in a bucket."""
 
-    def __init__(self, plan: RankPlan, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
         self._slots = [torch.empty(plan.staging_numel, dtype=dtype, device=device) for _ in plan.buckets[:2]]
+        self._group = group
+        self._sent = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
+        self._travelling: deque[dist.Work] = deque()
 
-    def of(self, exchange: int, sent: list[int], received: list[int]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """For one exchange: what to send, what comes, and of it what comes from each rank."""
+    def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """For one exchange: what to send, and what comes from each rank."""
+        sent, received = self._sent[exchange]
         slot = self._slots[exchange % 2]
-        incoming = slot[sum(sent) : sum(sent) + sum(received)]
-        return slot[: sum(sent)], incoming, incoming.split(received)
+        return slot[: sum(sent)], slot[sum(sent) : sum(sent) + sum(received)].split(received)
+
+    def claim(self, exchange: int) -> None:
+        """The slot is free: what it held has arrived before, here and there."""
+
+    def depart(self, exchange: int) -> None:
+        sent, received = self._sent[exchange]
+        slot = self._slots[exchange % 2]
+        outgoing, incoming = slot[: sum(sent)], slot[sum(sent) : sum(sent) + sum(received)]
+        work = dist.all_to_all_single(incoming, outgoing, received, sent, self._group, async_op=True)
+        assert work is not None
+        self._travelling.append(work)
+
+    def arrive(self) -> None:
+        self._travelling.popleft().wait()
+
+    def release(self) -> None:
+        """Nobody waits for it: the slot is this rank's own."""
 
 
 class SharedSlots:
-    """Two slots of what a rank sends in a bucket, mapped by its peers, which read where it packed."""
+    """Two slots of what a rank sends in a bucket, mapped by its peers, which read where it packed.
+
+    Beside its slots each rank counts the exchanges that it has packed and those that it has read.
+    """
+
+    _HEAD_BYTES = mmap.PAGESIZE
+    _PATIENCE_SECONDS = 1800.0
 
     def __init__(self, plan: RankPlan, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
         self._rank = plan.rank
-        self._sent = [splits(plan, bucket)[0] for bucket in plan.buckets if bucket.is_exchanged]
-        senders = {t.source_rank for bucket in plan.buckets for t in bucket.receives}
+        exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
+        self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
         numel = max(map(sum, self._sent))
         file = os.memfd_create("megarl-reshard")
-        os.ftruncate(file, max(2 * numel * dtype.itemsize, 1))
+        os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
         peers = gathered((os.getpid(), file, numel, self._sent), group)
-        self._slots: dict[int, tuple[Tensor, ...]] = {}
-        self._starts: dict[int, list[int]] = {}
-        for rank, (process, number, numel, sent) in enumerate(peers):
-            if numel and (rank in senders or rank == plan.rank):
-                self._slots[rank] = _mapped(Path(f"/proc/{process}/fd/{number}"), 2 * numel, dtype).split(numel)
-                self._starts[rank] = [sum(counts[: plan.rank]) for counts in sent]
+        maps = [_mapped(Path(f"/proc/{process}/fd/{number}")) for process, number, *_ in peers]
+        self._counts = [torch.frombuffer(m, dtype=torch.int64, count=2).numpy() for m in maps]
+        self._slots = [
+            torch.frombuffer(m, dtype=dtype, offset=self._HEAD_BYTES).split(numel) if numel else ()
+            for m, (_, _, numel, _) in zip(maps, peers, strict=True)
+        ]
+        self._starts = [[sum(counts[: plan.rank]) for counts in sent] for _, _, _, sent in peers]
+        self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
+        self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]
         self._nothing = torch.empty(0, dtype=dtype)
         dist.barrier(group)
         os.close(file)
 
-    def of(self, exchange: int, sent: list[int], received: list[int]) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """For one exchange: what to send, nothing that comes by itself, and what each rank has put down."""
-        messages = [self._nothing] * len(received)
-        for rank, numel in enumerate(received):
+    def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """For one exchange: what to send, and what each rank has put down for this one."""
+        messages = [self._nothing] * len(self._slots)
+        for rank, numel in enumerate(self._received[exchange]):
             if numel:
                 messages[rank] = self._slots[rank][exchange % 2].narrow(0, self._starts[rank][exchange], numel)
-        own = self._slots.get(self._rank)
-        return own[exchange % 2][: sum(sent)] if own else self._nothing, self._nothing, messages
+        sent = sum(self._sent[exchange])
+        return self._slots[self._rank][exchange % 2][:sent] if sent else self._nothing, messages
+
+    def claim(self, exchange: int) -> None:
+        """Wait until the readers of what the slot held have read it."""
+        packed = self._counts[self._rank][0]
+        # The last exchange before may have been in either slot.
+        self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
+
+    def depart(self, exchange: int) -> None:
+        self._counts[self._rank][0] += 1
+
+    def arrive(self) -> None:
+        read = self._counts[self._rank][1]
+        self._wait(self._senders, lambda rank: self._counts[rank][0] > read)
+
+    def release(self) -> None:
+        self._counts[self._rank][1] += 1
+
+    def _wait(self, ranks: Iterable[int], is_ready: Callable[[int], bool]) -> None:
+        start, nap = time.monotonic(), 0.0
+        for rank in ranks:
+            while not is_ready(rank):
+                time.sleep(nap)
+                nap = 5e-5
+                if time.monotonic() - start > self._PATIENCE_SECONDS:
+                    raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")
 
 
-def _mapped(file: Path, numel: int, dtype: torch.dtype) -> Tensor:
+def _mapped(file: Path) -> mmap.mmap:
     with file.open("r+b", buffering=0) as opened:
-        return torch.frombuffer(mmap.mmap(opened.fileno(), numel * dtype.itemsize), dtype=dtype)
+        return mmap.mmap(opened.fileno(), 0)
 
 
 def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks are willing, on one machine, and let each other open their files."""
+    """Whether all ranks are willing, on one machine that keeps the order of stores, and open each other's files."""
+    is_ordered = platform.machine() in ("x86_64", "AMD64")
     names = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.getuid()
-    machines = set(gathered(names if is_willing else None, group))
+    machines = set(gathered(names if is_willing and is_ordered else None, group))
     return len(machines) == 1 and None not in machines
 
 

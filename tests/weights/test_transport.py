@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -176,6 +177,7 @@ def between(model: ModelShape, holders: list[int], takers: list[int], shared_mem
         tensors = {name: torch.randn(shape) for name, shape in hf_tensors(model).items()}
         for piece in sides[0][rank]:
             box_of(piece, sources).copy_(part_of(piece, tensors))
+        time.sleep(0.02 * ((rank + turn) % 3))  # ranks come late in turn
         moved = transport.reshard()
         # A peer that still reads must not see what comes next.
         for value in sources.values():

@@ -13,6 +13,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
+def as_rank(world_size: int) -> None:
+    """Start this program anew in the environment that megarl gives its ranks, unless it has it: forks inherit it."""
+    from megarl.platform.device import rank_environment
+
+    environment = rank_environment(world_size)
+    if any(os.environ.get(name) != value for name, value in environment.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
+
+
 def run_forked(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Call `function(*args)` on every rank of a gloo world, one thread each; results by rank.
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import report
 import reshard_ranks
-from forked_ranks import run_forked
+from forked_ranks import as_rank, run_forked
 from reshard_peers import import_megatron
 from shards import QWEN3_14B, SMALL
 
@@ -170,4 +170,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    as_rank(world_size=8)
     main()

@@ -118,11 +118,15 @@ def _memcpy(arena: Arena, num_bytes: int) -> Method:
 
 
 def _timed(methods: dict[str, Method], rounds: int) -> list[dict[str, dict[str, float]]]:
-    """Round by round and method by method: seconds until this rank and until all ranks are done, and the stages."""
-    measured = []
-    for _ in range(rounds):
+    """Round by round and method by method: seconds until this rank and until all ranks are done, and the stages.
+
+    Each round begins with another method, since one that allocates much slows the next.
+    """
+    measured, names = [], list(methods)
+    for first in range(rounds):
         measured.append({})
-        for name, run in methods.items():
+        for name in names[first % len(names) :] + names[: first % len(names)]:
+            run = methods[name]
             dist.barrier()
             start = time.perf_counter()
             stages = run() or {}
