@@ -270,8 +270,6 @@ def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.router_replay = True: replays what an engine chose in rl for a model with experts; leave it out"
     if trainer.router_replay and trainer.recompute == "full":
         yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
-    if shape.num_experts and trainer.etp > trainer.tp:
-        yield f"trainer.etp = {trainer.etp}: above trainer.tp {trainer.tp} some experts' gradients are lost; lower it"
 
 
 def _positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -66,6 +66,10 @@ CASES: dict[str, tuple[Case, ...]] = {
     "moe": (
         ("one rank", {}, {}),
         ("rows of 64", {}, {"max_tokens_per_microbatch": 64}),
+        ("tp2", {"tp": 2}, {}),
+        ("etp2 dp2", {"etp": 2, "dp": 2}, {}),
+        ("etp2 cp2", {"etp": 2, "cp": 2}, {}),
+        ("tp2 etp4 dp2", {"tp": 2, "etp": 4, "dp": 2}, {}),
         ("ep2 dp2", {"ep": 2, "dp": 2}, {}),
         ("ep4 dp4", {"ep": 4, "dp": 4}, {}),
         ("tp2 etp2", {"tp": 2, "etp": 2}, {}),

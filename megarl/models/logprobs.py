@@ -59,11 +59,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             logits = _logits(hidden, weight, block, temperature, room)
             columns, is_here = _columns(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
-            logprobs = logits.log_softmax(-1, dtype=torch.float32)
-            # A logit less its log-prob, taken where neither is far from zero: at the likeliest token.
-            largest, place = logits.max(-1, keepdim=True)
-            torch.sub(largest, logprobs.gather(1, place), out=log_totals[index, :, None])
-            torch.sum(logprobs.exp().mul_(logprobs).neg_(), -1, out=entropies[index])
+            largest = logits.amax(-1, keepdim=True).float()
+            # Sums of exponentials by torch's pairwise sum: log_softmax adds them up one by one.
+            below = logits - largest
+            exponentials = below.exp()
+            total = exponentials.sum(-1)
+            log_total = total.log()
+            torch.add(largest.squeeze(1), log_total, out=log_totals[index])
+            torch.sub(log_total, below.mul_(exponentials).sum(-1) / total, out=entropies[index])
         top = log_totals.logsumexp(0)
         _all_reduce(top, group, dist.ReduceOp.MAX)
         shares = (log_totals - top).exp()

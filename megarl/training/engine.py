@@ -107,6 +107,11 @@ class TrainingEngine:
             ).to(self.device)
             for index in range(vpp)
         ]
+        for name, parameter in named_parameters(chunks).items():
+            if ".experts." in name:
+                # Megatron takes experts for replicas over the dense ranks unless expert parallelism splits them, also
+                # where their tensor parallelism is another than the rest's.
+                parameter.allreduce = False  # type: ignore[attr-defined]
         load_weights(named_parameters(chunks))
         return [chunk.to(place) for chunk in chunks]
 

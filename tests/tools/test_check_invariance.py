@@ -13,7 +13,12 @@ from megarl.testing import RankPool
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [pytest.param("dense", "tp2 cp2", id="dense"), pytest.param("moe", "tp2 etp2 ep2 dp2", id="experts")],
+    [
+        pytest.param("dense", "tp2 cp2", id="dense"),
+        pytest.param("moe", "tp2 etp2 ep2 dp2", id="experts"),
+        pytest.param("moe", "tp2", id="experts whole on each tensor rank"),
+        pytest.param("moe", "etp2 dp2", id="experts split, the rest whole"),
+    ],
 )
 def test_layouts_train_as_one_rank_does(
     tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], ranks: RankPool, model: str, layout: str
