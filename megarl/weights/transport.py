@@ -35,7 +35,7 @@ class _Copies:
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Pairs that one launch copies together."""
-    on_cpu: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    on_cpu: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, destination: Tensor, source: Tensor) -> None:
         if destination.dtype != source.dtype:
@@ -47,7 +47,7 @@ class _Copies:
         with suppress(RuntimeError):
             destination, source = destination.view(torch.int64), source.view(torch.int64)
         if destination.is_cpu and source.is_cpu:
-            self.on_cpu.append((destination.numpy(), source.numpy()))
+            self.on_cpu.append((destination, source))
             return
         is_dense = destination.is_contiguous() and source.is_contiguous()
         is_small = destination.is_cuda and source.is_cuda and is_dense and destination.nbytes < _SMALL_BYTES
@@ -55,8 +55,9 @@ class _Copies:
 
     def run(self) -> None:
         # The C library's copy of long rows does not read what it overwrites, as torch's does: nearly twice as fast.
+        # Arrays live no longer than the copy: storages are emptied and filled again elsewhere when memory is lent.
         for destination, source in self.on_cpu:
-            np.copyto(destination, source)
+            np.copyto(np.from_dlpack(destination), np.from_dlpack(source))  # pyright: ignore[reportArgumentType]
         for pairs in (self.tensors, self.small):
             if pairs:
                 torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore
