@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -161,27 +170,97 @@ class RewardConfig(Section):
     """Score of a right answer (ColossalRL: 10)."""
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "grpo", "aggregation": "sequence_mean_token_mean", "kl_coefficient": 0.001},
+    "dr_grpo": {"advantage": "grpo", "normalize_by_std": False, "aggregation": "constant_length"},
+    "dapo": {
+        "advantage": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "filter_range": (0.0, 1.0),
+        "overlength_buffer": 0.2, "mask_truncated": True,
+    },
+    "rloo": {"advantage": "rloo", "policy_loss": "policy_gradient", "kl_coefficient": 0.001, "kl_in": "reward",
+             "kl_estimator": "k1", "aggregation": "sequence_mean_token_sum"},
+    "reinforce_plus_plus": {
+        "advantage": "reinforce_plus_plus", "normalize_by_std": False, "whiten_advantages": True,
+        "kl_coefficient": 0.001, "kl_in": "advantage", "kl_estimator": "k1",
+    },
+    "gspo": {
+        "advantage": "grpo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
+        "aggregation": "sequence_mean_token_mean",
+    },
+    "cispo": {"advantage": "grpo", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 2.0},
+}  # fmt: skip
+"""Fields of `algorithm` that a published method sets; a recipe names one and may change it field by field."""
+
+
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo"] = "grpo"
+    preset: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo"] | None = None
+    """A published method's values of these fields, where the recipe gives none of its own."""
+    advantage: Literal[
+        "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "global_baseline", "pass_at_k"
+    ] = "grpo"
     """Advantage estimator of `algorithms.advantages`."""
     normalize_by_std: bool = True
-    """Divide the group's advantages by its standard deviation (GRPO); without, Dr. GRPO."""
-    policy_loss: Literal["clipped"] = "clipped"
+    """Divide advantages by a standard deviation where the estimator has one (GRPO); without, Dr. GRPO."""
+    pass_k: PositiveInt = 4
+    """Samples of which one shall pass (advantage pass_at_k)."""
+    whiten_advantages: bool = False
+    """Bring the advantages of all tokens of a step to mean 0 and variance 1."""
+    policy_loss: Literal["policy_gradient", "clipped", "gspo", "gmpo", "cispo", "sapo"] = "clipped"
     """Per-token loss of `algorithms.policy_losses`."""
     clip_low: PositiveFloat = 0.2
-    """The ratio counts down to 1 - clip_low."""
+    """The ratio counts down to 1 - clip_low (gmpo: its logarithm down to -clip_low)."""
     clip_high: PositiveFloat = 0.2
     """The ratio counts up to 1 + clip_high (DAPO's clip-higher: 0.28)."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """Bound of the loss for negative advantages (dual-clip PPO)."""
+    largest_ratio: Annotated[float, Field(gt=1.0)] | None = None
+    """Ratios above are held there before anything else (ColossalChat: 10)."""
+    skip_ratio: Annotated[float, Field(gt=1.0)] | None = None
+    """An update is skipped if the mean ratio of its tokens is above (ColossalRL's skip_threshold: 20)."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the k3 KL to the reference model in the loss; 0 loads no reference model."""
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"] = (
-        "token_mean"
-    )
+    """Weight of the KL to the reference model; 0 loads no reference model."""
+    kl_in: Literal["loss", "reward", "advantage"] = "loss"
+    """Where the KL counts: in the loss, summed in a sample's reward, or in each token's advantage."""
+    kl_estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
+    """Estimator of `algorithms.kl`."""
+    kl_target: PositiveFloat | None = None
+    """Adapt the coefficient so that the KL stays near this many nats a token; left out, it is constant."""
+    kl_horizon: PositiveFloat = 10000.0
+    """Samples in which an adapted coefficient changes by a fifth at most."""
+    correction: (
+        Literal["truncated", "band", "sequence_truncated", "sequence_rejection", "geometric_rejection"] | None
+    ) = None
+    """Correction of `algorithms.importance` for the gap between trainer and engine; left out, none."""
+    correction_low: NonNegativeFloat = 0.5
+    """Lowest ratio of trainer to engine that a band or rejection accepts."""
+    correction_high: PositiveFloat = 2.0
+    """Highest ratio that is accepted, or to which it is cut."""
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level"
+    ] = "token_mean"
     """How token losses become one number, over the whole batch (`algorithms.reduction`)."""
     old_logprobs: Literal["rollout", "trainer"] = "trainer"
     """Whose log-probs the ratio starts from: the engine's, or the trainer's before the update."""
+    filter_range: tuple[float, float] | None = None
+    """Train only on groups whose accuracy is between the two, both excluded; others are drawn instead (DAPO)."""
+    max_attempts: PositiveInt = 10
+    """Batches of prompts that one step may draw to fill itself, before the run ends."""
+    oversampling: Annotated[float, Field(ge=1.0)] = 1.0
+    """Prompts drawn at once over prompts a step, where groups are filtered; what is left over serves the next step."""
+    overlength_buffer: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Last share of rollout.sampling.max_new_tokens in which the reward falls off, to -reward.correct_score at its end
+    (DAPO's soft punishment: 0.2)."""
+    mask_truncated: bool = False
+    """Train no token of a completion that hit the length limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, given: Any) -> Any:
+        if isinstance(given, dict) and isinstance(preset := given.get("preset"), str):
+            return PRESETS.get(preset, {}) | given
+        return given
 
 
 class TrainConfig(Section):

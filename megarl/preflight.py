@@ -25,7 +25,7 @@ def check(recipe: Recipe) -> ParallelLayout:
     """The layout of a recipe that can run. Raises one ConfigError, or else one DataError, that lists all faults."""
     layout = _layout(recipe)
     wrong = [*_machines(recipe), *_ranks(recipe), *_batches(recipe, layout.dp)]
-    wrong += [*_lengths(recipe), *_optimizer(recipe), *_rewards(recipe)]
+    wrong += [*_lengths(recipe), *_optimizer(recipe), *_rewards(recipe), *_algorithm(recipe)]
     broken = [*check_model_folder(recipe.model.path), *_data_files(recipe)]
     if Path(recipe.model.path).is_dir():
         try:
@@ -260,6 +260,28 @@ def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             yield f"{field} = {size}: does not divide the model's {whole} {name}; use {_one_of(_divisors(whole))}"
     if 0 < shape.num_experts < rollout.tp:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
+
+
+def _algorithm(recipe: Recipe) -> Iterator[str]:
+    algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
+    if algorithm.correction and algorithm.old_logprobs == "rollout":
+        yield (
+            f"algorithm.correction = {algorithm.correction}: corrects from the engine to the trainer, but the ratio "
+            "starts from the engine's log-probs; set algorithm.old_logprobs=trainer"
+        )
+    if algorithm.correction and algorithm.correction_low >= algorithm.correction_high:
+        yield f"algorithm.correction_low = {algorithm.correction_low}: set it below {algorithm.correction_high} (_high)"
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
+        yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
+    for name in ("dual_clip", "largest_ratio"):
+        if getattr(algorithm, name) is not None and algorithm.policy_loss != "clipped":
+            yield f"algorithm.{name}: policy_loss {algorithm.policy_loss} has none; leave it out"
+    if (allowed := algorithm.filter_range) and not 0 <= allowed[0] < allowed[1] <= 1:
+        yield f"algorithm.filter_range = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+    if algorithm.oversampling > 1 and not allowed:
+        yield f"algorithm.oversampling = {algorithm.oversampling}: without algorithm.filter_range nothing is filtered"
+    if algorithm.kl_target and not algorithm.kl_coefficient:
+        yield f"algorithm.kl_target = {algorithm.kl_target}: adapts algorithm.kl_coefficient, which is 0; raise that"
 
 
 def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

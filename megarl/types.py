@@ -132,6 +132,8 @@ class TrainingSequence:
     old_logprobs: NDArray[np.float32] | None = None
     rollout_logprobs: NDArray[np.float32] | None = None
     reference_logprobs: NDArray[np.float32] | None = None
+    importance_weights: NDArray[np.float32] | None = None
+    """What the policy loss counts for the gap between trainer and engine (`algorithms.importance`)."""
     routed_experts: NDArray[np.int16] | None = None
     """[tokens, layers, top_k]: the experts that each token is sent to, not those that its prediction came from."""
 

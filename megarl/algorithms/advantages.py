@@ -1,30 +1,181 @@
-"""Advantages of samples from their rewards."""
+"""Advantages: of samples from their rewards, of tokens from rewards and values.
+
+Sample functions take `rewards` float [samples] and `groups` int [samples], equal numbers forming a group, in any
+order, and return [samples]. A sample alone in its group, or in one whose rewards are all equal, has an advantage of
+exactly zero wherever the group is the baseline.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from megarl.algorithms.sequences import sequence_of_tokens
+
 
 def grpo(rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
     """Reward minus the mean of its group, over the group's unbiased standard deviation plus `epsilon`.
 
-    `rewards` float [samples]; `groups` int [samples], equal numbers form a group, in any order. Returns [samples].
-    A group of one sample, or whose rewards are all equal, has advantages of exactly zero.
     Source: DeepSeekMath (arXiv 2402.03300, section 4.1.2); without the deviation, Dr. GRPO (arXiv 2503.20783).
     """
-    _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
-    sizes = sizes.to(rewards.dtype)
-    per_group = torch.zeros_like(sizes)
-    centered = rewards - (per_group.index_add(0, group, rewards) / sizes)[group]
-    # A rounded mean of equal rewards need not equal them, and a tiny deviation would blow the rest up.
-    lowest = per_group.scatter_reduce(0, group, rewards, "amin", include_self=False)
-    highest = per_group.scatter_reduce(0, group, rewards, "amax", include_self=False)
-    centered = centered.masked_fill((lowest == highest)[group], 0.0)
+    group, sizes = _grouped(groups, rewards)
+    centered = _centered(rewards, group, sizes)
     if not normalize_by_std:
         return centered
-    variance = per_group.index_add(0, group, centered.square()) / (sizes - 1).clamp(min=1)
+    variance = _sums(centered.square(), group, sizes) / (sizes - 1).clamp(min=1)
     return centered / (variance.sqrt()[group] + epsilon)
 
 
-ADVANTAGES = {"grpo": grpo}
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Reward minus the mean of the others in its group. Source: arXiv 2402.14740."""
+    group, sizes = _grouped(groups, rewards)
+    return _centered(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
+
+
+def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """Reward minus the mean of its group weighted by `lengths` [samples], completion tokens.
+
+    Source: On-Policy RL with Optimal reward baseline (arXiv 2505.23585).
+    """
+    group, sizes = _grouped(groups, rewards)
+    weights = lengths.to(rewards.dtype)
+    # Centred first: equal rewards give exactly nothing.
+    centered = _centered(rewards, group, sizes)
+    baseline = _sums(centered * weights, group, sizes) / _sums(weights, group, sizes).clamp(min=1)
+    return centered - baseline[group]
+
+
+def reinforce_plus_plus(
+    rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6
+) -> Tensor:
+    """Reward minus the mean of the batch, over the batch's standard deviation; groups do not matter.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    return grpo(rewards, torch.zeros_like(groups), normalize_by_std=normalize_by_std, epsilon=epsilon)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6
+) -> Tensor:
+    """Reward minus the mean of its group, over the standard deviation of these differences in the batch.
+
+    Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    """
+    centered = grpo(rewards, groups, normalize_by_std=False)
+    if not normalize_by_std:
+        return centered
+    return centered / (_deviation(centered) + epsilon)
+
+
+def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Reward minus the mean of the batch: a baseline where each prompt has one sample."""
+    return grpo(rewards, torch.zeros_like(groups), normalize_by_std=False)
+
+
+def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, pass_above: float = 0.0) -> Tensor:
+    """What a sample does for the chance that one of `k` drawn from its group passes, in closed form.
+
+    A sample passes if its reward is above `pass_above`. The advantage is the sample's mean over all sets of `k` that
+    hold it of the set's reward (1 if one passes), less the mean over all sets, over the sets' standard deviation; zero
+    in groups where every set passes or none does. Raises ValueError for a group smaller than `k`.
+    Source: Pass@k training (arXiv 2508.10751).
+    """
+    group, sizes = _grouped(groups, rewards)
+    if len(rewards) and int(sizes.min()) < k:
+        raise ValueError(f"pass_at_k with k = {k} needs as many samples a group, one has {sizes.min():.0f}")
+    passes = (rewards > pass_above).to(torch.float64)
+    sizes = sizes.to(torch.float64)
+    failures = sizes - _sums(passes, group, sizes)
+    fails = _choose(failures, k) / _choose(sizes, k)
+    mean, deviation = 1 - fails, (fails * (1 - fails)).sqrt()
+    with_a_failure = 1 - _choose(failures - 1, k - 1) / _choose(sizes - 1, k - 1)
+    response = torch.where(passes > 0, 1.0, with_a_failure[group]) - mean[group]
+    return torch.where(deviation[group] > 0, response / deviation.clamp(min=1e-12)[group], 0.0).to(rewards.dtype)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimates and returns of packed tokens: both [tokens].
+
+    `rewards` and `values` float [tokens], `cu_seqlens` int [sequences + 1]. After a sequence's last token the value is
+    zero. Tokens whose `mask` bool [tokens] is False (prompts, answers of tools) are passed over: their neighbours on
+    both sides follow each other, and they get zeros. Source: arXiv 1506.02438, eqs. 11 and 16.
+    """
+    kept = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)
+    sequence = sequence_of_tokens(cu_seqlens, len(rewards))[kept]
+    counts = torch.bincount(sequence, minlength=len(cu_seqlens) - 1)
+    place = torch.arange(len(kept), device=kept.device) - (counts.cumsum(0) - counts)[sequence]
+    longest = int(counts.max()) if len(kept) else 0
+    grid = rewards.new_zeros(2, longest + 1, len(counts))
+    grid[:, place, sequence] = torch.stack([rewards, values])[:, kept]
+    reward, value = grid
+    deltas = reward[:-1] + gamma * value[1:] - value[:-1]
+    advantage = torch.zeros_like(value)
+    for t in range(longest - 1, -1, -1):
+        advantage[t] = deltas[t] + gamma * gae_lambda * advantage[t + 1]
+    # Beyond its end a shorter sequence's columns hold zeros, so that nothing flows back from there.
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    advantages[kept] = advantage[place, sequence]
+    returns[kept] = advantages[kept] + values[kept]
+    return advantages, returns
+
+
+def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
+    """Values over the masked tokens of the whole batch brought to mean 0 and unbiased variance 1; zero elsewhere.
+
+    Both [tokens]. Fewer than two masked tokens, or equal ones, give zeros.
+    """
+    kept = values[mask]
+    if len(kept) < 2:
+        return torch.zeros_like(values)
+    centered = kept - kept.mean()
+    centered = torch.zeros_like(kept) if kept.min() == kept.max() else centered / (_deviation(centered) + epsilon)
+    return torch.zeros_like(values).masked_scatter(mask, centered)
+
+
+def _grouped(groups: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """The place of each sample's group, and the groups' sizes as floats."""
+    _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+    return group, sizes.to(rewards.dtype)
+
+
+def _sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
+    return torch.zeros_like(sizes).index_add(0, group, values)
+
+
+def _centered(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
+    """Rewards less the mean of their group; exact zeros where all are equal."""
+    centered = rewards - (_sums(rewards, group, sizes) / sizes)[group]
+    # A rounded mean of equal rewards need not equal them, and a tiny deviation would blow the rest up.
+    lowest = torch.zeros_like(sizes).scatter_reduce(0, group, rewards, "amin", include_self=False)
+    highest = torch.zeros_like(sizes).scatter_reduce(0, group, rewards, "amax", include_self=False)
+    return centered.masked_fill((lowest == highest)[group], 0.0)
+
+
+def _deviation(centered: Tensor) -> Tensor:
+    return (centered.square().sum() / max(len(centered) - 1, 1)).sqrt()
+
+
+def _choose(n: Tensor, k: int) -> Tensor:
+    """Binomial coefficient, zero where n < k."""
+    above = torch.arange(k, dtype=n.dtype, device=n.device)
+    return ((n[:, None] - above).clamp(min=0) / (above + 1)).prod(1)
+
+
+ADVANTAGES = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "global_baseline": global_baseline,
+    "pass_at_k": pass_at_k,
+}

@@ -32,4 +32,14 @@ def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return (policy_logprobs - reference_logprobs).abs()
 
 
+def adapted(coefficient: float, divergence: float, *, target: float, horizon: float, num_samples: int) -> float:
+    """The KL coefficient after a step whose samples showed `divergence` (nats, mean).
+
+    It grows where the divergence is above `target` and falls below, by a fifth in `horizon` samples at most.
+    Source: arXiv 1909.08593, section 2.2.
+    """
+    error = min(max(divergence / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * num_samples / horizon)
+
+
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "absolute": absolute}

@@ -1,7 +1,12 @@
 """Policy losses per token, on flat packed tensors.
 
 A policy loss returns `(loss, metrics)`: the loss [tokens] and a dict of detached tensors, each [tokens] too, so that
-whoever sums weight times loss can aggregate every metric in the same way, with the same weights.
+whoever sums weight times loss can aggregate every metric in the same way, with the same weights. All tensors are
+[tokens]; gradient flows through `policy_logprobs` alone.
+
+Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens.
+What a token learns from the others of its sequence is a constant to the gradient: so only its own log-prob needs one,
+wherever the others are. Such a loss means what its paper says when each sequence's token weights are equal.
 """
 
 from __future__ import annotations
@@ -10,16 +15,25 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.log_ratio import log_ratio
+from megarl.algorithms.sequences import sequence_means, sequence_of_tokens
+
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 def ratio(policy_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Probability of each token under the policy over that before the update; [tokens] in and out."""
-    return log_ratio(policy_logprobs, old_logprobs).exp()
+    return log_ratio(policy_logprobs, old_logprobs.detach()).exp()
 
 
 def clip(ratios: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
     """Ratios held within 1 - `clip_low` and 1 + `clip_high`; [tokens] in and out."""
     return ratios.clamp(1.0 - clip_low, 1.0 + clip_high)
+
+
+def policy_gradient(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> LossAndMetrics:
+    """Minus advantage times log-prob: right for one update a rollout. Source: REINFORCE (Williams 1992)."""
+    ratios = ratio(policy_logprobs.detach(), old_logprobs)
+    return -advantages.detach() * policy_logprobs, {"ratio": ratios}
 
 
 def clipped(
@@ -30,17 +44,104 @@ def clipped(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    largest_ratio: float | None = None,
+) -> LossAndMetrics:
     """Clipped surrogate: minus the lesser of ratio * advantage and clipped ratio * advantage.
 
-    All tensors [tokens]; gradient flows through `policy_logprobs` alone. With `dual_clip` (above 1) the loss of a
-    negative advantage is at most `dual_clip` times its size. Metrics, per token: `ratio`, `clip_fraction` (1 where the
-    clip holds the ratio, and so stops the gradient) and, with `dual_clip`, `dual_clip_fraction`.
+    With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times its size; with
+    `largest_ratio` ratios are held below it first. Metrics, per token: `ratio`, `clip_fraction` (1 where the clip holds
+    the ratio, and so stops the gradient) and, with `dual_clip`, `dual_clip_fraction`.
     Source: PPO (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 10);
-    dual clip: arXiv 1912.09729, eq. 5.
+    dual clip: arXiv 1912.09729, eq. 5; held ratios: ColossalChat.
     """
-    advantages, old_logprobs = advantages.detach(), old_logprobs.detach()
     ratios = ratio(policy_logprobs, old_logprobs)
+    if largest_ratio is not None:
+        ratios = ratios.clamp(max=largest_ratio)
+    return _surrogate(ratios, advantages.detach(), clip_low, clip_high, dual_clip)
+
+
+def gspo(
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> LossAndMetrics:
+    """Clipped surrogate of the sequence's ratio: the geometric mean of its tokens' ratios.
+
+    The clip is two to three orders of magnitude tighter than a token's (paper: 3e-4 below, 4e-4 above). Metrics as
+    those of `clipped`. Source: Group Sequence Policy Optimization (arXiv 2507.18071, eqs. 5, 7 and 13).
+    """
+    log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
+    whole = sequence_means(log_ratios.detach(), cu_seqlens, mask)[sequence_of_tokens(cu_seqlens, len(mask))]
+    ratios = (whole + (log_ratios - log_ratios.detach())).exp()
+    return _surrogate(ratios, advantages.detach(), clip_low, clip_high, None)
+
+
+def gmpo(
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> LossAndMetrics:
+    """Minus advantage times the geometric mean of the tokens' ratios, each clipped by itself.
+
+    A log-ratio is held above -`clip_low` where the advantage is negative, below `clip_high` where it is not (paper: 0.4
+    both). Metrics as those of `clipped`; `ratio` is the geometric mean.
+    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
+    """
+    advantages = advantages.detach()
+    log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
+    kept = torch.where(advantages < 0, log_ratios.clamp(min=-clip_low), log_ratios.clamp(max=clip_high))
+    whole = sequence_means(kept.detach(), cu_seqlens, mask)[sequence_of_tokens(cu_seqlens, len(mask))].exp()
+    # Its value is the sequence's; its gradient is the token's share of it.
+    loss = -advantages * whole * (1 + kept - kept.detach())
+    return loss, {"ratio": whole, "clip_fraction": (kept != log_ratios).to(loss.dtype)}
+
+
+def cispo(
+    policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> LossAndMetrics:
+    """Minus clipped ratio times advantage times log-prob, the clipped ratio a constant: no token loses its gradient.
+
+    Metrics as those of `clipped`; `clip_fraction` counts every ratio out of bounds.
+    Source: MiniMax-M1 (arXiv 2506.13585, eqs. 4 and 5).
+    """
+    ratios = ratio(policy_logprobs.detach(), old_logprobs)
+    held = clip(ratios, clip_low=clip_low, clip_high=clip_high)
+    loss = -held * advantages.detach() * policy_logprobs
+    return loss, {"ratio": ratios, "clip_fraction": (held != ratios).to(loss.dtype)}
+
+
+def sapo(
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    temperature_positive: float = 1.0,
+    temperature_negative: float = 1.05,
+) -> LossAndMetrics:
+    """Minus advantage times a sigmoid gate around ratio 1: the gradient fades smoothly where a clip would cut it.
+
+    Source: Soft Adaptive Policy Optimization (arXiv 2511.20347).
+    """
+    advantages = advantages.detach()
+    ratios = ratio(policy_logprobs, old_logprobs)
+    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative).to(ratios.dtype)
+    gate = torch.sigmoid(temperature * (ratios - 1)) * 4 / temperature
+    return -gate * advantages, {"ratio": ratios.detach()}
+
+
+def _surrogate(
+    ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> LossAndMetrics:
     unclipped = ratios * advantages
     bounded = clip(ratios, clip_low=clip_low, clip_high=clip_high) * advantages
     objective = torch.minimum(unclipped, bounded)
@@ -53,4 +154,11 @@ def clipped(
     return -objective, metrics
 
 
-POLICY_LOSSES = {"clipped": clipped}
+POLICY_LOSSES = {
+    "policy_gradient": policy_gradient,
+    "clipped": clipped,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+}

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length")
+from megarl.algorithms.sequences import sequence_of_tokens
+
+AGGREGATIONS = (
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "constant_length",
+    "sample_level",
+)
 
 
 def token_weights(cu_seqlens: Tensor, mask: Tensor, mode: str, *, constant_length: int | None = None) -> Tensor:
@@ -17,13 +25,14 @@ def token_weights(cu_seqlens: Tensor, mask: Tensor, mode: str, *, constant_lengt
     `token_mean` over all trained tokens (DAPO, arXiv 2503.14476, eq. 8);
     `sequence_mean_token_mean` over the sequences' own means (GRPO, arXiv 2402.03300, eq. 3);
     `sequence_mean_token_sum` over the sequences' sums;
-    `constant_length` likewise, each sum divided by `constant_length` tokens (Dr. GRPO, arXiv 2503.20783).
+    `constant_length` likewise, each sum divided by `constant_length` tokens (Dr. GRPO, arXiv 2503.20783);
+    `sample_level` as `sequence_mean_token_mean`, but sequences without a trained token count too (ColossalRL).
     Raises ValueError for another mode, or where `constant_length` is needed and not positive.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
     lengths = cu_seqlens.diff()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=mask.device), lengths.to(mask.device))
+    sequence = sequence_of_tokens(cu_seqlens.to(mask.device), len(mask))
     trained = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device)
     trained = trained.index_add(0, sequence, mask.to(torch.float64))
     num_sequences = (trained > 0).sum()
@@ -31,6 +40,8 @@ def token_weights(cu_seqlens: Tensor, mask: Tensor, mode: str, *, constant_lengt
         divisors = trained.sum().expand_as(mask)
     elif mode == "sequence_mean_token_mean":
         divisors = num_sequences * trained[sequence]
+    elif mode == "sample_level":
+        divisors = len(lengths) * trained[sequence]
     elif mode == "sequence_mean_token_sum":
         divisors = num_sequences.expand_as(mask)
     else:

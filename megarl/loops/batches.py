@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
+from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.advantages import ADVANTAGES, whiten
+from megarl.algorithms.importance import correct, gap_metrics
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.length_penalty import soft_overlength
+from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.reduction import token_weights
+from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.evaluation import Answered
-from megarl.tracking.metrics import Metric, values
+from megarl.tracking.metrics import Metric, merge, values
 from megarl.types import TrainingSequence
 
 
 def to_sequences(answered: Sequence[Answered], recipe: Recipe) -> list[TrainingSequence]:
-    """One sequence per completion: prompt and completion tokens, the completion's trained with its advantage."""
-    algorithm = recipe.algorithm
-    advantages = ADVANTAGES[algorithm.advantage](
-        torch.tensor([a.reward.score for a in answered]),
-        torch.tensor([a.group for a in answered]),
-        normalize_by_std=algorithm.normalize_by_std,
-    )
-    return [_to_sequence(a, advantage) for a, advantage in zip(answered, advantages.tolist(), strict=True)]
+    """One sequence per completion: prompt and completion tokens, of which the completion's are trained."""
+    return [_to_sequence(a, recipe.algorithm.mask_truncated) for a in answered]
 
 
-def _to_sequence(answered: Answered, advantage: float) -> TrainingSequence:
+def _to_sequence(answered: Answered, mask_truncated: bool) -> TrainingSequence:
     prompt, completion = answered.problem.prompt_token_ids, answered.completion
     trained = np.arange(len(prompt) + len(completion.token_ids)) >= len(prompt)
+    if mask_truncated and completion.finish_reason == "length":
+        trained[:] = False
     routed = completion.routed_experts
     if routed is not None:
         # The last token was sampled but never read; nothing follows it, so any experts do.
@@ -37,10 +40,87 @@ def _to_sequence(answered: Answered, advantage: float) -> TrainingSequence:
     return TrainingSequence(
         token_ids=np.concatenate([np.array(prompt, np.int64), completion.token_ids]),
         loss_mask=trained,
-        advantages=np.where(trained, advantage, 0.0).astype(np.float32),
         rollout_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.rollout_logprobs]),
         routed_experts=routed,
     )
+
+
+def add_advantages(
+    sequences: Sequence[TrainingSequence], answered: Sequence[Answered], recipe: Recipe, kl_coefficient: float
+) -> tuple[list[TrainingSequence], dict[str, float]]:
+    """The sequences with their tokens' advantages; `kl/reference`, the mean over tokens, where the KL is in them."""
+    algorithm = recipe.algorithm
+    scores = torch.tensor([a.reward.score for a in answered])
+    lengths = torch.tensor([len(a.completion.token_ids) for a in answered])
+    longest = recipe.rollout.sampling.max_new_tokens
+    if algorithm.overlength_buffer:
+        buffer = max(1, int(longest * algorithm.overlength_buffer))
+        scores = scores + recipe.reward.correct_score * soft_overlength(lengths, longest=longest, buffer=buffer)
+    flat = _Flat(sequences)
+    metrics: dict[str, float] = {}
+    divergence = torch.zeros(len(flat.mask))
+    if algorithm.kl_coefficient and algorithm.kl_in != "loss":
+        estimate = KL_ESTIMATORS[algorithm.kl_estimator]
+        divergence = torch.where(flat.mask, estimate(flat.of("old_logprobs"), flat.of("reference_logprobs")), 0.0)
+        metrics["kl/reference"] = float(divergence[flat.mask].mean())
+        divergence = kl_coefficient * divergence
+    if algorithm.kl_in == "reward":
+        scores = scores - sequence_sums(divergence, flat.cu_seqlens, flat.mask)
+    advantage = ADVANTAGES[algorithm.advantage]
+    offered: dict[str, Any] = {
+        "lengths": lengths, "normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k,
+    }  # fmt: skip
+    takes = signature(advantage).parameters
+    settings = {name: value for name, value in offered.items() if name in takes}
+    of_samples = advantage(scores, torch.tensor([a.group for a in answered]), **settings)
+    of_tokens = of_samples[sequence_of_tokens(flat.cu_seqlens, len(flat.mask))]
+    if algorithm.kl_in == "advantage":
+        of_tokens = of_tokens - divergence
+    if algorithm.whiten_advantages:
+        of_tokens = whiten(of_tokens, flat.mask)
+    return flat.with_arrays("advantages", torch.where(flat.mask, of_tokens, 0.0)), metrics
+
+
+def add_corrections(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig
+) -> tuple[list[TrainingSequence], dict[str, float]]:
+    """The sequences with what their tokens count for the gap between trainer and engine.
+
+    Metrics: `importance/mean`, the tokens' mean weight; `importance/rejected`, the share of tokens that count nothing;
+    `importance/cut`, the share of tokens whose weight is not their own ratio.
+    """
+    assert algorithm.correction is not None
+    flat = _Flat(sequences)
+    old, rollout = flat.of("old_logprobs"), flat.of("rollout_logprobs")
+    weights = correct(
+        algorithm.correction, old, rollout, flat.cu_seqlens, flat.mask,
+        low=algorithm.correction_low, high=algorithm.correction_high,
+    )  # fmt: skip
+    kept = weights[flat.mask]
+    own = log_ratio(old, rollout).exp()[flat.mask]
+    metrics = {
+        "importance/mean": float(kept.mean()),
+        "importance/rejected": float((kept == 0).float().mean()),
+        "importance/cut": float((kept != own).float().mean()),
+    }
+    return flat.with_arrays("importance_weights", weights), metrics
+
+
+class _Flat:
+    """Sequences one after the other: their arrays as tensors [tokens], and back."""
+
+    def __init__(self, sequences: Sequence[TrainingSequence]) -> None:
+        self._sequences = sequences
+        self._ends = np.cumsum([len(sequence) for sequence in sequences])
+        self.cu_seqlens = torch.from_numpy(np.concatenate([[0], self._ends]))
+        self.mask = self.of("loss_mask")
+
+    def of(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(sequence, name) for sequence in self._sequences]))
+
+    def with_arrays(self, name: str, values: torch.Tensor) -> list[TrainingSequence]:
+        parts = np.split(values.numpy().astype(np.float32), self._ends[:-1])
+        return [replace(sequence, **{name: part}) for sequence, part in zip(self._sequences, parts, strict=True)]
 
 
 def split(sequences: Sequence[TrainingSequence], recipe: Recipe) -> list[list[TrainingSequence]]:
@@ -56,23 +136,27 @@ def weigh(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, constant_length: int | None = None
 ) -> list[TrainingSequence]:
     """The sequences of one update with their token weights: what each token's loss counts in the whole batch."""
-    ends = np.cumsum([len(sequence) for sequence in sequences])
-    weights = token_weights(
-        torch.from_numpy(np.concatenate([[0], ends])),
-        torch.from_numpy(np.concatenate([sequence.loss_mask for sequence in sequences])),
-        algorithm.aggregation,
-        constant_length=constant_length,
-    )
-    parts = np.split(weights.numpy(), ends[:-1])
-    return [replace(sequence, token_weights=part) for sequence, part in zip(sequences, parts, strict=True)]
+    flat = _Flat(sequences)
+    weights = token_weights(flat.cu_seqlens, flat.mask, algorithm.aggregation, constant_length=constant_length)
+    return flat.with_arrays("token_weights", weights)
 
 
-def first_gap(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """`logprob_gap/max` and `/mean`: |trainer - engine| log-probs, in nats, of the tokens of a step's first update.
+def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """What a step's updates tell, and of its first update `logprob_gap/`: the gap between trainer and engine.
 
-    Only there do both speak of the same weights.
+    Only there do both speak of the same weights. `max` and `mean` of the tokens' |trainer - engine| log-probs, in nats,
+    and what `algorithms.importance.gap_metrics` makes of them.
     """
-    return {name: value for name, value in values(updates[0]).items() if name.startswith("logprob_gap/")}
+    gap = {
+        name.removeprefix("logprob_gap/"): value
+        for name, value in values(updates[0]).items()
+        if name.startswith("logprob_gap/")
+    }
+    found = {name: value for name, value in values(merge(updates)).items() if not name.startswith("logprob_gap/")}
+    if gap:
+        found |= {f"logprob_gap/{name}": value for name, value in gap_metrics(gap).items()}
+        found["logprob_gap/max"] = gap["max"]
+    return found
 
 
 def reward_metrics(answered: Sequence[Answered]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Checkpoints of a run as the driver keeps them: complete or not there, checked before use, the newest few.
 
-`checkpoints/step_NNNNNN/` holds the trainer's state (`training.checkpoint`), `driver.json` and, written last,
-`manifest.json`; `checkpoints/latest` names the newest.
+`checkpoints/step_NNNNNN/` holds the trainer's state (`training.checkpoint`), `driver.json`, in rl what was drawn
+(`collection`) and, written last, `manifest.json`; `checkpoints/latest` names the newest.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ class Checkpoints:
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._begun: int | None = None
 
-    async def begin(self, step: int) -> None:
-        """Save the trainer's state after a step's updates, if the step is due. Raises DiskFullError."""
+    async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
+        """Save the trainer's state after a step's updates, and the driver's own, if the step is due.
+
+        `save_driver` writes into the checkpoint's folder. Raises DiskFullError.
+        """
         settings = self._recipe.checkpoint
         if settings.export_every_steps and step % settings.export_every_steps == 0:
             with self._tracker.phase("export"):
@@ -51,6 +54,8 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._begun = step
+        if save_driver:
+            save_driver(partial)
         with self._tracker.phase("checkpoint"):
             await self._of_ranks("save_checkpoint", partial, settings.asynchronous)
 
@@ -68,11 +73,7 @@ class Checkpoints:
 
     def _publish(self, step: int, files: dict[str, Any]) -> None:
         partial, home = self._partial(step), self._folder.checkpoints_folder
-        driver = {
-            "step": step,
-            "data_position": step * self._recipe.train.prompts_per_step,
-            "recipe": _plain(self._recipe),
-        }
+        driver = {"step": step, "recipe": _plain(self._recipe)}
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         for path in partial.iterdir():
             if path.name not in files:

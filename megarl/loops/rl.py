@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
-from megarl.data.sampler import DataOrder
-from megarl.loops.batches import first_gap, reward_metrics, split, to_sequences
+from megarl.algorithms.kl import adapted
+from megarl.loops.batches import (
+    add_advantages,
+    add_corrections,
+    reward_metrics,
+    split,
+    to_sequences,
+    update_metrics,
+)
+from megarl.loops.collection import Collection
 from megarl.loops.session import Session, sampling_settings
 from megarl.preflight import read_problems
-from megarl.tracking.metrics import merge, values
+from megarl.types import TrainingSequence
 
 
 async def train(session: Session) -> None:
-    """One step: roll out -> log-probs -> update -> save -> reshard -> evaluate."""
+    """One step: roll out -> log-probs -> advantages -> update -> save -> reshard -> evaluate."""
     recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
     problems = read_problems(recipe, session.tokenizer, recipe.data.train)
-    order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     sampling = sampling_settings(recipe.rollout.sampling)
-    if session.folder.resumed_step:
+    collection = Collection(recipe, problems, session.respondents, sampling)
+    if session.checkpoint:
+        collection.load(session.checkpoint)
         await session.reshard(session.folder.resumed_step)
     else:
         tracker.log(0, await session.evaluate(0))
     for step in session.steps:
         with tracker.phase("rollout"):
-            answered = await session.respondents.answer(
-                [problems[index] for index in order.batch(step - 1)],
-                sampling,
-                samples_per_prompt=recipe.train.samples_per_prompt,
-                seed=f"{recipe.seed} {step}",
-            )
+            answered, asked, scalars = await collection.step()
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
             sequences = await session.add_logprobs(to_sequences(answered, recipe))
+        sequences, known = add_advantages(sequences, answered, recipe, collection.kl_coefficient)
+        if recipe.algorithm.correction:
+            sequences, corrected = add_corrections(sequences, recipe.algorithm)
+            known |= corrected
         with tracker.phase("train"):
-            updates = [await session.trainer.update(batch) for batch in split(sequences, recipe)]
-        await session.checkpoints.begin(step)
+            batches = split(sequences, recipe)
+            updates = [await session.trainer.update(batch, collection.kl_coefficient) for batch in batches]
+        scalars |= known | update_metrics(updates) | reward_metrics(asked or answered)
+        scalars |= _adapt(collection, scalars, sequences)
+        await session.checkpoints.begin(step, collection.save)
         with tracker.phase("reshard"):
-            scalars = await session.reshard(step)
-        scalars |= values(merge(updates)) | first_gap(updates) | reward_metrics(answered)
+            scalars |= await session.reshard(step)
         if session.evaluates_at(step):
             scalars |= await session.evaluate(step)
         if step % recipe.samples_every_steps == 0:
-            tracker.samples(step, [answer.record() for answer in answered])
+            tracker.samples(step, [answer.record() for answer in asked])
         tracker.log(step, scalars)
         session.folder.set_status(step=step)
         await session.checkpoints.complete()
+
+
+def _adapt(collection: Collection, scalars: dict[str, float], sequences: list[TrainingSequence]) -> dict[str, float]:
+    """Bring the KL's weight nearer to what holds its target: `kl/coefficient`, as it was in this step."""
+    algorithm = collection.recipe.algorithm
+    if algorithm.kl_target is None or "kl/reference" not in scalars:
+        return {}
+    before = collection.kl_coefficient
+    collection.kl_coefficient = adapted(
+        before,
+        scalars["kl/reference"],
+        target=algorithm.kl_target,
+        horizon=algorithm.kl_horizon,
+        num_samples=len(sequences),
+    )
+    return {"kl/coefficient": before}

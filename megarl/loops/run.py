@@ -95,6 +95,7 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
             respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
             checkpoints=Checkpoints(recipe, folder, tracker, ranks),
+            checkpoint=checkpoint,
         )
         if checkpoint:
             await ranks.call("sleep_engine")

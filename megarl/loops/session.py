@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config import Recipe, SamplingConfig
@@ -34,13 +35,16 @@ class Session:
     respondents: Respondents
     validation: Mapping[str, list[Problem]]
     checkpoints: Checkpoints
+    checkpoint: Path | None
+    """What the run goes on from."""
 
     async def add_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """The sequences with what the objective asks of the trainer before its update: old and reference log-probs."""
+        """The sequences with what is asked of the trainer before its update: old and reference log-probs."""
         algorithm = self.recipe.algorithm
+        asks_trainer = algorithm.correction or (algorithm.kl_coefficient and algorithm.kl_in != "loss")
         if algorithm.old_logprobs == "rollout":
             sequences = [replace(s, old_logprobs=s.rollout_logprobs) for s in sequences]
-        elif self.recipe.train.updates_per_step > 1:
+        elif self.recipe.train.updates_per_step > 1 or asks_trainer:
             old = await self.trainer.logprobs(sequences)
             sequences = [replace(s, old_logprobs=o) for s, o in zip(sequences, old, strict=True)]
         if algorithm.kl_coefficient:

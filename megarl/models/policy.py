@@ -58,6 +58,7 @@ class PolicyModel(GPTModel):
         *,
         temperature: float,
         logprob_chunk_tokens: int,
+        trains_entropy: bool = False,
         vp_stage: int | None = None,
     ) -> None:
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -78,6 +79,7 @@ class PolicyModel(GPTModel):
         )
         self.temperature = temperature
         self.logprob_chunk_tokens = logprob_chunk_tokens
+        self.trains_entropy = trains_entropy
         self.qkv_format = "thd" if uses_transformer_engine() else "packed"
         rows = self.vocab_size // tp
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
@@ -124,5 +126,5 @@ class PolicyModel(GPTModel):
             temperature=self.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
         )
-        # Entropies are looked at, not trained: their part of the backward pass is saved.
-        return torch.stack([logprobs, entropies.detach()])
+        # Entropies that are looked at, not trained: their part of the backward pass is saved.
+        return torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])

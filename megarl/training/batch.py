@@ -37,7 +37,9 @@ class Microbatch:
     """[tokens, layers, top_k]: the experts of each token, where the sequences say."""
 
 
-PER_TOKEN = ("token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
+PER_TOKEN = (
+    "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
+)  # fmt: skip
 """The optional arrays of a TrainingSequence."""
 
 

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megarl.algorithms.importance import gap_moments
 from megarl.config import Recipe
 from megarl.model_shape import ModelShape
 from megarl.models.configuration import transformer_config
@@ -103,6 +104,7 @@ class TrainingEngine:
                 self.shape,
                 temperature=recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0,
                 logprob_chunk_tokens=recipe.trainer.logprob_chunk_tokens,
+                trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
                 vp_stage=index if vpp > 1 else None,
             ).to(self.device)
             for index in range(vpp)
@@ -179,21 +181,23 @@ class TrainingEngine:
             return None
         return [unpack_row(whole_row(values, batch.row), batch.lengths, batch.padded) for values, batch in outputs]
 
-    def update(self, rows: Sequence[Row]) -> dict[str, Metric]:
+    def update(self, rows: Sequence[Row], kl_coefficient: float = 0.0) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
-        `train/update_skipped` is 1 where loss or gradient was not finite and no parameter changed. Raises MegarlError
-        after too many such updates in a row.
+        `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, or the mean ratio above
+        `algorithm.skip_ratio`. Raises MegarlError after too many updates in a row that were not finite.
         """
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = self._run(rows, self.models, partial(_weighted_loss, objective=self.objective), forward_only=False)
+        reduce = partial(_weighted_loss, objective=self.objective, kl_coefficient=kl_coefficient)
+        losses = self._run(rows, self.models, reduce, forward_only=False)
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        finite = all(np.isfinite(part["train/loss"].number) for part in losses)
-        grad_norm, applied = step_if_finite(self.optimizer, loss_is_finite=self._everywhere(finite))
-        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        finite = self._everywhere(all(np.isfinite(part["train/loss"].number) for part in losses))
+        strayed = self._has_strayed(losses)
+        grad_norm, applied = step_if_finite(self.optimizer, is_wanted=finite and not strayed)
+        self.skipped_in_a_row = 0 if applied or (finite and strayed) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.recipe.optimizer.max_skipped_updates:
             raise MegarlError(
                 f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. "
@@ -218,6 +222,17 @@ class TrainingEngine:
         flags = torch.tensor([float(flag)], device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
         return bool(flags.item())
+
+    def _has_strayed(self, losses: Sequence[Mapping[str, Metric]]) -> bool:
+        """Whether the mean ratio over the global batch is above what the recipe lets pass; the same on all ranks."""
+        limit = self.recipe.algorithm.skip_ratio if self.objective is not supervised else None
+        if limit is None:
+            return False
+        ratios = [part["train/ratio"] for part in losses] if self.reports else []
+        sums = [(r.number * r.count, r.count) for r in ratios if isinstance(r, Mean)]
+        total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
+        torch.distributed.all_reduce(total)
+        return bool(total[0] > limit * total[1])
 
     def _run(
         self,
@@ -285,10 +300,12 @@ def _collect(
     return reduce(output, batch)
 
 
-def _weighted_loss(output: Tensor, batch: Microbatch, objective: Objective) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+def _weighted_loss(
+    output: Tensor, batch: Microbatch, objective: Objective, kl_coefficient: float
+) -> tuple[Tensor, Tensor, dict[str, Metric]]:
     """The row's part of the global loss, a token count that Megatron wants, and the row's metrics."""
     logprobs, entropies = output
-    per_token, metrics = objective(logprobs, entropies, batch)
+    per_token, metrics = objective(logprobs, entropies, batch, kl_coefficient)
     # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
     loss = (torch.where(batch.mask, per_token, 0.0) * batch.known["token_weights"]).sum()
     count = int(batch.mask.sum())
@@ -296,9 +313,9 @@ def _weighted_loss(output: Tensor, batch: Microbatch, objective: Objective) -> t
     for name, values in metrics.items():
         logged[name] = _mean(values.detach()[batch.mask])
     if (rollout_logprobs := batch.known.get("rollout_logprobs")) is not None and count:
-        gap = (logprobs.detach() - rollout_logprobs)[batch.mask].abs()
-        logged["logprob_gap/max"] = Max(gap.max().item())
-        logged["logprob_gap/mean"] = _mean(gap)
+        ours, theirs = logprobs.detach()[batch.mask].double(), rollout_logprobs[batch.mask].double()
+        logged["logprob_gap/max"] = Max((ours - theirs).abs().max().item())
+        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in gap_moments(ours, theirs).items()}
     return loss, torch.ones((), dtype=torch.int, device=loss.device), logged
 
 

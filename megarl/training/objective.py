@@ -3,44 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import k3
-from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics
 from megarl.config import AlgorithmConfig
-from megarl.training.batch import Microbatch
+from megarl.training.batch import Microbatch, whole_row
 
-Objective = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
-"""(policy log-probs, entropies, microbatch) -> (loss, metrics), all of them per token."""
+Objective = Callable[[Tensor, Tensor, Microbatch, float], LossAndMetrics]
+"""(policy log-probs, entropies, microbatch, KL coefficient) -> (loss, metrics), all of them per token."""
 
 
-def supervised(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+def supervised(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl_coefficient: float) -> LossAndMetrics:
     """Negative log-likelihood of the trained tokens."""
     return -policy_logprobs, {"train/entropy": entropies}
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """The policy loss a recipe names, plus k3 KL to the reference model where its coefficient is not zero."""
-    policy_loss = POLICY_LOSSES[config.policy_loss]
+    """The policy loss a recipe names, corrected, with its KL to the reference and its entropy bonus where it has them.
 
-    def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+    Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss.
+    """
+    policy_loss: Callable[..., LossAndMetrics] = POLICY_LOSSES[config.policy_loss]
+    offered = config.model_dump(include={"clip_low", "clip_high", "dual_clip", "largest_ratio"})
+    takes = signature(policy_loss).parameters
+    settings = {name: value for name, value in offered.items() if name in takes}
+    estimate = KL_ESTIMATORS[config.kl_estimator]
+
+    def objective(
+        policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl_coefficient: float
+    ) -> LossAndMetrics:
         known = batch.known
         # With one update per rollout the trainer's log-probs before the update are those of this very pass.
         old_logprobs = known.get("old_logprobs", policy_logprobs.detach())
-        loss, metrics = policy_loss(
-            policy_logprobs,
-            old_logprobs,
-            known["advantages"],
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-        )
-        metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies}
-        if config.kl_coefficient:
-            divergence = k3(policy_logprobs, known["reference_logprobs"])
-            loss = loss + config.kl_coefficient * divergence
+        arguments = policy_logprobs, old_logprobs, known["advantages"]
+        if "cu_seqlens" in takes:
+            loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
+        else:
+            loss, metrics = policy_loss(*arguments, **settings)
+        if (weights := known.get("importance_weights")) is not None:
+            loss = loss * weights
+        metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
+        if config.kl_in == "loss" and config.kl_coefficient:
+            divergence = estimate(policy_logprobs, known["reference_logprobs"])
+            loss = loss + kl_coefficient * divergence
             metrics["kl/reference"] = divergence
+        if config.entropy_coefficient:
+            loss = loss - config.entropy_coefficient * entropies
         return loss, metrics
 
     return objective
+
+
+def _on_whole_row(
+    policy_loss: Callable[..., LossAndMetrics],
+    arguments: tuple[Tensor, ...],
+    batch: Microbatch,
+    settings: dict[str, Any],
+) -> LossAndMetrics:
+    """A loss of whole sequences, on this context-parallel rank's tokens of them."""
+    row, own = batch.row, batch.row.local
+    assert own is not None
+    policy_logprobs, *others = (whole_row(tensor.detach(), row) for tensor in arguments)
+    # Of the whole row this rank's tokens carry gradient: no token's reaches another's log-prob.
+    policy_logprobs = policy_logprobs.index_copy(0, own, arguments[0])
+    mask = whole_row(batch.mask.float(), row) > 0
+    cu_seqlens = torch.tensor([0, *batch.padded], device=own.device).cumsum(0)
+    loss, metrics = policy_loss(policy_logprobs, *others, cu_seqlens, mask, **settings)
+    return loss[own], {name: value[own] for name, value in metrics.items()}

@@ -42,15 +42,15 @@ def build_optimizer(
 
 
 @torch.no_grad()
-def step_if_finite(optimizer: ChainedOptimizer, *, loss_is_finite: bool) -> tuple[float, bool]:
-    """One step on the gradients that were reduced, or none where loss or gradient is not finite.
+def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[float, bool]:
+    """One step on the gradients that were reduced, or none where it is not wanted or the gradient not finite.
 
-    Returns the global gradient norm before clipping, and whether parameters changed; equal on all ranks if
-    `loss_is_finite` is.
+    Returns the global gradient norm before clipping, and whether parameters changed; equal on all ranks if `is_wanted`
+    is.
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    if not (loss_is_finite and math.isfinite(grad_norm)):
+    if not (is_wanted and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         return grad_norm, False
     for part in optimizer.chained_optimizers:

@@ -24,10 +24,11 @@ class TrainerRanks:
     row_multiple: int = 1
     attention_ratio: float = 65536.0
 
-    async def update(self, sequences: Sequence[TrainingSequence]) -> dict[str, Metric]:
+    async def update(self, sequences: Sequence[TrainingSequence], kl_coefficient: float = 0.0) -> dict[str, Metric]:
         """One optimizer step on all sequences. Returns the metrics of the whole batch."""
         rows = self._pack(sequences)
-        results = await self._scatter("update", [[[sequences[i] for i in row] for row in rank] for rank in rows])
+        shares = [[[sequences[i] for i in row] for row in rank] for rank in rows]
+        results = await self._scatter("update", shares, kl_coefficient)
         return merge(part for replica in results for part in replica)
 
     async def logprobs(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:

@@ -1,7 +1,21 @@
+from itertools import combinations
+from statistics import mean, pstdev
+
 import pytest
 import torch
 
-from megarl.algorithms.advantages import grpo
+from megarl.algorithms.advantages import (
+    ADVANTAGES,
+    gae,
+    global_baseline,
+    grpo,
+    opo,
+    pass_at_k,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    whiten,
+)
 
 ROOT_HALF = 0.5**0.5
 
@@ -45,3 +59,98 @@ def test_agrees_with_torch_std_group_by_group():
 
 def test_empty_batch():
     assert grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+REWARDS = torch.tensor([2.0, 10.0, 4.0, 30.0, 6.0, 20.0], dtype=torch.float64)
+GROUPS = torch.tensor([7, 3, 7, 3, 7, 3])
+
+
+@pytest.mark.parametrize(
+    ("advantages", "expected"),
+    [
+        pytest.param(rloo(REWARDS, GROUPS), [-3.0, -15.0, 0.0, 15.0, 3.0, 0.0], id="rloo"),
+        # Baselines (2 + 2*4 + 5*6) / 8 = 5 and (10 + 30 + 2*20) / 4 = 20.
+        pytest.param(opo(REWARDS, GROUPS, torch.tensor([1, 1, 2, 1, 5, 2])), [-3, -10, -1, 10, 1, 0], id="opo"),
+        pytest.param(global_baseline(REWARDS, GROUPS), [-10, -2, -8, 18, -6, 8], id="global baseline"),
+        # Squares of the differences to 12 add up to 592.
+        pytest.param(
+            reinforce_plus_plus(REWARDS, GROUPS, epsilon=0.0) * (592 / 5) ** 0.5, [-10, -2, -8, 18, -6, 8], id="rf++"
+        ),
+        # Differences to the groups' means, whose squares add up to 208.
+        pytest.param(
+            reinforce_plus_plus_baseline(REWARDS, GROUPS, epsilon=0.0) * (208 / 5) ** 0.5,
+            [-2, -10, 0, 10, 2, 0],
+            id="rf++ baseline",
+        ),
+    ],
+)
+def test_baselines(advantages, expected):
+    torch.testing.assert_close(advantages, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "pass_at_k"])
+def test_equal_rewards_teach_nothing(name):
+    rewards, groups = torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1])
+    lengths = {"lengths": torch.tensor([3, 1, 4, 1, 5, 9])} if name == "opo" else {}
+    assert ADVANTAGES[name](rewards, groups, **lengths).tolist() == [0.0] * 6
+    assert ADVANTAGES[name](rewards[:0], groups[:0], **({"lengths": groups[:0]} if lengths else {})).shape == (0,)
+
+
+@pytest.mark.parametrize("passes", [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 1, 0], [1, 1, 1, 1, 0], [0] * 5])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_what_all_sets_of_k_say(passes, k):
+    """Each sample's mean over the sets that hold it, less the mean over all sets, over their deviation."""
+    sets = list(combinations(range(5), k))
+    reward = {chosen: float(any(passes[i] for i in chosen)) for chosen in sets}
+    deviation = pstdev(reward.values())
+    expected = [
+        (mean(reward[c] for c in sets if i in c) - mean(reward.values())) / deviation if deviation else 0.0
+        for i in range(5)
+    ]
+    found = pass_at_k(torch.tensor(passes, dtype=torch.float64), torch.zeros(5, dtype=torch.int64), k=k)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+
+def test_pass_at_k_needs_k_samples():
+    with pytest.raises(ValueError, match="k = 4 needs as many samples a group, one has 2"):
+        pass_at_k(torch.ones(2), torch.zeros(2))
+
+
+def test_gae_by_hand_and_over_masked_tokens():
+    # One sequence of two tokens, one of three; between its last two a tool's answer may stand.
+    rewards = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0], dtype=torch.float64)
+    values = torch.tensor([0.5, 0.25, 1.0, 0.5, 0.25], dtype=torch.float64)
+    # Deltas with gamma 1/2: -0.375, 0.75; -0.75, -0.375, 1.75. Their sums decay by 1/4.
+    expected = torch.tensor([-0.1875, 0.75, -0.734375, 0.0625, 1.75], dtype=torch.float64)
+    advantages, returns = gae(rewards, values, torch.tensor([0, 2, 5]), gamma=0.5, gae_lambda=0.5)
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(returns, expected + values, rtol=0, atol=1e-15)
+
+    spread = torch.full((9,), 99.0, dtype=torch.float64)
+    mask = torch.tensor([0, 1, 1, 0, 1, 1, 0, 0, 1], dtype=torch.bool)
+    advantages, returns = gae(
+        spread.masked_scatter(mask, rewards), spread.masked_scatter(mask, values), torch.tensor([0, 3, 9]),
+        gamma=0.5, gae_lambda=0.5, mask=mask,
+    )  # fmt: skip
+    torch.testing.assert_close(advantages[mask], expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(returns[mask], expected + values, rtol=0, atol=1e-15)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+
+
+def test_gae_with_lambda_one_is_the_discounted_sum_less_the_value():
+    g = torch.Generator().manual_seed(5)
+    rewards, values = torch.randn(2, 12, generator=g, dtype=torch.float64)
+    advantages, returns = gae(rewards, values, torch.tensor([0, 12]), gamma=0.9, gae_lambda=1.0)
+    sums = torch.stack([sum(0.9**i * r for i, r in enumerate(rewards[t:])) for t in range(12)])
+    torch.testing.assert_close(returns, sums)
+    torch.testing.assert_close(advantages, sums - values)
+
+
+def test_whitened_values_have_mean_0_and_variance_1_where_the_mask_is():
+    values = torch.tensor([100.0, 1.0, 2.0, 3.0, -100.0], dtype=torch.float64)
+    mask = torch.tensor([0, 1, 1, 1, 0], dtype=torch.bool)
+    torch.testing.assert_close(
+        whiten(values, mask, epsilon=0.0), torch.tensor([0.0, -1.0, 0.0, 1.0, 0.0], dtype=torch.float64)
+    )
+    assert whiten(torch.full((3,), 0.1), torch.ones(3, dtype=torch.bool)).tolist() == [0.0] * 3
+    assert whiten(values, mask & False).tolist() == [0.0] * 5

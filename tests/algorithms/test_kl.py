@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.kl import KL_ESTIMATORS, absolute, k1, k2, k3
+from megarl.algorithms.kl import KL_ESTIMATORS, absolute, adapted, k1, k2, k3
 
 LOG_2 = math.log(2.0)
 
@@ -49,3 +49,13 @@ def test_placeholder_reference_stays_finite_in_float32():
     policy = torch.tensor([-300.0], requires_grad=True)
     (0.0 * k3(policy, torch.tensor([0.0]))).sum().backward()
     assert policy.grad is not None and policy.grad.item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("divergence", "after"),
+    [(0.2, 0.1), (0.3, 0.12), (0.22, 0.11), (9.0, 0.12), (0.0, 0.08)],
+    ids=["on target", "far above", "above", "no more than a fifth", "below"],
+)
+def test_the_coefficient_follows_the_divergence(divergence, after):
+    assert adapted(0.1, divergence, target=0.2, horizon=512, num_samples=512) == pytest.approx(after)
+    assert adapted(0.1, divergence, target=0.2, horizon=1024, num_samples=512) == pytest.approx((after + 0.1) / 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.policy_losses import clip, clipped, ratio
+from megarl.algorithms.policy_losses import cispo, clip, clipped, gmpo, gspo, policy_gradient, ratio, sapo
 
 
 def loss_at(ratio_value: float, advantage: float, dual_clip: float | None = None):
@@ -113,3 +113,95 @@ def test_parts():
     assert ratio(torch.tensor([-1.0]), torch.tensor([-1.0])).tolist() == [1.0]
     held = clip(torch.tensor([0.1, 0.8, 1.1, 9.0]), clip_low=0.25, clip_high=0.5)
     torch.testing.assert_close(held, torch.tensor([0.75, 0.8, 1.1, 1.5]))
+
+
+CU_SEQLENS = torch.tensor([0, 4, 6, 11])
+MASK = torch.tensor([0, 1, 1, 1, 0, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
+LENGTHS = [4, 2, 5]
+
+
+def packed(spread=0.3):
+    """Policy and old log-probs and advantages of three sequences; each has one advantage."""
+    g = torch.Generator().manual_seed(2)
+    old = torch.randn(11, generator=g, dtype=torch.float64) - 2
+    policy = old + spread * torch.randn(11, generator=g, dtype=torch.float64)
+    return policy, old, torch.tensor([1.5, -0.5, -2.0], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
+
+
+def sequence_mean(values):
+    """The mean over sequences of the means over their masked tokens."""
+    parts = zip(values.split(LENGTHS), MASK.split(LENGTHS), strict=True)
+    return torch.stack([value[mask].mean() for value, mask in parts]).mean()
+
+
+def gspo_written_out(policy, old, advantages):
+    losses = []
+    for p, o, a, m in zip(*(x.split(LENGTHS) for x in (policy, old, advantages, MASK)), strict=True):
+        s = (p - o)[m].mean().exp()
+        losses.append(-torch.minimum(s * a[0], s.clamp(1 - 0.05, 1 + 0.1) * a[0]))
+    return torch.stack(losses).mean()
+
+
+def gmpo_written_out(policy, old, advantages):
+    losses = []
+    for p, o, a, m in zip(*(x.split(LENGTHS) for x in (policy, old, advantages, MASK)), strict=True):
+        sign = torch.sign(a[0])
+        r = (p - o)[m].exp()
+        held = torch.minimum(r**sign, r.clamp(math.exp(-0.05), math.exp(0.1)) ** sign) ** sign
+        losses.append(-a[0] * held.prod() ** (1 / int(m.sum())))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "written_out"), [pytest.param(gspo, gspo_written_out), pytest.param(gmpo, gmpo_written_out)]
+)
+@pytest.mark.parametrize("spread", [0.02, 0.3], ids=["near", "far"])
+def test_losses_of_sequences_and_their_gradients_in_float64(loss, written_out, spread):
+    policy, old, advantages = packed(spread)
+    ours, theirs = (policy.clone().requires_grad_() for _ in range(2))
+    of_tokens, metrics = loss(ours, old, advantages, CU_SEQLENS, MASK, clip_low=0.05, clip_high=0.1)
+    found, expected = sequence_mean(of_tokens), written_out(theirs, old, advantages)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+    assert metrics["ratio"].shape == metrics["clip_fraction"].shape == (11,)
+    assert bool(metrics["clip_fraction"].any()) == (spread > 0.1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "ratio_value", "advantage", "value", "gradient"),
+    [
+        pytest.param(policy_gradient, {}, 3.0, 2.0, -2 * (math.log(3) - 1.25), -2.0, id="policy_gradient"),
+        pytest.param(cispo, {"clip_low": 0.5, "clip_high": 1.0}, 3.0, 2.0, -4 * (math.log(3) - 1.25), -4.0, id="high"),
+        pytest.param(cispo, {"clip_low": 0.5, "clip_high": 1.0}, 0.1, -2.0, math.log(0.1) - 1.25, 1.0, id="low"),
+        # sigmoid(ln 3) = 3/4: gate 3 at temperature 1, slope 4 * 3/4 * 1/4 times the ratio.
+        pytest.param(sapo, {}, 1 + math.log(3), 2.0, -6.0, -2 * 0.75 * (1 + math.log(3)), id="sapo, good"),
+        pytest.param(
+            sapo, {"temperature_negative": 2.0}, 1 + math.log(3) / 2, -1.0, 1.5, 0.75 * (1 + math.log(3) / 2),
+            id="sapo, bad",
+        ),
+        pytest.param(
+            clipped, {"clip_low": 0.2, "clip_high": 0.2, "largest_ratio": 4.0}, 9.0, -1.0, 4.0, 0.0, id="held ratio"
+        ),
+    ],
+)  # fmt: skip
+def test_other_losses_of_tokens(loss, settings, ratio_value, advantage, value, gradient):
+    old = torch.tensor([-1.25], dtype=torch.float64)
+    policy = (old + math.log(ratio_value)).requires_grad_()
+    found, metrics = loss(policy, old, torch.tensor([advantage], dtype=torch.float64), **settings)
+    found.sum().backward()
+    assert found.item() == pytest.approx(value) and policy.grad.item() == pytest.approx(gradient)
+    assert all(not metric.requires_grad and metric.shape == (1,) for metric in metrics.values())
+
+
+def test_on_policy_all_losses_have_the_policy_gradient():
+    policy, _, advantages = packed()
+    for loss in (policy_gradient, clipped, cispo, sapo, gspo, gmpo):
+        logprobs = policy.clone().requires_grad_()
+        sequences = (CU_SEQLENS, MASK) if loss in (gspo, gmpo) else ()
+        clips = {} if loss in (policy_gradient, sapo) else {"clip_low": 0.1, "clip_high": 0.1}
+        sequence_mean(loss(logprobs, policy, advantages, *sequences, **clips)[0]).backward()
+        expected = policy.clone().requires_grad_()
+        sequence_mean(-advantages * expected).backward()
+        torch.testing.assert_close(logprobs.grad, expected.grad, rtol=1e-12, atol=1e-15)

@@ -16,6 +16,7 @@ LOSSES = torch.tensor([2, 3, 5, 7, 11, 13, 17, 19, 23, 29], dtype=torch.float64)
         pytest.param("sequence_mean_token_mean", [1 / 6, 0, 1 / 9, 1 / 3], id="sequence_mean_token_mean"),
         pytest.param("sequence_mean_token_sum", [1 / 3, 0, 1 / 3, 1 / 3], id="sequence_mean_token_sum"),
         pytest.param("constant_length", [1 / 24, 0, 1 / 24, 1 / 24], id="constant_length_of_8"),
+        pytest.param("sample_level", [1 / 8, 0, 1 / 12, 1 / 4], id="sample_level"),
     ],
 )
 def test_weights(mode, by_sequence):

@@ -1,22 +1,39 @@
+from types import NoneType
 from typing import get_args
 
 import pytest
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.importance import CORRECTIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.reduction import AGGREGATIONS
-from megarl.config import AlgorithmConfig
+from megarl.config import PRESETS, AlgorithmConfig
 
 
 @pytest.mark.parametrize(
     ("field", "table"),
-    [("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("aggregation", AGGREGATIONS)],
-)
+    [
+        ("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("aggregation", AGGREGATIONS),
+        ("kl_estimator", KL_ESTIMATORS), ("correction", CORRECTIONS), ("preset", PRESETS),
+    ],
+)  # fmt: skip
 def test_the_recipe_offers_what_the_table_holds(field, table):
-    assert set(get_args(AlgorithmConfig.model_fields[field].annotation)) == set(table)
+    kind = AlgorithmConfig.model_fields[field].annotation
+    if NoneType in get_args(kind):
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    assert set(get_args(kind)) == set(table)
 
 
-@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_changed_field_by_field(name):
+    config = AlgorithmConfig.model_validate({"preset": name, "kl_coefficient": 0.5})
+    assert config.kl_coefficient == 0.5
+    others = {field: value for field, value in PRESETS[name].items() if field != "kl_coefficient"}
+    assert others and {field: getattr(config, field) for field in others} == others
+    assert AlgorithmConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS])
 def test_names_are_those_of_the_functions(table):
     assert all(function.__name__ == name for name, function in table.items())

@@ -18,7 +18,7 @@ CODE_FOLDERS = ("megarl", "tools", "checkpoints_convert")
 TOP_LEVEL = {*CODE_FOLDERS, "launch", "tests", "pyproject.toml", "README.md", "LICENSE"}
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_LINES_OF_THE_PACKAGE = 10_300
+MOST_STATEMENT_LINES_OF_THE_PACKAGE = 9_000
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 FORBIDDEN_TEXT = {
     "runs code of a model folder": r"trust_remote_code\s*=\s*True|[\"']trust_remote_code[\"']\s*:\s*True",
@@ -52,6 +52,18 @@ def code_lines(text: str) -> int:
     return len(text.splitlines()) - tables
 
 
+def statement_lines(text: str) -> int:
+    """Lines without blank ones, comments and docstrings: what is explained well is not larger for it."""
+    explained = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return sum(bool(line) and not line.startswith("#") and number not in explained for number, line in lines)
+
+
 def functions(text: str) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -77,8 +89,8 @@ def test_functions_are_short() -> None:
 
 
 def test_the_package_is_small() -> None:
-    sizes = [len(read(name).splitlines()) for name in code_files() if name.startswith("megarl/")]
-    assert sum(sizes) < MOST_LINES_OF_THE_PACKAGE
+    sizes = [statement_lines(read(name)) for name in code_files() if name.startswith("megarl/")]
+    assert 0 < sum(sizes) < MOST_STATEMENT_LINES_OF_THE_PACKAGE
 
 
 def test_names_say_what_is_inside() -> None:

@@ -62,9 +62,9 @@ import megarl.weights.transport as transport, reshard, torch
 bind = transport._bind
 def spoiled(*args):
     for step in bind(*args):
-        copies = step.{spoiled}
-        if copies.sources:
-            copies.sources[0] = copies.sources[0] ^ 1
+        pairs = step.{spoiled}.on_cpu
+        if pairs:
+            pairs[0] = pairs[0][0], pairs[0][1] ^ 1
         yield step
 transport._bind = spoiled
 reshard.main(["--small", "--only", "vllm"])

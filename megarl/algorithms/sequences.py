@@ -1,0 +1,30 @@
+"""What the tokens of a packed row share: their sequence, its sum and its mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """The number of each token's sequence: int [tokens].
+
+    `cu_seqlens` int [sequences + 1], cumulative lengths from 0 to `num_tokens`.
+    """
+    sequences = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+    return torch.repeat_interleave(sequences, cu_seqlens.diff(), output_size=num_tokens)
+
+
+def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the masked tokens of each sequence: [sequences], zero where the mask lets none through.
+
+    `values` and `mask` are [tokens].
+    """
+    sums = sequence_sums(values, cu_seqlens, mask)
+    return sums / sequence_sums(torch.ones_like(values), cu_seqlens, mask).clamp(min=1)
+
+
+def sequence_sums(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the masked tokens of each sequence: [sequences]; `values` and `mask` are [tokens]."""
+    sums = values.new_zeros(len(cu_seqlens) - 1)
+    return sums.index_add(0, sequence_of_tokens(cu_seqlens, len(values)), torch.where(mask, values, 0.0))

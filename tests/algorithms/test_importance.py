@@ -1,0 +1,75 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.importance import correct, gap_metrics, gap_moments
+
+CU_SEQLENS = torch.tensor([0, 3, 5])
+MASK = torch.tensor([0, 1, 1, 1, 1], dtype=torch.bool)
+# Ratios 2 and 1/8 in the first sequence, 3/2 and 2/3 in the second; the first token is a prompt's.
+OLD = torch.tensor([100.0, math.log(2), math.log(1 / 8), math.log(3 / 2), math.log(2 / 3)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "expected"),
+    [
+        pytest.param("truncated", 0.0, 1.25, [0, 1.25, 1 / 8, 1.25, 2 / 3], id="truncated"),
+        pytest.param("band", 0.5, 1.75, [0, 0, 0, 3 / 2, 2 / 3], id="band"),
+        pytest.param("sequence_truncated", 0.0, 0.75, [0, 1 / 4, 1 / 4, 0.75, 0.75], id="sequence_truncated"),
+        pytest.param("sequence_rejection", 0.3, 1.1, [0, 0, 0, 1, 1], id="sequence_rejection"),
+        pytest.param("sequence_rejection", 0.2, 0.9, [0, 1, 1, 0, 0], id="other sequence"),
+        pytest.param("geometric_rejection", 0.4, 1.1, [0, 1, 1, 1, 1], id="geometric: root of 1/4 is within"),
+        pytest.param("geometric_rejection", 0.6, 1.1, [0, 0, 0, 1, 1], id="geometric_rejection"),
+    ],
+)
+def test_corrections(name, low, high, expected):
+    rollout = torch.zeros(5, dtype=torch.float64)
+    found = correct(name, OLD, rollout, CU_SEQLENS, MASK, low=low, high=high)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_gap_of_equal_logprobs_is_none():
+    logprobs = -torch.rand(50, dtype=torch.float64)
+    means = {name: float(values.mean()) for name, values in gap_moments(logprobs, logprobs).items()}
+    expected = dict(mean=0, k1=0, k3=0, ess=1, chi2=0, perplexity_ratio=1, correlation=1)
+    assert gap_metrics(means) == pytest.approx(expected, abs=1e-12)
+
+
+def test_gap_metrics_are_those_of_numpy():
+    g = torch.Generator().manual_seed(1)
+    rollout = -torch.rand(1000, generator=g, dtype=torch.float64) * 3
+    policy = rollout + 0.1 * torch.randn(1000, generator=g, dtype=torch.float64)
+    found = gap_metrics({name: float(values.mean()) for name, values in gap_moments(policy, rollout).items()})
+    p, r = policy.numpy(), rollout.numpy()
+    w = np.exp(p - r)
+    assert found == pytest.approx(
+        {
+            "mean": np.abs(p - r).mean(),
+            "k1": (r - p).mean(),
+            "k3": (w - 1 - (p - r)).mean(),
+            "ess": w.sum() ** 2 / (w**2).sum() / 1000,
+            "chi2": (w**2).mean() - 1,
+            "perplexity_ratio": np.exp(-p.mean()) / np.exp(-r.mean()),
+            "correlation": np.corrcoef(p, r)[0, 1],
+        }
+    )
+
+
+def test_truncated_weights_make_a_stale_engines_gradient_the_trainers():
+    """E over the engine's samples of weight * advantage * score is the trainer's policy gradient, exactly."""
+    g = torch.Generator().manual_seed(4)
+    logits, stale = torch.randn(2, 6, generator=g, dtype=torch.float64) * 0.5
+    advantages = torch.randn(6, generator=g, dtype=torch.float64)
+    trainer, engine = logits.log_softmax(0), stale.log_softmax(0)
+    every, ones = torch.arange(7), torch.ones(6, dtype=torch.bool)
+    weights = correct("truncated", trainer, engine, every, ones, low=0.0, high=100.0)
+    score = torch.eye(6, dtype=torch.float64) - trainer.exp()
+
+    def gradient(samples: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (samples * weights * advantages) @ score
+
+    right = gradient(trainer.exp(), torch.ones_like(weights))
+    torch.testing.assert_close(gradient(engine.exp(), weights), right, rtol=1e-12, atol=1e-14)
+    assert (gradient(engine.exp(), torch.ones_like(weights)) - right).norm() > 0.2 * right.norm()
