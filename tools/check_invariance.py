@@ -3,7 +3,8 @@
     python tools/check_invariance.py [--only tp2 --only "tp2 pp2 cp2"] [--json results.jsonl]
 
 Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
-supervised loss and the clipped policy loss in every aggregation. Gradients are clipped to one small norm, so that every
+supervised loss, the clipped policy loss in every aggregation, every other policy loss, and one with all that may be
+added to it: KL, entropy bonus, corrected tokens. Gradients are clipped to one small norm, so that every
 loss moves the weights equally far, and far enough to stand clear of float32's grain. A parameter's difference counts
 relative to how far training moved it. Exits with 1 if a difference is above its limit.
 """
@@ -27,8 +28,22 @@ from megarl.types import TrainingSequence
 
 LOSS_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4
 NUM_STEPS, NUM_SEQUENCES, LONGEST = 3, 24, 40
-AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length")
-OBJECTIVES = ("sft", *AGGREGATIONS)
+CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
+BY_SEQUENCE = {"aggregation": "sequence_mean_token_mean"}
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "token_mean": {**CLIPS, "dual_clip": 2.5, "aggregation": "token_mean"},
+    "sequence_mean_token_mean": {**CLIPS, "dual_clip": 2.5, **BY_SEQUENCE},
+    "sequence_mean_token_sum": {**CLIPS, "dual_clip": 2.5, "aggregation": "sequence_mean_token_sum"},
+    "constant_length": {**CLIPS, "dual_clip": 2.5, "aggregation": "constant_length"},
+    "policy_gradient": {"policy_loss": "policy_gradient"},
+    "gspo": {"policy_loss": "gspo", "clip_low": 0.3, "clip_high": 0.5, **BY_SEQUENCE},
+    "gmpo": {"policy_loss": "gmpo", "clip_low": 0.6, "clip_high": 0.6, **BY_SEQUENCE},
+    "cispo": {"policy_loss": "cispo", **CLIPS},
+    "sapo": {"policy_loss": "sapo"},
+    "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
+}
+"""Name to fields of the recipe's algorithm section."""
 MODELS: dict[str, dict[str, Any]] = {
     "dense": dict(family="qwen3", num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=False),
     "moe": dict(family="qwen3_moe", num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=True),
@@ -98,7 +113,8 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
                 **trainer,
             },
             "optimizer": {"name": "sgd", "learning_rate": 100.0, "clip_grad_norm": 0.05},
-            "algorithm": {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.5},
+            # The model must let gradients through its entropies; each objective has an algorithm of its own.
+            "algorithm": {"entropy_coefficient": 0.05},
         }
     )
 
@@ -122,6 +138,9 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
                 "advantages": random.normal(0.5, 1.0, length).astype(np.float32),
                 "old_logprobs": random.normal(-6.0, 0.7, length).astype(np.float32),
             }
+            if objective == "all added":
+                policy["reference_logprobs"] = random.normal(-6.0, 0.3, length).astype(np.float32)
+                policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
             sequences.append(
                 TrainingSequence(
                     token_ids=random.integers(1, vocab_size, size=length),
@@ -129,8 +148,7 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
                     **({} if objective == "sft" else policy),
                 )
             )
-        aggregation = "token_mean" if objective == "sft" else objective
-        steps.append(weigh(sequences, AlgorithmConfig.model_validate({"aggregation": aggregation}), LONGEST))
+        steps.append(weigh(sequences, AlgorithmConfig.model_validate(OBJECTIVES[objective]), LONGEST))
     return steps
 
 
@@ -141,6 +159,7 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
     """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end."""
     import torch.distributed as dist
 
+    from megarl.config import AlgorithmConfig
     from megarl.data.packing import pack
     from megarl.model_shape import padded_vocab_size, read_model_shape
     from megarl.training.engine import TrainingEngine
@@ -160,7 +179,8 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
     results: dict[str, Any] = {}
     for objective, batches in steps.items():
         load(engine.parameters)
-        engine.objective = supervised if objective == "sft" else policy_objective(recipe.algorithm)
+        algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
+        engine.objective = supervised if objective == "sft" else policy_objective(algorithm)
         metrics = []
         for sequences in batches:
             packed = pack(
@@ -170,7 +190,8 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
                 multiple=layout.sequence_multiple * layout.tp,
                 rows_multiple=layout.rows_multiple,
             )
-            metrics.append(engine.update([[sequences[i] for i in row] for row in packed[at.dp]]))
+            rows = [[sequences[i] for i in row] for row in packed[at.dp]]
+            metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient))
         results[objective] = metrics, cut_out(pieces, engine.parameters)
     return results
 
@@ -229,7 +250,7 @@ def compare(
 
 
 def check(
-    model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str] = OBJECTIVES
+    model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str] = tuple(OBJECTIVES)
 ) -> Iterator[dict[str, Any]]:
     """One line for each layout and objective of one model."""
     from safetensors.numpy import load_file
