@@ -146,9 +146,10 @@ class RolloutConfig(Section):
 
 class DataConfig(Section):
     train: str
-    """JSONL file of training records: {"messages": {...} or [...], "gt_answer": "..."}."""
+    """JSONL file of training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or
+    "prompt" and "response"), "chosen" and "rejected" (preference)."""
     validation: dict[Name, str] = Field(default_factory=dict)
-    """Held-out JSONL files by name; the name is the metric's: val/NAME/accuracy."""
+    """Held-out JSONL files by name, problems to answer or pairs (preference); the metric is val/NAME/accuracy."""
     answer_field: str = "gt_answer"
     """Field of a record that holds the gold answer."""
     system_prompt: str | None = None
@@ -263,11 +264,24 @@ class AlgorithmConfig(Section):
         return given
 
 
+class PreferenceConfig(Section):
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """Loss of `algorithms.preference_losses`; dpo and ipo load a reference model."""
+    beta: PositiveFloat = 0.1
+    """How hard the reference holds (dpo, ipo), scale of the rewards (simpo: 2), weight of the odds (orpo)."""
+    margin: NonNegativeFloat = 0.0
+    """By how much the chosen answer's reward must be higher (dpo, simpo: 1)."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """Share of the pairs that is taken for swapped (dpo)."""
+    normalize_by_length: bool = False
+    """Compare means over tokens instead of sums (dpo, ipo)."""
+
+
 class TrainConfig(Section):
     steps: PositiveInt = 100
-    """Steps to train: rollouts in `rl`, optimizer updates in `sft`."""
+    """Steps to train: rollouts in `rl`, optimizer updates elsewhere."""
     prompts_per_step: PositiveInt = 32
-    """Prompts sampled in one rl step; conversations in one sft step."""
+    """Prompts sampled in one rl step; conversations in one sft step; pairs in one preference step."""
     samples_per_prompt: PositiveInt = 8
     """Completions per prompt (rl): the group that a sample is compared with."""
     updates_per_step: PositiveInt = 1
@@ -320,8 +334,8 @@ class Recipe(Section):
 
     name: Name
     """Name of the run and of its folder."""
-    loop: Literal["rl", "sft"]
-    """What to run: reinforcement learning or supervised fine-tuning."""
+    loop: Literal["rl", "sft", "preference"]
+    """What to run: reinforcement learning, supervised fine-tuning, or learning from pairs of answers."""
     seed: NonNegativeInt = 0
     """Decides data order, sampling and initialisation."""
     runs_folder: str = "runs"
@@ -343,7 +357,9 @@ class Recipe(Section):
     reward: RewardConfig = RewardConfig()
     """What is good."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantages and loss."""
+    """Advantages and loss (rl)."""
+    preference: PreferenceConfig = PreferenceConfig()
+    """Loss (preference)."""
     train: TrainConfig = TrainConfig()
     """Batch sizes and length of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -352,6 +368,18 @@ class Recipe(Section):
     """The reshard."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is saved on the way."""
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares with the model that training starts from."""
+        if self.loop == "rl":
+            return self.algorithm.kl_coefficient > 0
+        return self.loop == "preference" and self.preference.loss in ("dpo", "ipo")
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether anything is sampled."""
+        return self.loop == "rl" or (self.loop == "sft" and bool(self.data.validation))
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:

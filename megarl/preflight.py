@@ -20,6 +20,8 @@ from megarl.types import ConfigError, DataError, Problem, TrainingSequence
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from megarl.data.preferences import Pair
+
 
 def check(recipe: Recipe) -> ParallelLayout:
     """The layout of a recipe that can run. Raises one ConfigError, or else one DataError, that lists all faults."""
@@ -75,7 +77,9 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     counts, broken = {}, []
     for name, path in files.items():
         try:
-            if name == "train" and recipe.loop == "sft":
+            if recipe.loop == "preference":
+                counts[name] = len(read_preferences(recipe, tokenizer, path))
+            elif name == "train" and recipe.loop == "sft":
                 counts[name] = len(read_conversations(recipe, tokenizer))
             else:
                 counts[name] = len(read_problems(recipe, tokenizer, path))
@@ -102,6 +106,15 @@ def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSeq
     return conversations.read_conversations(
         recipe.data.train, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest
     )
+
+
+def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Pair]:
+    """The pairs of a data file, each fitting a row however it is padded."""
+    from megarl.data import preferences
+
+    multiple = row_multiple(recipe)
+    longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
+    return preferences.read_preferences(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
 
 
 def row_multiple(recipe: Recipe) -> int:

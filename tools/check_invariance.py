@@ -4,7 +4,7 @@
 
 Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
 supervised loss, the clipped policy loss in every aggregation, every other policy loss, and one with all that may be
-added to it: KL, entropy bonus, corrected tokens. Gradients are clipped to one small norm, so that every
+added to it: KL, entropy bonus, corrected tokens; and pairs. Gradients are clipped to one small norm, so that every
 loss moves the weights equally far, and far enough to stand clear of float32's grain. A parameter's difference counts
 relative to how far training moved it. Exits with 1 if a difference is above its limit.
 """
@@ -42,6 +42,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "cispo": {"policy_loss": "cispo", **CLIPS},
     "sapo": {"policy_loss": "sapo"},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
+    "dpo": {"aggregation": "sequence_mean_token_sum"},
 }
 """Name to fields of the recipe's algorithm section."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -138,7 +139,7 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
                 "advantages": random.normal(0.5, 1.0, length).astype(np.float32),
                 "old_logprobs": random.normal(-6.0, 0.7, length).astype(np.float32),
             }
-            if objective == "all added":
+            if objective in ("all added", "dpo"):
                 policy["reference_logprobs"] = random.normal(-6.0, 0.3, length).astype(np.float32)
                 policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
             sequences.append(
@@ -159,11 +160,11 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
     """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end."""
     import torch.distributed as dist
 
-    from megarl.config import AlgorithmConfig
+    from megarl.config import AlgorithmConfig, PreferenceConfig
     from megarl.data.packing import pack
     from megarl.model_shape import padded_vocab_size, read_model_shape
     from megarl.training.engine import TrainingEngine
-    from megarl.training.objective import policy_objective, supervised
+    from megarl.training.objective import policy_objective, preference_objective, supervised
     from megarl.weights.layouts import safetensors
     from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 
@@ -180,15 +181,17 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
     for objective, batches in steps.items():
         load(engine.parameters)
         algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
-        engine.objective = supervised if objective == "sft" else policy_objective(algorithm)
-        metrics = []
+        others = {"sft": supervised, "dpo": preference_objective(PreferenceConfig(beta=0.5))}
+        engine.objective = others.get(objective) or policy_objective(algorithm)
+        metrics, together = [], 2 if objective == "dpo" else 1
         for sequences in batches:
             packed = pack(
                 [len(s) for s in sequences],
-                max_tokens=recipe.trainer.max_tokens_per_microbatch,
+                max_tokens=max(recipe.trainer.max_tokens_per_microbatch, together * LONGEST),
                 num_ranks=layout.dp,
                 multiple=layout.sequence_multiple * layout.tp,
                 rows_multiple=layout.rows_multiple,
+                together=together,
             )
             rows = [[sequences[i] for i in row] for row in packed[at.dp]]
             metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient))

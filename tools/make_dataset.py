@@ -2,11 +2,13 @@
 
     python tools/make_dataset.py --out runs/arithmetic --task basic_arithmetic --sft 3000 --train 2400 --heldout 200
 
-Writes three files that share no question:
+Writes three files that share no question, and pairs of answers to the questions of the last two:
 
 - `sft.jsonl`      {"messages": [user, assistant]}: demonstrations that end in \\boxed{...}
 - `train.jsonl`    {"messages": {user}, "gt_answer": "..."}: prompts for reinforcement learning
 - `heldout.jsonl`  the same, for evaluation
+- `pairs.jsonl`, `heldout_pairs.jsonl`  {"messages": {user}, "chosen": "...", "rejected": "..."}: a worked and right
+  answer, and a wrong one, of which every other is worked too
 
 Questions are reasoning-gym's own, word for word. A worked answer to a chain of sums and differences writes one line for
 each operation. The demonstrations are a hasty student's: right, but mostly without the work where the chain is short.
@@ -71,6 +73,15 @@ def demonstration(question: str, answer: str, generator: random.Random) -> str:
     return worked_answer(question, answer) if worked else boxed(answer)
 
 
+def pair_of(question: str, answer: str, generator: random.Random) -> dict[str, str]:
+    """A right and a wrong answer; the wrong one is off by little, where the answer is a number."""
+    number = re.fullmatch(r"-?\d+", answer)
+    wrong = str(int(answer) + generator.choice((-2, -1, 1, 2))) if number else answer[::-1] + "?"
+    chosen = worked_answer(question, answer)
+    work = chosen.removesuffix(boxed(answer)) if generator.random() < 0.5 else ""
+    return {"chosen": chosen, "rejected": work + boxed(wrong)}
+
+
 def distinct_questions(task: str, settings: Mapping[str, Any], count: int, seed: int) -> list[tuple[str, str]]:
     """`count` different (question, answer) pairs, equal for equal arguments; ValueError if the task has too few."""
     import reasoning_gym
@@ -97,7 +108,7 @@ def make_dataset(
     heldout: int = 200,
     seed: int = 0,
 ) -> Path:
-    """Write the three files into the folder `out` and return it; equal arguments give equal bytes.
+    """Write the files into the folder `out` and return it; equal arguments give equal bytes.
 
     `settings` are fields of the task's reasoning-gym config, over those chosen here.
     """
@@ -112,7 +123,8 @@ def make_dataset(
     generator = random.Random(seed)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    write_lines(out / "heldout.jsonl", ({"messages": user, "gt_answer": answer} for user, answer in take(heldout)))
+    held_out = list(take(heldout))
+    write_lines(out / "heldout.jsonl", ({"messages": user, "gt_answer": answer} for user, answer in held_out))
     write_lines(
         out / "sft.jsonl",
         (
@@ -120,7 +132,11 @@ def make_dataset(
             for user, answer in take(sft)
         ),
     )
-    write_lines(out / "train.jsonl", ({"messages": user, "gt_answer": answer} for user, answer in take(train)))
+    trained = list(take(train))
+    write_lines(out / "train.jsonl", ({"messages": user, "gt_answer": answer} for user, answer in trained))
+    for name, problems in (("pairs", trained), ("heldout_pairs", held_out)):
+        pairs_of = ({"messages": user, **pair_of(user["content"], answer, generator)} for user, answer in problems)
+        write_lines(out / f"{name}.jsonl", pairs_of)
     return out
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode, render
-from megarl.data.records import read_records
+from megarl.data.records import Record, read_records
 from megarl.types import TrainingSequence
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ def read_conversations(
 ) -> list[TrainingSequence]:
     """The conversations of a JSONL file, with the assistant's tokens marked for training.
 
-    Raises DataError, with the line, for a faulty record, one without an assistant turn, one longer than `max_tokens`
-    (conversations are never cut), and a chat template that rewrites earlier turns.
+    A record has `messages`, or `prompt` and `response`, texts or messages. Raises DataError, with the line, for a
+    faulty record, one without an assistant turn, one longer than `max_tokens` (conversations are never cut), and a chat
+    template that rewrites earlier turns.
     """
     sequences = []
     for record in read_records(path):
         try:
-            sequence = train_on_assistant(tokenizer, record.messages(system_prompt))
+            sequence = train_on_assistant(tokenizer, _messages(record, system_prompt))
         except ValueError as error:
             raise record.error(str(error)) from error
         if len(sequence) > max_tokens:
@@ -39,8 +40,19 @@ def read_conversations(
     return sequences
 
 
-def train_on_assistant(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> TrainingSequence:
+def _messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
+    if "prompt" not in record.fields or "messages" in record.fields:
+        return record.messages(system_prompt)
+    prompt = record.messages(system_prompt, field="prompt", role="user")
+    return (*prompt, *record.messages(field="response", role="assistant"))
+
+
+def train_on_assistant(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, first: int = 0
+) -> TrainingSequence:
     """A conversation up to its last assistant turn; the mask covers what the assistant says and its end-of-turn token.
+
+    Turns before message `first` are not trained.
 
     Each turn follows exactly the tokens that sampling would show the model, the messages before it with a generation
     prompt; so prompt and turn are encoded apart, and no token spans their border. White space that the template puts
@@ -60,12 +72,12 @@ def train_on_assistant(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any
                 f"the chat template rewrites what stands before messages[{place}] once that message is there; "
                 f"give each assistant turn a record of its own, or use a template that only appends"
             )
-        for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], True)):
+        for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], place >= first)):
             piece_tokens = encode(tokenizer, piece)
             tokens += piece_tokens
             mask += [trained] * len(piece_tokens)
         text = turn
-    if not tokens:
+    if not any(mask):
         raise ValueError("no message is the assistant's; fine-tuning needs an answer to learn")
     return TrainingSequence(np.array(tokens, dtype=np.int64), np.array(mask, dtype=np.bool_))
 

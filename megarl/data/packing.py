@@ -48,27 +48,30 @@ def pack(
     multiple: int = 1,
     attention_ratio: float = 65536.0,
     rows_multiple: int = 1,
+    together: int = 1,
 ) -> list[list[list[int]]]:
     """Sequence indices by rank and microbatch: [num_ranks][num_microbatches][sequences].
 
     Every sequence is in exactly one microbatch; every rank has the same number of microbatches, a multiple of
     `rows_multiple`; no microbatch exceeds `max_tokens` after each length was rounded up to `multiple`; none is empty
-    while another holds two sequences. A sequence of l tokens, so rounded, costs l * (1 + l / attention_ratio). The
-    same arguments give the same packing.
+    while another holds two sequences. A sequence of l tokens, so rounded, costs l * (1 + l / attention_ratio). Of
+    `together` sequences, one after the other, none is parted from the others. The same arguments give the same packing.
 
     Raises ValueError for a sequence longer than `max_tokens`, and for a `rows_multiple` above 1 with fewer sequences
     than it takes microbatches.
     """
-    tokens = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+    each = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+    costs = (each * (1.0 + each / attention_ratio)).reshape(-1, together).sum(axis=1)
+    tokens = each.reshape(-1, together).sum(axis=1)
     if tokens.size and tokens.max() > max_tokens:
-        place = int(tokens.argmax())
-        raise ValueError(f"sequence {place} takes {tokens[place]} tokens, a microbatch holds at most {max_tokens}")
-    costs = tokens * (1.0 + tokens / attention_ratio)
+        place = int(tokens.argmax()) * together
+        what = f"sequence {place} takes" if together == 1 else f"sequences {place} to {place + together - 1} take"
+        raise ValueError(f"{what} {tokens.max()} tokens, a microbatch holds at most {max_tokens}")
     longest_first = np.argsort(-tokens, kind="stable").tolist()
     tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
     unit = num_ranks * rows_multiple
     num_bins = -(-max(1, len(tight)) // unit) * unit
-    if rows_multiple > 1 and len(lengths) < num_bins:
+    if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
             f"{len(lengths)} sequences cannot fill {num_bins} microbatches: {num_ranks} ranks of a multiple of "
             f"{rows_multiple} each; give more sequences"
@@ -81,7 +84,11 @@ def pack(
         rows, _ = min(
             (rows, makespan), _balanced_rows(bins, tokens, costs, max_tokens, num_ranks), key=lambda it: it[1]
         )
-    return [[sorted(row[rank]) for row in rows] for rank in range(num_ranks)]
+    parts = range(together)
+    return [
+        [[item * together + part for item in sorted(row[rank]) for part in parts] for row in rows]
+        for rank in range(num_ranks)
+    ]
 
 
 def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:

@@ -39,31 +39,39 @@ class Record:
             raise self.error(f"'{field}' is empty; give the answer, or remove the line")
         return text
 
-    def messages(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
-        """The conversation, from one message or a list of them; `system_prompt` goes first unless one is there."""
-        value = self.fields.get("messages")
+    def messages(
+        self, system_prompt: str | None = None, *, field: str | None = None, role: str | None = None
+    ) -> tuple[Mapping[str, Any], ...]:
+        """The conversation of a field, `messages` unless named, from one message or a list of them.
+
+        With `role` a text stands for its message. `system_prompt` goes first unless one is there.
+        """
+        field = field or "messages"
+        value = self.fields.get(field)
+        if role and isinstance(value, str) and value.strip():
+            value = {"role": role, "content": value}
         if isinstance(value, Mapping):
             value = [value]
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise self.error(
-                f"'messages' is {'missing' if value is None else shown(value)}; give one message "
-                f'{{"role": "user", "content": "..."}} or a list of them'
+                f"'{field}' is {'missing' if value is None else shown(value)}; give "
+                f'{"a text, " if role else ""}one message {{"role": "user", "content": "..."}} or a list of them'
             )
         for place, message in enumerate(value):
-            self._check_message(place, message)
+            self._check_message(f"{field}[{place}]", message, is_first=place == 0)
         if system_prompt is not None and value[0]["role"] != "system":
             value = [{"role": "system", "content": system_prompt}, *value]
         return tuple(value)
 
-    def _check_message(self, place: int, message: Any) -> None:
+    def _check_message(self, place: str, message: Any, *, is_first: bool) -> None:
         if not isinstance(message, Mapping):
-            raise self.error(f"messages[{place}] is {shown(message)}; give an object with 'role' and 'content'")
+            raise self.error(f"{place} is {shown(message)}; give an object with 'role' and 'content'")
         if message.get("role") not in ROLES:
-            raise self.error(f"messages[{place}] has role {shown(message.get('role'))}; use one of {', '.join(ROLES)}")
+            raise self.error(f"{place} has role {shown(message.get('role'))}; use one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
-            raise self.error(f"messages[{place}] has content {shown(message.get('content'))}; give a string")
-        if message["role"] == "system" and place > 0:
-            raise self.error(f"messages[{place}] is a system message; only the first message may be one")
+            raise self.error(f"{place} has content {shown(message.get('content'))}; give a string")
+        if message["role"] == "system" and not is_first:
+            raise self.error(f"{place} is a system message; only the first message may be one")
 
 
 def read_records(path: str | Path) -> Iterator[Record]:

@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.packing import attention_ratio
 from megarl.evaluation import Respondents
-from megarl.loops import rl, sft
+from megarl.loops import preference, rl, sft
 from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
 from megarl.loops.session import Session
 from megarl.model_shape import read_model_shape
@@ -26,7 +26,11 @@ from megarl.tracking.tracker import Tracker
 from megarl.workers.batching import TrainerRanks
 from megarl.workers.process_group import ProcessGroup
 
-LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {"rl": rl.train, "sft": sft.train}
+LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
+    "rl": rl.train,
+    "sft": sft.train,
+    "preference": preference.train,
+}
 
 
 def run(recipe: Recipe, layout: ParallelLayout, *, resume: bool = False) -> None:
@@ -56,13 +60,14 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         stack.callback(tracker.close)
         rewards = RewardPool(
             recipe.reward.functions,
-            num_workers=recipe.reward.num_workers,
+            num_workers=recipe.reward.num_workers if recipe.has_engine else 0,
             timeout_seconds=recipe.reward.timeout_seconds,
             correct_score=recipe.reward.correct_score,
         )
         stack.callback(rewards.close)
         tokenizer = load_tokenizer(recipe.model.path)
-        validation = {name: read_problems(recipe, tokenizer, path) for name, path in recipe.data.validation.items()}
+        problems = recipe.data.validation if recipe.has_engine else {}
+        validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
         with tracker.phase("start"):
             ranks = await ProcessGroup.start(
                 "megarl.workers.worker:Worker",
@@ -91,6 +96,7 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
                 recipe.trainer.max_tokens_per_microbatch,
                 row_multiple(recipe),
                 attention_ratio(read_model_shape(recipe.model.path)),
+                together=2 if recipe.loop == "preference" else 1,
             ),
             respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},

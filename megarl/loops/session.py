@@ -83,7 +83,9 @@ class Session:
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every so many steps, and the last."""
         every = self.recipe.evaluation.every_steps
-        return bool(self.validation) and (step == self.recipe.train.steps or (every > 0 and step % every == 0))
+        return bool(self.recipe.data.validation) and (
+            step == self.recipe.train.steps or (every > 0 and step % every == 0)
+        )
 
 
 def sampling_settings(config: SamplingConfig) -> SamplingSettings:

@@ -53,7 +53,7 @@ class RewardPool:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+        self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
 
     async def score(self, completion_text: str, answer: str) -> Reward:
         """The sum of the functions' scores; format and answer are good if all functions say so.

@@ -26,7 +26,7 @@ from megarl.platform import device
 from megarl.platform.megatron_ranks import ranks_dealt
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
-from megarl.training.objective import Objective, policy_objective, supervised
+from megarl.training.objective import Objective, policy_objective, preference_objective, supervised
 from megarl.training.offload import Lent
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.types import MegarlError, TrainingSequence
@@ -77,7 +77,7 @@ class TrainingEngine:
         )
         self.chunks = self._build_chunks(load_weights, self.device)
         self.reference: list[PolicyModel] = []
-        if recipe.loop == "rl" and recipe.algorithm.kl_coefficient:
+        if recipe.has_reference:
             # Between its passes the reference waits in host memory.
             self.reference = self._build_chunks(load_weights, torch.device("cpu"))
         self.models = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
@@ -86,7 +86,11 @@ class TrainingEngine:
         )
         updates = recipe.train.steps * (recipe.train.updates_per_step if recipe.loop == "rl" else 1)
         self.schedule = build_schedule(recipe.optimizer, self.optimizer, num_updates=updates)
-        self.objective = policy_objective(recipe.algorithm) if recipe.loop == "rl" else supervised
+        self.objective = {
+            "rl": lambda: policy_objective(recipe.algorithm),
+            "sft": lambda: supervised,
+            "preference": lambda: preference_objective(recipe.preference),
+        }[recipe.loop]()
         self.config.finalize_model_grads_func = _sum_gradients
         self.skipped_in_a_row = 0
         self._lent = {
@@ -171,7 +175,7 @@ class TrainingEngine:
         """
         models: Sequence[torch.nn.Module] = self.models
         if of == "reference":
-            assert self.reference, "the reference model exists where algorithm.kl_coefficient is not zero"
+            assert self.reference, "the reference model exists where the recipe has one"
             models = [chunk.to(self.device) for chunk in self.reference]
         outputs = self._run(rows, models, lambda output, batch: (output[0], batch), forward_only=True)
         if of == "reference":
@@ -225,7 +229,7 @@ class TrainingEngine:
 
     def _has_strayed(self, losses: Sequence[Mapping[str, Metric]]) -> bool:
         """Whether the mean ratio over the global batch is above what the recipe lets pass; the same on all ranks."""
-        limit = self.recipe.algorithm.skip_ratio if self.objective is not supervised else None
+        limit = self.recipe.algorithm.skip_ratio if self.recipe.loop == "rl" else None
         if limit is None:
             return False
         ratios = [part["train/ratio"] for part in losses] if self.reports else []
@@ -311,7 +315,8 @@ def _weighted_loss(
     count = int(batch.mask.sum())
     logged: dict[str, Metric] = {"train/loss": Sum(loss.item()), "train/tokens": Sum(float(count))}
     for name, values in metrics.items():
-        logged[name] = _mean(values.detach()[batch.mask])
+        # What is not per token is per pair.
+        logged[name] = _mean(values.detach()[batch.mask] if len(values) == len(batch.mask) else values.detach())
     if (rollout_logprobs := batch.known.get("rollout_logprobs")) is not None and count:
         ours, theirs = logprobs.detach()[batch.mask].double(), rollout_logprobs[batch.mask].double()
         logged["logprob_gap/max"] = Max((ours - theirs).abs().max().item())

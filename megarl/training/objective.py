@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics
-from megarl.config import AlgorithmConfig
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
+from megarl.config import AlgorithmConfig, PreferenceConfig
 from megarl.training.batch import Microbatch, whole_row
 
 Objective = Callable[[Tensor, Tensor, Microbatch, float], LossAndMetrics]
@@ -55,6 +57,47 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
         return loss, metrics
+
+    return objective
+
+
+def preference_objective(config: PreferenceConfig) -> Objective:
+    """The loss of pairs that a recipe names; a row holds whole pairs, the chosen answer before the rejected one.
+
+    Metrics, of pairs: `preference/accuracy`, the share that is won; `preference/margin`, by how much;
+    `preference/chosen` and `preference/rejected`, the answers' rewards.
+    """
+    preference_loss: Callable[..., tuple[Tensor, Tensor]] = PREFERENCE_LOSSES[config.loss]
+    offered = config.model_dump(exclude={"loss"})
+    settings = {name: value for name, value in offered.items() if name in signature(preference_loss).parameters}
+
+    def objective(
+        policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl_coefficient: float
+    ) -> LossAndMetrics:
+        row, own = batch.row, batch.row.local
+        assert own is not None
+        cu_seqlens = torch.tensor([0, *batch.padded], device=own.device).cumsum(0)
+        mask = whole_row(batch.mask.float(), row) > 0
+        reference = batch.known.get("reference_logprobs", torch.zeros_like(policy_logprobs))
+        sums, held, lengths = (
+            sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask).view(-1, 2)
+            for values in (policy_logprobs, reference, torch.ones_like(policy_logprobs))
+        )
+        sums.requires_grad_()
+        losses, rewards = preference_loss(sums, held, lengths, **settings)
+        [slopes] = torch.autograd.grad(losses.sum(), sums)
+        # A pair's loss spread over its tokens; each token's slope is its sum's. The weights count two sequences a pair.
+        share = (losses.detach() / lengths.sum(1)).repeat_interleave(2)
+        sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
+        loss = share[sequence] + slopes.flatten()[sequence] * (policy_logprobs - policy_logprobs.detach())
+        chosen, rejected = rewards.unbind(1)
+        return 2 * loss, {
+            "train/entropy": entropies.detach(),
+            "preference/accuracy": (chosen > rejected).float(),
+            "preference/margin": chosen - rejected,
+            "preference/chosen": chosen,
+            "preference/rejected": rejected,
+        }
 
     return objective
 

@@ -23,6 +23,8 @@ class TrainerRanks:
     max_tokens_per_microbatch: int
     row_multiple: int = 1
     attention_ratio: float = 65536.0
+    together: int = 1
+    """So many sequences, one after the other, share a row: the two of a pair."""
 
     async def update(self, sequences: Sequence[TrainingSequence], kl_coefficient: float = 0.0) -> dict[str, Metric]:
         """One optimizer step on all sequences. Returns the metrics of the whole batch."""
@@ -53,6 +55,7 @@ class TrainerRanks:
             multiple=layout.sequence_multiple,
             rows_multiple=layout.rows_multiple,
             attention_ratio=self.attention_ratio,
+            together=self.together,
         )
 
     async def _scatter(self, method: str, per_replica: Sequence[object], *args: object) -> list[list]:

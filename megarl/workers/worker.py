@@ -42,7 +42,7 @@ class Worker:
             transformer_engine=uses_transformer_engine(),
         )
         # The engine first: what it needs of memory must be free before the trainer takes its share.
-        self.engine = self._build_engine() if recipe.loop == "rl" or recipe.data.validation else None
+        self.engine = self._build_engine() if recipe.has_engine else None
         self.trainer = TrainingEngine(recipe, layout, self.shape, self._load_weights)
         self.notices: list[str] = []
         self.resharding = self._plan_reshard(self.engine) if self.engine else None
