@@ -185,15 +185,18 @@ class TrainingEngine:
             return None
         return [unpack_row(whole_row(values, batch.row), batch.lengths, batch.padded) for values, batch in outputs]
 
-    def update(self, rows: Sequence[Row], kl_coefficient: float = 0.0) -> dict[str, Metric]:
+    def update(self, rows: Sequence[Row], kl_coefficient: float | None = None) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
+        `kl_coefficient` is the recipe's unless given.
         `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, or the mean ratio above
         `algorithm.skip_ratio`. Raises MegarlError after too many updates in a row that were not finite.
         """
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if kl_coefficient is None:
+            kl_coefficient = self.recipe.algorithm.kl_coefficient
         reduce = partial(_weighted_loss, objective=self.objective, kl_coefficient=kl_coefficient)
         losses = self._run(rows, self.models, reduce, forward_only=False)
         self.schedule.step(increment=1)

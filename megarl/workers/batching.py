@@ -26,7 +26,9 @@ class TrainerRanks:
     together: int = 1
     """So many sequences, one after the other, share a row: the two of a pair."""
 
-    async def update(self, sequences: Sequence[TrainingSequence], kl_coefficient: float = 0.0) -> dict[str, Metric]:
+    async def update(
+        self, sequences: Sequence[TrainingSequence], kl_coefficient: float | None = None
+    ) -> dict[str, Metric]:
         """One optimizer step on all sequences. Returns the metrics of the whole batch."""
         rows = self._pack(sequences)
         shares = [[[sequences[i] for i in row] for row in rank] for rank in rows]

@@ -70,7 +70,7 @@ class Worker:
         """Log-probs of this replica's rows; see `TrainingEngine.logprobs`."""
         return self.trainer.logprobs(rows, of=of)
 
-    def update(self, rows: Sequence[Row], kl_coefficient: float) -> dict[str, Metric]:
+    def update(self, rows: Sequence[Row], kl_coefficient: float | None = None) -> dict[str, Metric]:
         """One optimizer step; see `TrainingEngine.update`."""
         return self.trainer.update(rows, kl_coefficient)
 

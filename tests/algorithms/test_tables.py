@@ -7,8 +7,9 @@ from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.importance import CORRECTIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.reduction import AGGREGATIONS
-from megarl.config import PRESETS, AlgorithmConfig
+from megarl.config import PRESETS, AlgorithmConfig, PreferenceConfig
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,10 @@ def test_the_recipe_offers_what_the_table_holds(field, table):
     assert set(get_args(kind)) == set(table)
 
 
+def test_the_recipe_offers_the_preference_losses():
+    assert set(get_args(PreferenceConfig.model_fields["loss"].annotation)) == set(PREFERENCE_LOSSES)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_changed_field_by_field(name):
     config = AlgorithmConfig.model_validate({"preset": name, "kl_coefficient": 0.5})
@@ -34,6 +39,6 @@ def test_a_preset_is_changed_field_by_field(name):
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
 
 
-@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS])
+@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, PREFERENCE_LOSSES])
 def test_names_are_those_of_the_functions(table):
     assert all(function.__name__ == name for name, function in table.items())

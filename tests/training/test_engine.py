@@ -25,6 +25,7 @@ LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
 NUM_UPDATES = 3
 LEARNING_RATE, DECAY, BETAS, EPSILON, CLIP = 3e-3, 0.1, (0.9, 0.95), 1e-3, 0.02
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, KL = 0.2, 0.3, 2.5, 0.3
+BETA = 0.05
 
 
 def recipe_of(folder: Path, loop: str, **trainer: Any) -> Recipe:
@@ -51,6 +52,7 @@ def recipe_of(folder: Path, loop: str, **trainer: Any) -> Recipe:
                 "kl_coefficient": KL,
                 "aggregation": "sequence_mean_token_mean" if loop == "rl" else "token_mean",
             },
+            "preference": {"beta": BETA, "margin": 0.2, "label_smoothing": 0.1},
             "train": {"steps": NUM_UPDATES},
         }
     )
@@ -81,7 +83,8 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
                     token_ids=random.integers(1, vocab_size, size=length), loss_mask=np.arange(length) >= prompt, **made
                 )
             )
-        updates.append(weigh(sequences, recipe.algorithm))
+        aggregation = "sequence_mean_token_sum" if recipe.loop == "preference" else recipe.algorithm.aggregation
+        updates.append(weigh(sequences, recipe.algorithm.model_copy(update={"aggregation": aggregation})))
     return updates
 
 
@@ -107,6 +110,7 @@ def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[Training
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
         num_ranks=layout.dp,
         multiple=layout.tp,
+        together=2 if recipe.loop == "preference" else 1,
     )
     return rows[layout.coordinates(dist.get_rank()).dp]
 
@@ -249,8 +253,12 @@ def transformers_training(
     for sequences in updates:
         optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
-        for s in sequences:
-            loss = loss + float64_loss(model, s, recipe)
+        if recipe.loop == "preference":
+            pairs = list(zip(sequences[::2], sequences[1::2], strict=True))
+            loss = torch.stack([float64_pair_loss(model, chosen, rejected) for chosen, rejected in pairs]).mean()
+        else:
+            for s in sequences:
+                loss = loss + float64_loss(model, s, recipe)
         loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
@@ -284,7 +292,19 @@ def float64_loss(model: Any, s: TrainingSequence, recipe: Recipe) -> torch.Tenso
     return (weights * (KL * k3 - surrogate)).sum()
 
 
-@pytest.mark.parametrize("loop", ["sft", "rl"])
+def float64_pair_loss(model: Any, chosen: TrainingSequence, rejected: TrainingSequence) -> torch.Tensor:
+    """DPO with a margin, a tenth of the pairs taken for swapped."""
+    ratios = []
+    for s in (chosen, rejected):
+        tokens = torch.from_numpy(s.token_ids)
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        assert s.reference_logprobs is not None
+        ratios.append((logprobs - torch.from_numpy(s.reference_logprobs)[1:])[torch.from_numpy(s.loss_mask)[1:]].sum())
+    difference = BETA * (ratios[0] - ratios[1]) - 0.2
+    return -0.9 * torch.log(torch.sigmoid(difference)) - 0.1 * torch.log(torch.sigmoid(-difference))
+
+
+@pytest.mark.parametrize("loop", ["sft", "rl", "preference"])
 @pytest.mark.parametrize(
     "shape",
     [

@@ -1,0 +1,78 @@
+import json
+from typing import Any
+
+import pytest
+
+from megarl.data.chat import load_tokenizer
+from megarl.data.preferences import read_preferences
+from megarl.types import DataError
+
+USER = {"role": "user", "content": "2 + 3?"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return load_tokenizer(tiny_model())
+
+
+def read(tmp_path, tokenizer, record: dict[str, Any], max_tokens: int = 200, **settings: Any):
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(record))
+    [pair] = read_preferences(
+        tmp_path / "pairs.jsonl", tokenizer, **({"system_prompt": None, "max_tokens": max_tokens} | settings)
+    )
+    return [(tokenizer.decode(s.token_ids[~s.loss_mask]), tokenizer.decode(s.token_ids[s.loss_mask])) for s in pair]
+
+
+PROMPT = "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+FIVE_AND_SIX = [(PROMPT, "5<|im_end|>"), (PROMPT, "6<|im_end|>")]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param({"messages": USER, "chosen": "5", "rejected": "6"}, id="texts"),
+        pytest.param({"prompt": "2 + 3?", "chosen": "5", "rejected": "6"}, id="prompt as text"),
+        pytest.param({"context": [USER], "chosen": [said("5")], "rejected": said("6")}, id="messages"),
+        pytest.param({"chosen": [USER, said("5")], "rejected": [USER, said("6")]}, id="whole conversations"),
+        pytest.param({"prompt": [USER], "chosen": [USER, said("5")], "rejected": "6"}, id="one repeats the prompt"),
+    ],
+)
+def test_forms_of_a_pair(tmp_path, tokenizer, record):
+    assert read(tmp_path, tokenizer, record) == FIVE_AND_SIX
+
+
+def test_what_both_say_is_not_trained_and_a_system_prompt_goes_first(tmp_path, tokenizer):
+    before = [USER, said("5"), {"role": "user", "content": "twice?"}]
+    for record in (
+        {"messages": before, "chosen": "10", "rejected": "11"},
+        {"chosen": [*before, said("10")], "rejected": [*before, said("11")]},
+    ):
+        chosen, rejected = read(tmp_path, tokenizer, record, system_prompt="Be brief.")
+        assert (chosen[1], rejected[1]) == ("10<|im_end|>", "11<|im_end|>")
+        assert chosen[0] == rejected[0] and chosen[0].startswith("<|im_start|>system\nBe brief.")
+        assert chosen[0].count("Be brief.") == 1 and "5<|im_end|>" in chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        pytest.param({"messages": USER, "chosen": "5"}, "'rejected' is missing; give a text, one", id="missing"),
+        pytest.param({"messages": USER, "chosen": "5", "rejected": ""}, "'rejected' is \"\"", id="empty"),
+        pytest.param({"messages": USER, "chosen": "5", "rejected": "5"}, "are the same; remove the line", id="same"),
+        pytest.param({"messages": USER, "chosen": "5", "rejected": {"role": "bot"}}, "rejected[0] has role", id="role"),
+        pytest.param(
+            {"messages": USER, "chosen": [{"role": "user", "content": "4 + 1?"}, said("5")], "rejected": "6"},
+            "'chosen' neither continues 'messages' nor begins with it", id="another prompt",
+        ),
+        pytest.param({"chosen": [USER], "rejected": [said("6")]}, "no message is the assistant's", id="no answer"),
+        pytest.param({"messages": USER, "chosen": "5" * 200, "rejected": "6"}, "the pair has", id="long"),
+    ],
+)  # fmt: skip
+def test_faults_are_named(tmp_path, tokenizer, record, told):
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, tokenizer, record)
+    assert "pairs.jsonl, line 1: " in str(caught.value) and told in str(caught.value)
