@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import NoneType
 from typing import get_args
 
@@ -42,3 +43,11 @@ def test_a_preset_is_changed_field_by_field(name):
 @pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, PREFERENCE_LOSSES])
 def test_names_are_those_of_the_functions(table):
     assert all(function.__name__ == name for name, function in table.items())
+
+
+@pytest.mark.parametrize(
+    "table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, PREFERENCE_LOSSES, PRESETS, AGGREGATIONS]
+)
+def test_the_readme_names_them(table):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert [name for name in table if f"`{name}`" not in readme] == []
