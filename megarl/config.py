@@ -147,7 +147,7 @@ class RolloutConfig(Section):
 class DataConfig(Section):
     train: str
     """JSONL file of training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or
-    "prompt" and "response"), "chosen" and "rejected" (preference)."""
+    "prompt" and "response"), "chosen" and "rejected" (preference), "response" and "label" (preference by kto)."""
     validation: dict[Name, str] = Field(default_factory=dict)
     """Held-out JSONL files by name, problems to answer or pairs (preference); the metric is val/NAME/accuracy."""
     answer_field: str = "gt_answer"
@@ -265,16 +265,20 @@ class AlgorithmConfig(Section):
 
 
 class PreferenceConfig(Section):
-    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
-    """Loss of `algorithms.preference_losses`; dpo and ipo load a reference model."""
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """Loss of `algorithms.preference_losses`; dpo, ipo and kto load a reference model, kto takes single answers."""
     beta: PositiveFloat = 0.1
-    """How hard the reference holds (dpo, ipo), scale of the rewards (simpo: 2), weight of the odds (orpo)."""
+    """How hard the reference holds (dpo, ipo, kto), scale of the rewards (simpo: 2), weight of the odds (orpo)."""
     margin: NonNegativeFloat = 0.0
     """By how much the chosen answer's reward must be higher (dpo, simpo: 1)."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
     """Share of the pairs that is taken for swapped (dpo)."""
     normalize_by_length: bool = False
     """Compare means over tokens instead of sums (dpo, ipo)."""
+    desirable_weight: PositiveFloat = 1.0
+    """What a good answer counts (kto)."""
+    undesirable_weight: PositiveFloat = 1.0
+    """What a bad answer counts (kto); the weights shall balance how many there are of each."""
 
 
 class TrainConfig(Section):
@@ -374,7 +378,12 @@ class Recipe(Section):
         """Whether the loss compares with the model that training starts from."""
         if self.loop == "rl":
             return self.algorithm.kl_coefficient > 0
-        return self.loop == "preference" and self.preference.loss in ("dpo", "ipo")
+        return self.loop == "preference" and self.preference.loss in ("dpo", "ipo", "kto")
+
+    @property
+    def answers_together(self) -> int:
+        """Sequences that share a row because the loss compares them."""
+        return 2 if self.loop == "preference" and self.preference.loss != "kto" else 1
 
     @property
     def has_engine(self) -> bool:

@@ -20,7 +20,7 @@ from megarl.types import ConfigError, DataError, Problem, TrainingSequence
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from megarl.data.preferences import Pair
+    from megarl.data.preferences import Answers
 
 
 def check(recipe: Recipe) -> ParallelLayout:
@@ -108,13 +108,14 @@ def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSeq
     )
 
 
-def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Pair]:
-    """The pairs of a data file, each fitting a row however it is padded."""
+def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Answers]:
+    """The pairs of a data file, or for kto its judged answers, each fitting a row however it is padded."""
     from megarl.data import preferences
 
     multiple = row_multiple(recipe)
     longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
-    return preferences.read_preferences(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
+    read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
+    return read(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
 
 
 def row_multiple(recipe: Recipe) -> int:

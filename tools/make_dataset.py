@@ -9,6 +9,7 @@ Writes three files that share no question, and pairs of answers to the questions
 - `heldout.jsonl`  the same, for evaluation
 - `pairs.jsonl`, `heldout_pairs.jsonl`  {"messages": {user}, "chosen": "...", "rejected": "..."}: a worked and right
   answer, and a wrong one, of which every other is worked too
+- `judged.jsonl`, `heldout_judged.jsonl`  {"messages": {user}, "response": "...", "label": ...}: one of the two each
 
 Questions are reasoning-gym's own, word for word. A worked answer to a chain of sums and differences writes one line for
 each operation. The demonstrations are a hasty student's: right, but mostly without the work where the chain is short.
@@ -18,6 +19,7 @@ Imitation learns the haste too, without the student's gift; reinforcement finds 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -135,8 +137,13 @@ def make_dataset(
     trained = list(take(train))
     write_lines(out / "train.jsonl", ({"messages": user, "gt_answer": answer} for user, answer in trained))
     for name, problems in (("pairs", trained), ("heldout_pairs", held_out)):
-        pairs_of = ({"messages": user, **pair_of(user["content"], answer, generator)} for user, answer in problems)
-        write_lines(out / f"{name}.jsonl", pairs_of)
+        pairs = [{"messages": user, **pair_of(user["content"], answer, generator)} for user, answer in problems]
+        write_lines(out / f"{name}.jsonl", iter(pairs))
+        judged = (
+            {"messages": pair["messages"], "response": pair[("rejected", "chosen")[is_good]], "label": is_good}
+            for pair, is_good in zip(pairs, itertools.cycle((True, False)), strict=False)
+        )
+        write_lines(out / f"{name.replace('pairs', 'judged')}.jsonl", judged)
     return out
 
 

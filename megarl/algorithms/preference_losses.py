@@ -1,8 +1,8 @@
 """Losses of preferences between two answers to the same prompt.
 
-All take `policy` and `reference` float [pairs, 2], the summed log-probs of the answers' tokens, the chosen one first,
-and `lengths` [pairs, 2], their tokens. They return `(loss [pairs], rewards [pairs, 2])`: what an answer is worth to
-the loss, without gradient; a pair is won where the chosen answer's is higher.
+All but `kto` take `policy` and `reference` float [pairs, 2], the summed log-probs of the answers' tokens, the chosen
+one first, and `lengths` [pairs, 2], their tokens. They return `(loss [pairs], rewards [pairs, 2])`: what an answer is
+worth to the loss, without gradient; a pair is won where the chosen answer's is higher.
 """
 
 from __future__ import annotations
@@ -63,9 +63,31 @@ def orpo(policy: Tensor, reference: Tensor, lengths: Tensor, *, beta: float) -> 
     return -means[:, 0] - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1]), means.detach()
 
 
+def kto(
+    policy: Tensor,
+    reference: Tensor,
+    desirable: Tensor,
+    *,
+    beta: float,
+    kl: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> LossAndRewards:
+    """One minus sigmoid of `beta` times how far an answer's log-ratio is on its right side of `kl`, weighted.
+
+    Answers stand alone here: `policy`, `reference` float [answers], `desirable` bool [answers]; so do loss and rewards.
+    `kl` is the policy's divergence from the reference (nats an answer, not negative), estimated on answers to other
+    prompts. Source: arXiv 2402.01306, eqs. 7 and 8.
+    """
+    rewards = beta * (policy - reference)
+    side = torch.where(desirable, rewards - beta * kl, beta * kl - rewards)
+    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(policy.dtype)
+    return weights * (1 - torch.sigmoid(side)), rewards.detach()
+
+
 def _log_ratios(policy: Tensor, reference: Tensor, lengths: Tensor, normalize_by_length: bool) -> Tensor:
     ratios = policy - reference
     return ratios / lengths if normalize_by_length else ratios
 
 
-PREFERENCE_LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo}
+PREFERENCE_LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "orpo": orpo, "kto": kto}

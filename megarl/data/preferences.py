@@ -1,25 +1,28 @@
-"""Pairs of answers, one of them preferred."""
+"""Pairs of answers, one of them preferred; and answers that were judged alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megarl.data.conversations import train_on_assistant
 from megarl.data.records import Record, read_records
-from megarl.types import TrainingSequence
+from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Pair = tuple[TrainingSequence, TrainingSequence]
-"""The chosen and the rejected conversation."""
+Answers = tuple[TrainingSequence, ...]
+"""The chosen and the rejected conversation; or one that was judged, whose `advantages` are 1 if it is good, else -1."""
 
 
 def read_preferences(
     path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int
-) -> list[Pair]:
+) -> list[Answers]:
     """The pairs of a JSONL file, with the tokens of the two answers marked for training.
 
     A record has `chosen` and `rejected`: texts, or messages; and what both answer in `messages`, `prompt` or `context`,
@@ -46,6 +49,36 @@ def read_preferences(
             )
         pairs.append((pair[0], pair[1]))
     return pairs
+
+
+def read_judged(path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> list[Answers]:
+    """The judged answers of a JSONL file, with the answer's tokens marked for training.
+
+    A record has `response` (or `completion`), a text or messages, what it answers in `messages`, `prompt` or `context`,
+    and `label`, true for a good one. Raises DataError, with the line, for a faulty record, a file with answers of one
+    kind only, and a conversation of more than `max_tokens`.
+    """
+    answers = []
+    for record in read_records(path):
+        label = record.fields.get("label")
+        if not isinstance(label, bool):
+            raise record.error(f"'label' is {label!r}; give true for a good answer, false for a bad one")
+        field = "completion" if "completion" in record.fields else "response"
+        messages = _conversation(record, field, system_prompt)
+        try:
+            sequence = train_on_assistant(tokenizer, messages, first=len(messages) - 1)
+        except ValueError as error:
+            raise record.error(str(error)) from error
+        if len(sequence) > max_tokens:
+            raise record.error(
+                f"the conversation has {len(sequence)} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
+                "raise it or remove the line"
+            )
+        judged = np.where(sequence.loss_mask, 1.0 if label else -1.0, 0.0).astype(np.float32)
+        answers.append((replace(sequence, advantages=judged),))
+    if len({float(sequence.advantages.max()) for (sequence,) in answers if sequence.advantages is not None}) < 2:
+        raise DataError(f"{path}: all labels are the same; kto needs good and bad answers")
+    return answers
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:

@@ -1,4 +1,4 @@
-"""Learning from pairs of answers: one update a step, held-out pairs by the same loss."""
+"""Learning from preferred or judged answers: one update a step, held-out answers beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.data.preferences import Pair
+from megarl.data.preferences import Answers
 from megarl.data.sampler import DataOrder
 from megarl.loops.batches import weigh
 from megarl.loops.session import Session
@@ -17,10 +17,10 @@ from megarl.types import TrainingSequence
 
 
 async def train(session: Session) -> None:
-    """Metrics: `train/loss` (a pair), `preference/accuracy`, `/margin`, `/chosen`, `/rejected`, `train/grad_norm`."""
+    """Metrics: `train/loss` (a pair, an answer), those of `preference_objective`; kto: `kl/reference` of an answer."""
     recipe, tracker = session.recipe, session.tracker
-    pairs = read_preferences(recipe, session.tokenizer, recipe.data.train)
-    order = DataOrder(len(pairs), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
+    answers = read_preferences(recipe, session.tokenizer, recipe.data.train)
+    order = DataOrder(len(answers), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     held_out = {
         name: read_preferences(recipe, session.tokenizer, path)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()
@@ -28,10 +28,11 @@ async def train(session: Session) -> None:
     if not session.folder.resumed_step:
         tracker.log(0, await _evaluate(session, held_out))
     for step in session.steps:
-        batch = await with_reference(session, [pairs[index] for index in order.batch(step - 1)])
+        batch = await with_reference(session, [answers[index] for index in order.batch(step - 1)])
+        kl = await _divergence(session, batch) if recipe.preference.loss == "kto" else None
         with tracker.phase("train"):
             weighed = weigh(batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"}))
-            scalars = values(await session.trainer.update(weighed))
+            scalars = values(await session.trainer.update(weighed, kl)) | ({} if kl is None else {"kl/reference": kl})
         await session.checkpoints.begin(step)
         if session.evaluates_at(step):
             scalars |= await _evaluate(session, held_out)
@@ -40,9 +41,9 @@ async def train(session: Session) -> None:
         await session.checkpoints.complete()
 
 
-async def with_reference(session: Session, pairs: Sequence[Pair]) -> list[TrainingSequence]:
-    """The pairs' sequences one after the other, with the reference's log-probs where the loss asks for them."""
-    sequences = [sequence for pair in pairs for sequence in pair]
+async def with_reference(session: Session, answers: Sequence[Answers]) -> list[TrainingSequence]:
+    """The sequences one after the other, with the reference's log-probs where the loss asks for them."""
+    sequences = [sequence for together in answers for sequence in together]
     if not session.recipe.has_reference:
         return sequences
     with session.tracker.phase("logprobs"):
@@ -50,20 +51,38 @@ async def with_reference(session: Session, pairs: Sequence[Pair]) -> list[Traini
     return [replace(s, reference_logprobs=r) for s, r in zip(sequences, reference, strict=True)]
 
 
-async def _evaluate(session: Session, held_out: dict[str, list[Pair]]) -> dict[str, float]:
+async def _divergence(session: Session, batch: Sequence[TrainingSequence]) -> float:
+    """The policy's KL from the reference, at least zero: the mean log-ratio of prompts and neighbours' answers."""
+    longest = max(map(len, batch))
+    mismatched = []
+    for one, other in zip(batch, [*batch[1:], batch[0]], strict=True):
+        prompt, answer = one.token_ids[: one.loss_mask.argmax()], other.token_ids[other.loss_mask]
+        tokens = np.concatenate([prompt, answer])[:longest]
+        mismatched.append(TrainingSequence(tokens, np.arange(len(tokens)) >= len(prompt)))
+    with_held = await with_reference(session, [(sequence,) for sequence in mismatched])
+    with session.tracker.phase("logprobs"):
+        policy = await session.trainer.logprobs(with_held)
+    return max(0.0, float(np.mean([_worth(s, p) for s, p in zip(with_held, policy, strict=True)])))
+
+
+async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dict[str, float]:
     """`val/SET/accuracy`: the share of held-out pairs whose chosen answer gained more, or has more, log-prob.
 
-    Gained since the start where the loss has a reference; else a token's mean.
+    Gained since the start where the loss has a reference; else a token's mean. Of judged answers: the chance that a
+    good one gained more than a bad one.
     """
     scalars: dict[str, float] = {}
     with session.tracker.phase("evaluation"):
-        for name, pairs in held_out.items():
-            sequences = await with_reference(session, pairs)
+        for name, answers in held_out.items():
+            sequences = await with_reference(session, answers)
             policy = await session.trainer.logprobs(sequences)
-            worth = [_worth(s, p) for s, p in zip(sequences, policy, strict=True)]
+            worth = np.array([_worth(s, p) for s, p in zip(sequences, policy, strict=True)])
+            good, bad = worth[::2], worth[1::2]
+            if session.recipe.answers_together == 1:
+                is_good = np.array([bool(s.advantages is not None and s.advantages.max() > 0) for s in sequences])
+                good, bad = worth[is_good, None], worth[None, ~is_good]
             # A draw, as every pair is before training, is half a win.
-            won = np.sign(np.array(worth[::2]) - np.array(worth[1::2])) / 2 + 0.5
-            scalars[f"val/{name}/accuracy"] = float(won.mean())
+            scalars[f"val/{name}/accuracy"] = float((np.sign(good - bad) / 2 + 0.5).mean())
     return scalars
 
 

@@ -96,7 +96,7 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
                 recipe.trainer.max_tokens_per_microbatch,
                 row_multiple(recipe),
                 attention_ratio(read_model_shape(recipe.model.path)),
-                together=2 if recipe.loop == "preference" else 1,
+                together=recipe.answers_together,
             ),
             respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},

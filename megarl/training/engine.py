@@ -185,19 +185,19 @@ class TrainingEngine:
             return None
         return [unpack_row(whole_row(values, batch.row), batch.lengths, batch.padded) for values, batch in outputs]
 
-    def update(self, rows: Sequence[Row], kl_coefficient: float | None = None) -> dict[str, Metric]:
+    def update(self, rows: Sequence[Row], kl: float | None = None) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
-        `kl_coefficient` is the recipe's unless given.
+        `kl` is the coefficient of the KL to the reference, the recipe's unless given; for kto that KL itself.
         `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, or the mean ratio above
         `algorithm.skip_ratio`. Raises MegarlError after too many updates in a row that were not finite.
         """
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if kl_coefficient is None:
-            kl_coefficient = self.recipe.algorithm.kl_coefficient
-        reduce = partial(_weighted_loss, objective=self.objective, kl_coefficient=kl_coefficient)
+        if kl is None:
+            kl = self.recipe.algorithm.kl_coefficient
+        reduce = partial(_weighted_loss, objective=self.objective, kl=kl)
         losses = self._run(rows, self.models, reduce, forward_only=False)
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -308,11 +308,11 @@ def _collect(
 
 
 def _weighted_loss(
-    output: Tensor, batch: Microbatch, objective: Objective, kl_coefficient: float
+    output: Tensor, batch: Microbatch, objective: Objective, kl: float
 ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
     """The row's part of the global loss, a token count that Megatron wants, and the row's metrics."""
     logprobs, entropies = output
-    per_token, metrics = objective(logprobs, entropies, batch, kl_coefficient)
+    per_token, metrics = objective(logprobs, entropies, batch, kl)
     # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
     loss = (torch.where(batch.mask, per_token, 0.0) * batch.known["token_weights"]).sum()
     count = int(batch.mask.sum())

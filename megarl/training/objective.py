@@ -17,10 +17,10 @@ from megarl.config import AlgorithmConfig, PreferenceConfig
 from megarl.training.batch import Microbatch, whole_row
 
 Objective = Callable[[Tensor, Tensor, Microbatch, float], LossAndMetrics]
-"""(policy log-probs, entropies, microbatch, KL coefficient) -> (loss, metrics), all of them per token."""
+"""(policy log-probs, entropies, microbatch, `kl`) -> (loss, metrics), per token; `kl` as in `TrainingEngine.update`."""
 
 
-def supervised(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl_coefficient: float) -> LossAndMetrics:
+def supervised(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
     """Negative log-likelihood of the trained tokens."""
     return -policy_logprobs, {"train/entropy": entropies}
 
@@ -36,9 +36,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     settings = {name: value for name, value in offered.items() if name in takes}
     estimate = KL_ESTIMATORS[config.kl_estimator]
 
-    def objective(
-        policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl_coefficient: float
-    ) -> LossAndMetrics:
+    def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
         known = batch.known
         # With one update per rollout the trainer's log-probs before the update are those of this very pass.
         old_logprobs = known.get("old_logprobs", policy_logprobs.detach())
@@ -52,7 +50,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
         if config.kl_in == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, known["reference_logprobs"])
-            loss = loss + kl_coefficient * divergence
+            loss = loss + kl * divergence
             metrics["kl/reference"] = divergence
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
@@ -62,44 +60,63 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:
-    """The loss of pairs that a recipe names; a row holds whole pairs, the chosen answer before the rejected one.
+    """The loss of answers that a recipe names; of pairs a row holds whole ones, the chosen answer before the rejected.
 
-    Metrics, of pairs: `preference/accuracy`, the share that is won; `preference/margin`, by how much;
-    `preference/chosen` and `preference/rejected`, the answers' rewards.
+    Metrics: `preference/accuracy`, the share of pairs that are won (kto: of answers on their right side of the KL);
+    `preference/margin`, by how much; `preference/chosen` and `preference/rejected`, the answers' rewards.
     """
     preference_loss: Callable[..., tuple[Tensor, Tensor]] = PREFERENCE_LOSSES[config.loss]
     offered = config.model_dump(exclude={"loss"})
     settings = {name: value for name, value in offered.items() if name in signature(preference_loss).parameters}
 
-    def objective(
-        policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl_coefficient: float
-    ) -> LossAndMetrics:
+    def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
         row, own = batch.row, batch.row.local
         assert own is not None
         cu_seqlens = torch.tensor([0, *batch.padded], device=own.device).cumsum(0)
         mask = whole_row(batch.mask.float(), row) > 0
         reference = batch.known.get("reference_logprobs", torch.zeros_like(policy_logprobs))
-        sums, held, lengths = (
-            sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask).view(-1, 2)
-            for values in (policy_logprobs, reference, torch.ones_like(policy_logprobs))
+        labels = batch.known.get("advantages", torch.zeros_like(policy_logprobs))
+        sums, held, lengths, labels = (
+            sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
+            for values in (policy_logprobs, reference, torch.ones_like(policy_logprobs), labels)
         )
         sums.requires_grad_()
-        losses, rewards = preference_loss(sums, held, lengths, **settings)
+        if config.loss == "kto":
+            losses, rewards = preference_loss(sums, held, labels > 0, kl=kl, **settings)
+            share, metrics = losses.detach() / lengths, _judged(rewards, labels > 0, config.beta * kl)
+        else:
+            pairs = (values.view(-1, 2) for values in (sums, held, lengths))
+            losses, rewards = preference_loss(*pairs, **settings)
+            # The weights count two sequences a pair.
+            losses = 2 * losses
+            share, metrics = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2), _won(rewards)
         [slopes] = torch.autograd.grad(losses.sum(), sums)
-        # A pair's loss spread over its tokens; each token's slope is its sum's. The weights count two sequences a pair.
-        share = (losses.detach() / lengths.sum(1)).repeat_interleave(2)
+        # A loss spread over its tokens; each token's slope is its sum's.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
-        loss = share[sequence] + slopes.flatten()[sequence] * (policy_logprobs - policy_logprobs.detach())
-        chosen, rejected = rewards.unbind(1)
-        return 2 * loss, {
-            "train/entropy": entropies.detach(),
-            "preference/accuracy": (chosen > rejected).float(),
-            "preference/margin": chosen - rejected,
-            "preference/chosen": chosen,
-            "preference/rejected": rejected,
-        }
+        loss = share[sequence] + slopes[sequence] * (policy_logprobs - policy_logprobs.detach())
+        return loss, metrics | {"train/entropy": entropies.detach()}
 
     return objective
+
+
+def _won(rewards: Tensor) -> dict[str, Tensor]:
+    chosen, rejected = rewards.unbind(1)
+    return {
+        "preference/accuracy": (chosen > rejected).float(),
+        "preference/margin": chosen - rejected,
+        "preference/chosen": chosen,
+        "preference/rejected": rejected,
+    }
+
+
+def _judged(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, Tensor]:
+    margin = torch.where(desirable, rewards - threshold, threshold - rewards)
+    return {
+        "preference/accuracy": (margin > 0).float(),
+        "preference/margin": margin,
+        "preference/chosen": rewards[desirable],
+        "preference/rejected": rewards[~desirable],
+    }
 
 
 def _on_whole_row(

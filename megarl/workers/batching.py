@@ -26,13 +26,11 @@ class TrainerRanks:
     together: int = 1
     """So many sequences, one after the other, share a row: the two of a pair."""
 
-    async def update(
-        self, sequences: Sequence[TrainingSequence], kl_coefficient: float | None = None
-    ) -> dict[str, Metric]:
+    async def update(self, sequences: Sequence[TrainingSequence], kl: float | None = None) -> dict[str, Metric]:
         """One optimizer step on all sequences. Returns the metrics of the whole batch."""
         rows = self._pack(sequences)
         shares = [[[sequences[i] for i in row] for row in rank] for rank in rows]
-        results = await self._scatter("update", shares, kl_coefficient)
+        results = await self._scatter("update", shares, kl)
         return merge(part for replica in results for part in replica)
 
     async def logprobs(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:

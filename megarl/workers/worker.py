@@ -70,9 +70,9 @@ class Worker:
         """Log-probs of this replica's rows; see `TrainingEngine.logprobs`."""
         return self.trainer.logprobs(rows, of=of)
 
-    def update(self, rows: Sequence[Row], kl_coefficient: float | None = None) -> dict[str, Metric]:
+    def update(self, rows: Sequence[Row], kl: float | None = None) -> dict[str, Metric]:
         """One optimizer step; see `TrainingEngine.update`."""
-        return self.trainer.update(rows, kl_coefficient)
+        return self.trainer.update(rows, kl)
 
     def reshard(self, verify: bool = False) -> dict[str, float]:
         """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.

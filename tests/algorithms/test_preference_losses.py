@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, dpo, ipo, orpo, simpo
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, dpo, ipo, kto, orpo, simpo
 
 # Log-ratios: 1 and -1; 0.5 and 2.5.
 POLICY = torch.tensor([[-3.0, -5.0], [-2.5, -1.5]], dtype=torch.float64)
@@ -51,7 +51,19 @@ def test_orpo_is_the_likelihood_and_the_odds():
     assert worth[0].exp().tolist() == pytest.approx([0.5, 0.25])
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_kto_weighs_answers_by_their_side_of_the_kl():
+    policy, reference = torch.tensor([[-3.0, -1.0, -2.0], [-4.0, -3.0, -2.0]], dtype=torch.float64)
+    desirable = torch.tensor([True, False, True])
+    # Log-ratios 1, 2 and 0 beside a KL of 1/2: sides 1/2, -3/2 and -1/2, times beta.
+    lost, worth = kto(policy, reference, desirable, beta=2.0, kl=0.5, undesirable_weight=3.0)
+    expected = [1 / (1 + math.exp(1)), 3 / (1 + math.exp(-3)), 1 / (1 + math.exp(-1))]
+    torch.testing.assert_close(lost, torch.tensor(expected, dtype=torch.float64))
+    assert worth.tolist() == [2.0, 4.0, 0.0]
+    policy.requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: kto(p, reference, desirable, beta=0.3, kl=0.2)[0], (policy,))
+
+
+@pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if name != "kto"])
 def test_gradients(name):
     policy = POLICY.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda p: PREFERENCE_LOSSES[name](p, REFERENCE, LENGTHS, beta=0.3)[0], (policy,))

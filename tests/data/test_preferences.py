@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.preferences import read_preferences
+from megarl.data.preferences import read_judged, read_preferences
 from megarl.types import DataError
 
 USER = {"role": "user", "content": "2 + 3?"}
@@ -76,3 +76,33 @@ def test_faults_are_named(tmp_path, tokenizer, record, told):
     with pytest.raises(DataError) as caught:
         read(tmp_path, tokenizer, record)
     assert "pairs.jsonl, line 1: " in str(caught.value) and told in str(caught.value)
+
+
+def judged(tmp_path, tokenizer, *records: dict[str, Any], max_tokens: int = 200):
+    (tmp_path / "judged.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return read_judged(tmp_path / "judged.jsonl", tokenizer, system_prompt=None, max_tokens=max_tokens)
+
+
+GOOD, BAD = {"prompt": "2 + 3?", "response": "5", "label": True}, {"messages": USER, "completion": "6", "label": False}
+
+
+def test_judged_answers(tmp_path, tokenizer):
+    (good,), (bad,) = judged(tmp_path, tokenizer, GOOD, BAD)
+    for sequence, said, sign in ((good, "5<|im_end|>", 1.0), (bad, "6<|im_end|>", -1.0)):
+        assert tokenizer.decode(sequence.token_ids[~sequence.loss_mask]) == PROMPT
+        assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == said
+        assert sequence.advantages.tolist() == [sign * trained for trained in sequence.loss_mask]
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        pytest.param([GOOD, BAD | {"label": "no"}], "line 2: 'label' is 'no'; give true", id="label"),
+        pytest.param([GOOD, GOOD], "judged.jsonl: all labels are the same", id="one kind"),
+        pytest.param([GOOD, BAD | {"completion": "6" * 200}], "line 2: the conversation has", id="long"),
+    ],
+)
+def test_faults_of_judged_answers_are_named(tmp_path, tokenizer, records, told):
+    with pytest.raises(DataError) as caught:
+        judged(tmp_path, tokenizer, *records)
+    assert told in str(caught.value)

@@ -35,6 +35,20 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_judged_answers_are_learned(
+    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> None:
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
+    recipe = RECIPE.format(model=tiny_model()).replace("pairs.jsonl", "judged.jsonl")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    train(tmp_path, "preference.loss=kto")
+    first, *steps = metrics(tmp_path / "runs/pairs")
+    assert first["val/heldout/accuracy"] == 0.5 and steps[0]["train/loss"] == pytest.approx(0.5)
+    assert steps[0]["kl/reference"] == 0 and steps[0]["preference/accuracy"] == 0
+    assert steps[-1]["preference/chosen"] > steps[-1]["preference/rejected"]
+    assert steps[-1]["val/heldout/accuracy"] > 0.6
+
+
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
 def test_pairs_are_learned(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType], loss: str

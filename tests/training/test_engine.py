@@ -110,7 +110,7 @@ def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[Training
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
         num_ranks=layout.dp,
         multiple=layout.tp,
-        together=2 if recipe.loop == "preference" else 1,
+        together=recipe.answers_together,
     )
     return rows[layout.coordinates(dist.get_rank()).dp]
 
