@@ -182,7 +182,7 @@ PRESETS: dict[str, dict[str, Any]] = {
              "kl_estimator": "k1", "aggregation": "sequence_mean_token_sum"},
     "reinforce_plus_plus": {
         "advantage": "reinforce_plus_plus", "normalize_by_std": False, "whiten_advantages": True,
-        "kl_coefficient": 0.001, "kl_in": "advantage", "kl_estimator": "k1",
+        "kl_coefficient": 0.001, "kl_in": "return", "kl_estimator": "k1",
     },
     "gspo": {
         "advantage": "grpo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
@@ -222,8 +222,9 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL to the reference model; 0 loads no reference model."""
-    kl_in: Literal["loss", "reward", "advantage"] = "loss"
-    """Where the KL counts: in the loss, summed in a sample's reward, or in each token's advantage."""
+    kl_in: Literal["loss", "reward", "return", "advantage"] = "loss"
+    """Where the KL counts: in the loss; summed over a sample in its reward; summed from a token on in that token's
+    advantage (return: REINFORCE++); or each token's in its own advantage."""
     kl_estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
     """Estimator of `algorithms.kl`."""
     kl_target: PositiveFloat | None = None

@@ -191,8 +191,9 @@ def _batches(recipe: Recipe, dp: int) -> Iterator[str]:
             f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
             f"{sequences // parts} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
-    if is_rl and recipe.algorithm.advantage == "grpo" and samples < 2:
-        yield f"train.samples_per_prompt = {samples}: algorithm.advantage grpo compares a prompt's; use 2 or more"
+    advantage = recipe.algorithm.advantage
+    if is_rl and advantage in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline") and samples < 2:
+        yield f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several; use 2 or more"
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:

@@ -21,7 +21,6 @@ LEAST_GAIN = 0.15
 ROOT = Path(__file__).resolve().parents[1]
 STUDENT = ROOT / "launch/recipes/quickstart_sft.yaml"
 RECIPE = ROOT / "launch/recipes/tiny_rl.yaml"
-# The tiny model learns in tens of steps from whole sequences' ratios only where their clip is wider than a 30B model's.
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": ("algorithm.preset=grpo",),
     "dr_grpo": ("algorithm.preset=dr_grpo",),

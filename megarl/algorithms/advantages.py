@@ -73,18 +73,19 @@ def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     return grpo(rewards, torch.zeros_like(groups), normalize_by_std=False)
 
 
-def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, pass_above: float = 0.0) -> Tensor:
+def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | None = None) -> Tensor:
     """What a sample does for the chance that one of `k` drawn from its group passes, in closed form.
 
-    A sample passes if its reward is above `pass_above`. The advantage is the sample's mean over all sets of `k` that
-    hold it of the set's reward (1 if one passes), less the mean over all sets, over the sets' standard deviation; zero
-    in groups where every set passes or none does. Raises ValueError for a group smaller than `k`.
+    `passes` bool [samples]; left out, a sample passes if its reward is positive. The advantage is the sample's mean
+    over all sets of `k` that hold it of the set's reward (1 if one passes), less the mean over all sets, over the sets'
+    standard deviation; zero in groups where every set passes or none does. Raises ValueError for a group smaller than
+    `k`.
     Source: Pass@k training (arXiv 2508.10751).
     """
     group, sizes = _grouped(groups, rewards)
     if len(rewards) and int(sizes.min()) < k:
         raise ValueError(f"pass_at_k with k = {k} needs as many samples a group, one has {sizes.min():.0f}")
-    passes = (rewards > pass_above).to(torch.float64)
+    passes = (rewards > 0 if passes is None else passes).to(torch.float64)
     sizes = sizes.to(torch.float64)
     failures = sizes - _sums(passes, group, sizes)
     fails = _choose(failures, k) / _choose(sizes, k)

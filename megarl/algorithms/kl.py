@@ -35,11 +35,12 @@ def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 def adapted(coefficient: float, divergence: float, *, target: float, horizon: float, num_samples: int) -> float:
     """The KL coefficient after a step whose samples showed `divergence` (nats, mean).
 
-    It grows where the divergence is above `target` and falls below, by a fifth in `horizon` samples at most.
+    It grows where the divergence is above `target` and falls below, by a fifth in `horizon` samples, or a step, at
+    most.
     Source: arXiv 1909.08593, section 2.2.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
-    return coefficient * (1 + error * num_samples / horizon)
+    return coefficient * (1 + error * min(num_samples / horizon, 1.0))
 
 
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "absolute": absolute}

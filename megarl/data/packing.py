@@ -73,8 +73,8 @@ def pack(
     num_bins = -(-max(1, len(tight)) // unit) * unit
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
-            f"{len(lengths)} sequences cannot fill {num_bins} microbatches: {num_ranks} ranks of a multiple of "
-            f"{rows_multiple} each; give more sequences"
+            f"{len(lengths)} sequences{f' by {together}' if together > 1 else ''} cannot fill {num_bins} microbatches: "
+            f"{num_ranks} ranks of a multiple of {rows_multiple} each; give more sequences"
         )
     rows, makespan = [], np.inf
     if bins := _fill_evenly(longest_first, tokens.tolist(), costs.tolist(), max_tokens, num_bins):

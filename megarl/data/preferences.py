@@ -86,6 +86,8 @@ def _conversation(record: Record, field: str, system_prompt: str | None) -> tupl
     given = next((name for name in ("messages", "prompt", "context") if name in record.fields), None)
     before = record.messages(system_prompt, field=given, role="user") if given else ()
     answer = record.messages(None if before else system_prompt, field=field, role="assistant")
+    if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):
+        raise record.error(f"what '{field}' answers is missing; give it in 'messages', 'prompt' or 'context'")
     if not before or answer[0]["role"] == "assistant":
         return (*before, *answer)
     start = record.messages(field=given, role="user") if given else ()

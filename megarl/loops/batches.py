@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.algorithms.advantages import ADVANTAGES, whiten
+from megarl.algorithms.advantages import ADVANTAGES, gae, whiten
 from megarl.algorithms.importance import correct, gap_metrics
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.length_penalty import soft_overlength
@@ -69,12 +69,17 @@ def add_advantages(
     advantage = ADVANTAGES[algorithm.advantage]
     offered: dict[str, Any] = {
         "lengths": lengths, "normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k,
+        "passes": torch.tensor([a.reward.answer_correct for a in answered]),
     }  # fmt: skip
     takes = signature(advantage).parameters
     settings = {name: value for name, value in offered.items() if name in takes}
     of_samples = advantage(scores, torch.tensor([a.group for a in answered]), **settings)
     of_tokens = of_samples[sequence_of_tokens(flat.cu_seqlens, len(flat.mask))]
-    if algorithm.kl_in == "advantage":
+    if algorithm.kl_in == "return":
+        divergence, _ = gae(
+            divergence, torch.zeros_like(divergence), flat.cu_seqlens, gamma=1.0, gae_lambda=1.0, mask=flat.mask
+        )
+    if algorithm.kl_in in ("return", "advantage"):
         of_tokens = of_tokens - divergence
     if algorithm.whiten_advantages:
         of_tokens = whiten(of_tokens, flat.mask)
@@ -124,7 +129,7 @@ class _Flat:
 
 
 def split(sequences: Sequence[TrainingSequence], recipe: Recipe) -> list[list[TrainingSequence]]:
-    """The sequences of each update of a step, groups kept together, with the token weights of that update."""
+    """The sequences of each update of a step, in order, with the token weights of that update."""
     size = len(sequences) // recipe.train.updates_per_step
     longest = recipe.rollout.sampling.max_new_tokens
     return [
@@ -144,8 +149,8 @@ def weigh(
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """What a step's updates tell, and of its first update `logprob_gap/`: the gap between trainer and engine.
 
-    Only there do both speak of the same weights. `max` and `mean` of the tokens' |trainer - engine| log-probs, in nats,
-    and what `algorithms.importance.gap_metrics` makes of them.
+    Only there do both speak of the same weights, but for answers that waited since an earlier step. `max` and `mean` of
+    the tokens' |trainer - engine| log-probs, in nats, and what `algorithms.importance.gap_metrics` makes of them.
     """
     gap = {
         name.removeprefix("logprob_gap/"): value

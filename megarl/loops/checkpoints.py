@@ -19,7 +19,7 @@ from megarl.tracking.run_folder import RunFolder, replace_text, sync
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
 from megarl.weights.layouts.torch_dist_reader import check_harmless
-from megarl.weights.ledger import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
+from megarl.weights.ledger import MANIFEST, check_hashes, check_sizes, disk_full_named, file_record, write_manifest
 from megarl.workers.process_group import ProcessGroup
 
 DRIVER = "driver.json"
@@ -54,8 +54,13 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._begun = step
-        if save_driver:
-            save_driver(partial)
+        try:
+            with disk_full_named(partial, 0):
+                if save_driver:
+                    save_driver(partial)
+        except DiskFullError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         with self._tracker.phase("checkpoint"):
             await self._of_ranks("save_checkpoint", partial, settings.asynchronous)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
@@ -49,7 +49,8 @@ class Collection:
         """The answers to train on, `train.prompts_per_step` groups in order; all that were drawn for it; metrics.
 
         Metrics, where groups are filtered: `rollout/attempts`, batches of prompts that were drawn; `rollout/kept`, the
-        share of drawn groups that passed. Raises MegarlError if `algorithm.max_attempts` batches do not fill a step.
+        share of drawn groups that passed; `rollout/waited`, the share of answers from weights before the newest. Raises
+        MegarlError if `algorithm.max_attempts` batches do not fill a step.
         """
         recipe, wanted = self.recipe, self.recipe.train.prompts_per_step
         asked: list[Answered] = []
@@ -67,8 +68,8 @@ class Collection:
                 samples_per_prompt=recipe.train.samples_per_prompt,
                 seed=f"{recipe.seed} {self.drawn + 1}",
             )
+            asked += [replace(a, group=a.group + attempts * self._order.batch_size) for a in answered]
             attempts, self.drawn = attempts + 1, self.drawn + 1
-            asked += answered
             groups = [list(group) for _, group in groupby(answered, key=lambda a: a.group)]
             kept = [group for group in groups if teaches(group, recipe.algorithm.filter_range)]
             passed += len(kept)
@@ -77,8 +78,16 @@ class Collection:
         answers = [replace(a, group=number) for number, group in enumerate(taken) for a in group]
         if recipe.algorithm.filter_range is None:
             return answers, asked, {}
-        drawn_groups = attempts * self._order.batch_size
-        return answers, asked, {"rollout/attempts": attempts, "rollout/kept": passed / max(drawn_groups, 1)}
+        versions = [a.completion.weight_version for a in answers]
+        return (
+            answers,
+            asked,
+            {
+                "rollout/attempts": attempts,
+                "rollout/kept": passed / max(attempts * self._order.batch_size, 1),
+                "rollout/waited": float(np.mean([version < max(versions) for version in versions])),
+            },
+        )
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint's folder."""
@@ -94,13 +103,15 @@ class Collection:
             "waiting": [_plain(number, a) for number, a in flat],
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / ARRAYS)
+        (folder / ARRAYS).write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
     def load(self, folder: Path) -> None:
         """Go on from a checkpoint's state."""
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         arrays = load_file(folder / ARRAYS)
-        self.drawn, self.kl_coefficient = state["drawn"], state["kl_coefficient"]
+        self.drawn = state["drawn"]
+        if self.recipe.algorithm.kl_target is not None:
+            self.kl_coefficient = state["kl_coefficient"]
         by_index = {problem.index: problem for problem in self.problems}
         answers = []
         for index, plain in enumerate(state["waiting"]):

@@ -81,6 +81,8 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
             if session.recipe.answers_together == 1:
                 is_good = np.array([bool(s.advantages is not None and s.advantages.max() > 0) for s in sequences])
                 good, bad = worth[is_good, None], worth[None, ~is_good]
+            if not good.size or not bad.size:
+                continue
             # A draw, as every pair is before training, is half a win.
             scalars[f"val/{name}/accuracy"] = float((np.sign(good - bad) / 2 + 0.5).mean())
     return scalars

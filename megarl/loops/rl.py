@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megarl.algorithms.kl import adapted
 from megarl.loops.batches import (
     add_advantages,
@@ -61,6 +63,8 @@ def _adapt(collection: Collection, scalars: dict[str, float], sequences: list[Tr
     if algorithm.kl_target is None or "kl/reference" not in scalars:
         return {}
     before = collection.kl_coefficient
+    if not math.isfinite(scalars["kl/reference"]):
+        return {"kl/coefficient": before}
     collection.kl_coefficient = adapted(
         before,
         scalars["kl/reference"],

@@ -35,6 +35,10 @@ class TrainerRanks:
 
     async def logprobs(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:
         """Log-probs of every token under the `policy` or the `reference`: float32 [tokens] per sequence, in order."""
+        asked = len(sequences)
+        # So many that every rank has as many rows, none of them empty.
+        unit = self.layout.dp * self.layout.rows_multiple * self.together
+        sequences = [*sequences, *list(sequences[-self.together :]) * (-asked % unit // self.together)]
         rows = self._pack(sequences)
         results = await self._scatter("logprobs", [[[sequences[i] for i in row] for row in rank] for rank in rows], of)
         found = {
@@ -43,7 +47,7 @@ class TrainerRanks:
             for row, row_values in zip(rank, result, strict=True)
             for index, values in zip(row, row_values, strict=True)
         }
-        return [found[index] for index in range(len(sequences))]
+        return [found[index] for index in range(asked)]
 
     def _pack(self, sequences: Sequence[TrainingSequence]) -> list[list[list[int]]]:
         """Indices of the sequences in each row of each data-parallel replica."""

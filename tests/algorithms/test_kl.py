@@ -59,3 +59,4 @@ def test_placeholder_reference_stays_finite_in_float32():
 def test_the_coefficient_follows_the_divergence(divergence, after):
     assert adapted(0.1, divergence, target=0.2, horizon=512, num_samples=512) == pytest.approx(after)
     assert adapted(0.1, divergence, target=0.2, horizon=1024, num_samples=512) == pytest.approx((after + 0.1) / 2)
+    assert adapted(0.1, divergence, target=0.2, horizon=1, num_samples=512) == pytest.approx(after)

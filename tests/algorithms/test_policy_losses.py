@@ -195,6 +195,13 @@ def test_other_losses_of_tokens(loss, settings, ratio_value, advantage, value, g
     assert all(not metric.requires_grad and metric.shape == (1,) for metric in metrics.values())
 
 
+def test_held_ratios_are_measured_as_they_were():
+    old = torch.zeros(2)
+    policy = torch.log(torch.tensor([33.0, 1.0]))
+    _, metrics = clipped(policy, old, -torch.ones(2), clip_low=0.2, clip_high=0.2, largest_ratio=10.0)
+    assert metrics["ratio"].tolist() == pytest.approx([33.0, 1.0]) and metrics["clip_fraction"].tolist() == [1.0, 0.0]
+
+
 def test_on_policy_all_losses_have_the_policy_gradient():
     policy, _, advantages = packed()
     for loss in (policy_gradient, clipped, cispo, sapo, gspo, gmpo):

@@ -68,7 +68,8 @@ def test_what_both_say_is_not_trained_and_a_system_prompt_goes_first(tmp_path, t
             {"messages": USER, "chosen": [{"role": "user", "content": "4 + 1?"}, said("5")], "rejected": "6"},
             "'chosen' neither continues 'messages' nor begins with it", id="another prompt",
         ),
-        pytest.param({"chosen": [USER], "rejected": [said("6")]}, "no message is the assistant's", id="no answer"),
+        pytest.param({"chosen": [USER], "rejected": "6"}, "what 'rejected' answers is missing", id="no prompt"),
+        pytest.param({"question": "2 + 3?", "chosen": "5", "rejected": "6"}, "what 'chosen' answers", id="other field"),
         pytest.param({"messages": USER, "chosen": "5" * 200, "rejected": "6"}, "the pair has", id="long"),
     ],
 )  # fmt: skip

@@ -97,6 +97,11 @@ CENTRED = {"normalize_by_std": False}
             [[2.0], [-1.0, -1.0], [0.0], [1.0]],
             id="kl in the advantage",
         ),
+        pytest.param(
+            CENTRED | {"kl_coefficient": 1.0, "kl_in": "return", "kl_estimator": "k1"},
+            [[2.0], [-0.5, -1.0], [0.0], [1.0]],
+            id="kl in the return",
+        ),
         pytest.param(CENTRED | {"kl_coefficient": 1.0}, [[1.5], [-1.5, -1.5], [-0.5], [0.5]], id="kl in the loss"),
         # 16 tokens are the most: in the last 15 of them the reward falls, so 2 tokens cost a fifteenth.
         pytest.param(

@@ -70,18 +70,22 @@ def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
     assert collected.respondents.seeds == ["7 1", "7 2"]  # type: ignore[attr-defined]
 
 
+def measured(attempts: int, kept: float) -> dict[str, float]:
+    return {"rollout/attempts": attempts, "rollout/kept": kept, "rollout/waited": 0.0}
+
+
 MIXED = {0: 4, 1: 1, 2: 0, 3: 2, 4: 4, 5: 3, 6: 1, 7: 1, 8: 1, 9: 0}
 
 
 def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() -> None:
     collected = collection(MIXED, filter_range=(0.0, 1.0))
-    assert step(collected) == ([1, 3, 5], [0, 1, 2, 3, 4, 5], {"rollout/attempts": 2, "rollout/kept": 0.5})
-    assert step(collected) == ([6, 7, 8], [6, 7, 8], {"rollout/attempts": 1, "rollout/kept": 1.0})
+    assert step(collected) == ([1, 3, 5], [0, 1, 2, 3, 4, 5], measured(2, 0.5))
+    assert step(collected) == ([6, 7, 8], [6, 7, 8], measured(1, 1.0))
     assert step(collected)[0] == [1, 3, 5]  # of the next epoch
 
     collected = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
-    assert step(collected) == ([1, 3, 5], list(range(9)), {"rollout/attempts": 1, "rollout/kept": 6 / 9})
-    assert step(collected) == ([6, 7, 8], [], {"rollout/attempts": 0, "rollout/kept": 0})
+    assert step(collected) == ([1, 3, 5], list(range(9)), measured(1, 6 / 9))
+    assert step(collected) == ([6, 7, 8], [], measured(0, 0.0))
 
 
 @pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
@@ -97,7 +101,12 @@ def test_a_step_that_nothing_fills_ends_the_run() -> None:
 
 
 def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"filter_range": (0.0, 1.0), "oversampling": 2.0, "kl_coefficient": 0.5}
+    settings: dict[str, Any] = {
+        "filter_range": (0.0, 1.0),
+        "oversampling": 2.0,
+        "kl_coefficient": 0.5,
+        "kl_target": 1.0,
+    }
     first = collection(MIXED, **settings)
     asyncio.run(first.step())
     first.kl_coefficient = 0.125
@@ -105,8 +114,17 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
     second = collection(MIXED, **settings)
     second.load(tmp_path)
     assert second.kl_coefficient == 0.125 and second.drawn == first.drawn
+    constant = collection(MIXED, kl_coefficient=0.25)
+    constant.load(tmp_path)
+    assert constant.kl_coefficient == 0.25, "a constant coefficient is the recipe's"
     for _ in range(3):
         assert plain(asyncio.run(first.step())) == plain(asyncio.run(second.step()))
+
+
+def test_groups_of_several_attempts_are_told_apart() -> None:
+    collected = collection(MIXED, filter_range=(0.0, 1.0))
+    _, asked, _ = asyncio.run(collected.step())
+    assert [a.group for a in asked] == [group for group in range(6) for _ in range(SAMPLES)]
 
 
 def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
