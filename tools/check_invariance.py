@@ -37,10 +37,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "sequence_mean_token_sum": {**CLIPS, "dual_clip": 2.5, "aggregation": "sequence_mean_token_sum"},
     "constant_length": {**CLIPS, "dual_clip": 2.5, "aggregation": "constant_length"},
     "policy_gradient": {"policy_loss": "policy_gradient"},
-    "gspo": {"policy_loss": "gspo", "clip_low": 0.3, "clip_high": 0.5, **BY_SEQUENCE},
+    "gspo": {"policy_loss": "gspo", "clip_low": 0.4, "clip_high": 0.7, **BY_SEQUENCE},
     "gmpo": {"policy_loss": "gmpo", "clip_low": 0.6, "clip_high": 0.6, **BY_SEQUENCE},
     "cispo": {"policy_loss": "cispo", **CLIPS},
-    "sapo": {"policy_loss": "sapo"},
+    "sapo": {"policy_loss": "sapo", **BY_SEQUENCE},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "dpo": {"aggregation": "sequence_mean_token_sum"},
 }
@@ -181,7 +181,8 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
     for objective, batches in steps.items():
         load(engine.parameters)
         algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
-        others = {"sft": supervised, "dpo": preference_objective(PreferenceConfig(beta=0.5))}
+        # So small a beta that no pair is decided already: its gradient would be what cancellation leaves.
+        others = {"sft": supervised, "dpo": preference_objective(PreferenceConfig(beta=0.05))}
         engine.objective = others.get(objective) or policy_objective(algorithm)
         metrics, together = [], 2 if objective == "dpo" else 1
         for sequences in batches:
