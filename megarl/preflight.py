@@ -279,6 +279,10 @@ def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 def _algorithm(recipe: Recipe) -> Iterator[str]:
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
+    if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
+        yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
+    if recipe.loop != "rl":
+        return
     if algorithm.correction and algorithm.old_logprobs == "rollout":
         yield (
             f"algorithm.correction = {algorithm.correction}: corrects from the engine to the trainer, but the ratio "

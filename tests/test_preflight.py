@@ -97,6 +97,44 @@ WRONG = [
         ["train.prompts_per_step = 30", "data-parallel size 4 (trainer.dp); use 28 or 32"],
         id="sft batch",
     ),
+    pytest.param(
+        {"loop": "sft", "algorithm": {"aggregation": "constant_length"}},
+        ["algorithm.aggregation = constant_length: divides by the longest completion", "sft has none, use another"],
+        id="sft has no longest completion",
+    ),
+    pytest.param(
+        {"algorithm": {"correction": "band", "old_logprobs": "rollout"}},
+        ["algorithm.correction = band", "set algorithm.old_logprobs=trainer"],
+        id="correction",
+    ),
+    pytest.param(
+        {"algorithm": {"correction": "band", "correction_low": 3.0}},
+        ["algorithm.correction_low = 3.0: set it below 2.0"],
+        id="band",
+    ),
+    pytest.param(
+        {"algorithm": {"advantage": "pass_at_k", "pass_k": 9}}, ["algorithm.pass_k = 9: exceeds"], id="pass at k"
+    ),
+    pytest.param(
+        {"algorithm": {"policy_loss": "cispo", "dual_clip": 3.0}},
+        ["algorithm.dual_clip: policy_loss cispo has none; leave it out"],
+        id="clip of another loss",
+    ),
+    pytest.param(
+        {"algorithm": {"filter_range": [0.9, 0.1]}},
+        ["algorithm.filter_range = [0.9, 0.1]: give two accuracies"],
+        id="filter range",
+    ),
+    pytest.param(
+        {"algorithm": {"oversampling": 2.0}},
+        ["algorithm.oversampling = 2.0: without algorithm.filter_range"],
+        id="oversampling",
+    ),
+    pytest.param(
+        {"algorithm": {"kl_target": 0.1}},
+        ["algorithm.kl_target = 0.1: adapts algorithm.kl_coefficient, which is 0; raise that"],
+        id="kl target",
+    ),
     pytest.param({"train": {"samples_per_prompt": 1}}, ["train.samples_per_prompt = 1", "use 2 or more"], id="group"),
     pytest.param(
         {"trainer": {"max_tokens_per_microbatch": 63}},

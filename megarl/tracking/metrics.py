@@ -55,14 +55,6 @@ class Max(Metric):
         return self if math.isnan(self.number) or self.number >= other.number else other
 
 
-@dataclass(frozen=True, slots=True)
-class Min(Metric):
-    """The smallest."""
-
-    def merged(self, other: Self) -> Self:
-        return self if math.isnan(self.number) or self.number <= other.number else other
-
-
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """The metrics of several ranks or microbatches as one; a name may be absent from some.
 

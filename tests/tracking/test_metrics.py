@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from megarl.tracking.metrics import Max, Mean, Metric, Min, Sum, merge, values
+from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge, values
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,6 @@ from megarl.tracking.metrics import Max, Mean, Metric, Min, Sum, merge, values
         pytest.param([Sum(2.0), Sum(3.0), Sum(-7.0)], -2.0, id="sum"),
         pytest.param([Max(2.0), Max(11.0), Max(-13.0)], 11.0, id="max"),
         pytest.param([Max(2.0), Max(math.nan), Max(3.0)], math.nan, id="max with a NaN"),
-        pytest.param([Min(2.0), Min(11.0), Min(-13.0)], -13.0, id="min"),
-        pytest.param([Min(2.0), Min(math.nan), Min(3.0)], math.nan, id="min with a NaN"),
         pytest.param([Max(-math.inf), Max(2.0)], 2.0, id="infinities are numbers"),
     ],
 )
