@@ -223,7 +223,7 @@ def test_trainer_ranks(layout: ParallelLayout) -> None:
     assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences()]
     assert asyncio.run(trainer.update(sequences())) == {"train/tokens": Sum(sum(LENGTHS))}
     (first, given, args), (second, _, none) = ranks.calls
-    assert (first, args, second, none) == ("logprobs", ("reference",), "update", ())
+    assert (first, args, second, none) == ("logprobs", ("reference",), "update", (None,))
     for rank, rows in enumerate(given):
         at = layout.coordinates(rank)
         assert rows is given[layout.rank(tp=0, dp=at.dp, pp=0)], "ranks of one replica get the same rows"

@@ -54,7 +54,7 @@ def test_all_errors_come_in_one_page(tmp_path: Path) -> None:
     page = failure(path, "rollout.sampling.top_p=2")
     assert page.splitlines()[0] == f"{path}: 5 errors"
     for start in (
-        "loop = 'rll': must be 'rl' or 'sft'",
+        "loop = 'rll': must be 'rl', 'sft' or 'preference'",
         "data.train: missing; add it",
         "trainer.tp = 0: must be greater than 0",
         "rollout.sampling.top_p = 2: must be less than or equal to 1",
