@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.sequences import sequence_means, sequence_of_tokens, sequence_sums
+from megarl.algorithms.sequences import on_tokens, sequence_means, sequence_sums
 
 
 def truncated(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -38,12 +38,12 @@ def sequence_truncated(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, 
 
     Source: sequence-level importance sampling (Liu et al. 2025, "When speed kills stability").
     """
-    return _on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, mask).exp().clamp(max=high)
+    return on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp().clamp(max=high)
 
 
 def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """One on sequences whose product of ratios is within `low` and `high`, zero on the others."""
-    return _within(_on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, mask), low, high)
+    return _within(on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
 def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -51,7 +51,7 @@ def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *,
 
     Source: geometric sequence masking (Liu et al. 2025; 0.99 and 1.001 there).
     """
-    return _within(_on_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, mask), low, high)
+    return _within(on_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
 def correct(
@@ -99,10 +99,6 @@ def gap_metrics(means: dict[str, float]) -> dict[str, float]:
         "perplexity_ratio": difference.exp().item(),
         "correlation": covariance / max(spread, 1e-12) ** 0.5,
     }
-
-
-def _on_tokens(of_sequences: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    return of_sequences[sequence_of_tokens(cu_seqlens, len(mask))]
 
 
 def _within(log_values: Tensor, low: float, high: float) -> Tensor:

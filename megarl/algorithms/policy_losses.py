@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.sequences import sequence_means, sequence_of_tokens
+from megarl.algorithms.sequences import on_tokens, sequence_means
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -77,7 +77,7 @@ def gspo(
     those of `clipped`. Source: Group Sequence Policy Optimization (arXiv 2507.18071, eqs. 5, 7 and 13).
     """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
-    whole = sequence_means(log_ratios.detach(), cu_seqlens, mask)[sequence_of_tokens(cu_seqlens, len(mask))]
+    whole = on_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))
     ratios = (whole + (log_ratios - log_ratios.detach())).exp()
     return _surrogate(ratios, advantages.detach(), clip_low, clip_high, None)
 
@@ -101,7 +101,7 @@ def gmpo(
     advantages = advantages.detach()
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     kept = torch.where(advantages < 0, log_ratios.clamp(min=-clip_low), log_ratios.clamp(max=clip_high))
-    whole = sequence_means(kept.detach(), cu_seqlens, mask)[sequence_of_tokens(cu_seqlens, len(mask))].exp()
+    whole = on_tokens(sequence_means(kept.detach(), cu_seqlens, mask), cu_seqlens, len(mask)).exp()
     # Its value is the sequence's; its gradient is the token's share of it.
     loss = -advantages * whole * (1 + kept - kept.detach())
     return loss, {"ratio": whole, "clip_fraction": (kept != log_ratios).to(loss.dtype)}

@@ -15,6 +15,11 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return torch.repeat_interleave(sequences, cu_seqlens.diff(), output_size=num_tokens)
 
 
+def on_tokens(of_sequences: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Each token's value of its sequence: [sequences] to [tokens]."""
+    return of_sequences[sequence_of_tokens(cu_seqlens, num_tokens)]
+
+
 def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
     """Mean over the masked tokens of each sequence: [sequences], zero where the mask lets none through.
 

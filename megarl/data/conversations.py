@@ -25,19 +25,26 @@ def read_conversations(
     faulty record, one without an assistant turn, one longer than `max_tokens` (conversations are never cut), and a chat
     template that rewrites earlier turns.
     """
-    sequences = []
-    for record in read_records(path):
-        try:
-            sequence = train_on_assistant(tokenizer, _messages(record, system_prompt))
-        except ValueError as error:
-            raise record.error(str(error)) from error
-        if len(sequence) > max_tokens:
-            raise record.error(
-                f"the conversation has {len(sequence)} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
-                f"raise it or remove the line"
-            )
-        sequences.append(sequence)
-    return sequences
+    return [
+        conversation_of(record, tokenizer, _messages(record, system_prompt), max_tokens=max_tokens)
+        for record in read_records(path)
+    ]
+
+
+def conversation_of(
+    record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
+) -> TrainingSequence:
+    """A record's messages as `train_on_assistant` has them; DataError, with the line, where they are faulty or long."""
+    try:
+        sequence = train_on_assistant(tokenizer, messages, first=first)
+    except ValueError as error:
+        raise record.error(str(error)) from error
+    if len(sequence) > max_tokens:
+        raise record.error(
+            f"the conversation has {len(sequence)} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
+            f"raise it or remove the line"
+        )
+    return sequence
 
 
 def _messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.conversations import train_on_assistant
+from megarl.data.conversations import conversation_of, train_on_assistant
 from megarl.data.records import Record, read_records
 from megarl.types import DataError, TrainingSequence
 
@@ -65,15 +65,7 @@ def read_judged(path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | 
             raise record.error(f"'label' is {label!r}; give true for a good answer, false for a bad one")
         field = "completion" if "completion" in record.fields else "response"
         messages = _conversation(record, field, system_prompt)
-        try:
-            sequence = train_on_assistant(tokenizer, messages, first=len(messages) - 1)
-        except ValueError as error:
-            raise record.error(str(error)) from error
-        if len(sequence) > max_tokens:
-            raise record.error(
-                f"the conversation has {len(sequence)} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
-                "raise it or remove the line"
-            )
+        sequence = conversation_of(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
         judged = np.where(sequence.loss_mask, 1.0 if label else -1.0, 0.0).astype(np.float32)
         answers.append((replace(sequence, advantages=judged),))
     if len({float(sequence.advantages.max()) for (sequence,) in answers if sequence.advantages is not None}) < 2:

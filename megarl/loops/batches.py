@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ from megarl.algorithms.importance import correct, gap_metrics
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.length_penalty import soft_overlength
 from megarl.algorithms.log_ratio import log_ratio
+from megarl.algorithms.offers import taken
 from megarl.algorithms.reduction import token_weights
-from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
+from megarl.algorithms.sequences import on_tokens, sequence_sums
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.evaluation import Answered
 from megarl.tracking.metrics import Metric, merge, values
@@ -71,10 +71,8 @@ def add_advantages(
         "lengths": lengths, "normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k,
         "passes": torch.tensor([a.reward.answer_correct for a in answered]),
     }  # fmt: skip
-    takes = signature(advantage).parameters
-    settings = {name: value for name, value in offered.items() if name in takes}
-    of_samples = advantage(scores, torch.tensor([a.group for a in answered]), **settings)
-    of_tokens = of_samples[sequence_of_tokens(flat.cu_seqlens, len(flat.mask))]
+    of_samples = advantage(scores, torch.tensor([a.group for a in answered]), **taken(advantage, offered))
+    of_tokens = on_tokens(of_samples, flat.cu_seqlens, len(flat.mask))
     if algorithm.kl_in == "return":
         divergence, _ = gae(
             divergence, torch.zeros_like(divergence), flat.cu_seqlens, gamma=1.0, gae_lambda=1.0, mask=flat.mask

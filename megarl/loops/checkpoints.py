@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,9 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._begun = step
-        try:
-            with disk_full_named(partial, 0):
-                if save_driver:
-                    save_driver(partial)
-        except DiskFullError:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        if save_driver:
+            with self._removed_when_full(), disk_full_named(partial, 0):
+                save_driver(partial)
         with self._tracker.phase("checkpoint"):
             await self._of_ranks("save_checkpoint", partial, settings.asynchronous)
 
@@ -99,8 +96,14 @@ class Checkpoints:
         return self._folder.checkpoints_folder / f".step_{step:06d}.partial"
 
     async def _of_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        try:
+        with self._removed_when_full():
             return await self._ranks.call(method, *arguments)
+
+    @contextmanager
+    def _removed_when_full(self) -> Iterator[None]:
+        """Remove what was begun where the disk is full."""
+        try:
+            yield
         except DiskFullError:
             assert self._begun is not None
             shutil.rmtree(self._partial(self._begun), ignore_errors=True)

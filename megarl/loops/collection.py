@@ -33,9 +33,9 @@ class Collection:
     problems: Sequence[Problem]
     respondents: Respondents
     sampling: SamplingSettings
-    drawn: int = 0
-    kl_coefficient: float = 0.0
-    waiting: list[Group] = field(default_factory=list)
+    drawn: int = field(default=0, init=False)
+    kl_coefficient: float = field(init=False)
+    waiting: list[Group] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -43,7 +43,7 @@ class Collection:
         if recipe.algorithm.filter_range:
             asked = ceil(asked * recipe.algorithm.oversampling)
         self._order = DataOrder(len(self.problems), asked, recipe.seed, recipe.data.shuffle)
-        self.kl_coefficient = self.kl_coefficient or recipe.algorithm.kl_coefficient
+        self.kl_coefficient = recipe.algorithm.kl_coefficient
 
     async def step(self) -> tuple[list[Answered], list[Answered], dict[str, float]]:
         """The answers to train on, `train.prompts_per_step` groups in order; all that were drawn for it; metrics.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.offers import taken
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
@@ -31,9 +32,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss.
     """
     policy_loss: Callable[..., LossAndMetrics] = POLICY_LOSSES[config.policy_loss]
-    offered = config.model_dump(include={"clip_low", "clip_high", "dual_clip", "largest_ratio"})
-    takes = signature(policy_loss).parameters
-    settings = {name: value for name, value in offered.items() if name in takes}
+    settings = taken(policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "largest_ratio"}))
+    is_of_sequences = "cu_seqlens" in signature(policy_loss).parameters
     estimate = KL_ESTIMATORS[config.kl_estimator]
 
     def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
@@ -41,7 +41,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         # With one update per rollout the trainer's log-probs before the update are those of this very pass.
         old_logprobs = known.get("old_logprobs", policy_logprobs.detach())
         arguments = policy_logprobs, old_logprobs, known["advantages"]
-        if "cu_seqlens" in takes:
+        if is_of_sequences:
             loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
         else:
             loss, metrics = policy_loss(*arguments, **settings)
@@ -66,8 +66,7 @@ def preference_objective(config: PreferenceConfig) -> Objective:
     `preference/margin`, by how much; `preference/chosen` and `preference/rejected`, the answers' rewards.
     """
     preference_loss: Callable[..., tuple[Tensor, Tensor]] = PREFERENCE_LOSSES[config.loss]
-    offered = config.model_dump(exclude={"loss"})
-    settings = {name: value for name, value in offered.items() if name in signature(preference_loss).parameters}
+    settings = taken(preference_loss, config.model_dump(exclude={"loss"}))
 
     def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
         row, own = batch.row, batch.row.local

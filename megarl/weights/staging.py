@@ -32,22 +32,20 @@ class OwnSlots:
     ) -> None:
         self._slots = [torch.empty(plan.staging_numel, dtype=dtype, device=device) for _ in plan.buckets[:2]]
         self._group = group
-        self._sent = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
+        self._splits = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
         self._travelling: deque[dist.Work] = deque()
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
         """For one exchange: what to send, and what comes from each rank."""
-        sent, received = self._sent[exchange]
-        slot = self._slots[exchange % 2]
-        return slot[: sum(sent)], slot[sum(sent) : sum(sent) + sum(received)].split(received)
+        outgoing, incoming = self._parts(exchange)
+        return outgoing, incoming.split(self._splits[exchange][1])
 
     def claim(self, exchange: int) -> None:
         """The slot is free: what it held has arrived before, here and there."""
 
     def depart(self, exchange: int) -> None:
-        sent, received = self._sent[exchange]
-        slot = self._slots[exchange % 2]
-        outgoing, incoming = slot[: sum(sent)], slot[sum(sent) : sum(sent) + sum(received)]
+        sent, received = self._splits[exchange]
+        outgoing, incoming = self._parts(exchange)
         work = dist.all_to_all_single(incoming, outgoing, received, sent, self._group, async_op=True)
         assert work is not None
         self._travelling.append(work)
@@ -57,6 +55,12 @@ class OwnSlots:
 
     def release(self) -> None:
         """Nobody waits for it: the slot is this rank's own."""
+
+    def _parts(self, exchange: int) -> tuple[Tensor, Tensor]:
+        """What goes out in an exchange, and behind it what comes in."""
+        sent, received = map(sum, self._splits[exchange])
+        slot = self._slots[exchange % 2]
+        return slot[:sent], slot[sent : sent + received]
 
 
 class SharedSlots:
