@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-"""Architecture of config.json -> family of `weights.families`."""
+"""Architecture of config.json -> family of `weights.families`; each also with a value head in its last place."""
+
+VALUE_HEAD = "ForSequenceClassification"
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron-Core's llama3 scaling assumes beside its factor."""
@@ -55,6 +57,12 @@ class ModelShape:
     """Feed-forward channels of one routed expert."""
     shared_intermediate_size: int = 0
     """Feed-forward channels of the expert that all tokens pass; 0: there is none."""
+    has_value_head: bool = False
+    """Whether the model ends in one number a token (critic, reward model) instead of the vocabulary."""
+
+    def with_value_head(self) -> ModelShape:
+        """The same backbone under a value head."""
+        return replace(self, has_value_head=True, tie_word_embeddings=False)
 
 
 def read_model_shape(model_folder: str | Path) -> ModelShape:
@@ -72,9 +80,12 @@ def read_model_shape(model_folder: str | Path) -> ModelShape:
 def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """The shape a config.json of transformers 4 or 5 describes. Raises DataError, KeyError."""
     architecture = (config.get("architectures") or ["none"])[0]
-    family = ARCHITECTURES.get(architecture)
+    has_value_head = architecture.endswith(VALUE_HEAD)
+    family = ARCHITECTURES.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if family is None:
         raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}.")
+    if has_value_head and (labels := len(config.get("id2label") or (0, 1))) != 1:
+        raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
     if config.get("hidden_act", "silu") != "silu":
         raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
     # Mistral's window is on unless the file says null; Qwen's has a switch.
@@ -97,7 +108,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         if config.get(bias) and family != "qwen2":
             raise DataError(f"{bias} is not supported for {architecture}.")
     experts = _expert_sizes(config) if family.endswith("_moe") else {}
-    return ModelShape(
+    shape = ModelShape(
         family=family,
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
@@ -116,6 +127,25 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         initializer_range=config.get("initializer_range", 0.02),
         **experts,
     )
+    return shape.with_value_head() if has_value_head else shape
+
+
+def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
+    """What config.json says of a reward model besides, beside a folder's tokenizer: architecture, one label, padding.
+
+    transformers takes the score of the last token before the padding.
+    """
+    padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
+    text = padding.get("content") if isinstance(padding, dict) else padding
+    added = read_object(Path(folder) / "tokenizer.json").get("added_tokens") or ()
+    [language_model] = (name for name, family in ARCHITECTURES.items() if family == model.family)
+    ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]
+    fields = {
+        "architectures": [language_model.replace("ForCausalLM", VALUE_HEAD)],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    return fields | dict(ids[:1])
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

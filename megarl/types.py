@@ -134,8 +134,21 @@ class TrainingSequence:
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
     """What the policy loss counts for the gap between trainer and engine (`algorithms.importance`)."""
+    values: NDArray[np.float32] | None = None
+    """The critic's, before the update: what it expects to come when this token is about to be chosen."""
+    returns: NDArray[np.float32] | None = None
+    """What the critic's values shall become."""
+    supervised: NDArray[np.float32] | None = None
+    """1 where a token is learnt by likelihood amid a policy's (ptx), else 0."""
     routed_experts: NDArray[np.int16] | None = None
     """[tokens, layers, top_k]: the experts that each token is sent to, not those that its prediction came from."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+PER_TOKEN = (
+    "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
+    "values", "returns", "supervised",
+)  # fmt: skip
+"""The optional arrays of a TrainingSequence that hold a number a token."""

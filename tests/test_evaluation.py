@@ -186,7 +186,7 @@ class Trainers:
         for rank, rows in enumerate(per_rank):
             at = self.layout.coordinates(rank)
             reports = at.tp == 0 and at.pp == self.layout.pp - 1
-            if method == "logprobs":
+            if method == "forward":
                 results.append([[s.token_ids / 2 for s in row] for row in rows] if reports else None)
             else:
                 results.append({"train/tokens": Sum(sum(len(s) for row in rows for s in row))} if reports else {})
@@ -219,11 +219,11 @@ def sequences() -> list[TrainingSequence]:
 def test_trainer_ranks(layout: ParallelLayout) -> None:
     ranks = Trainers(layout)
     trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)
-    got = asyncio.run(trainer.logprobs(sequences(), of="reference"))
+    got = asyncio.run(trainer.forward(sequences(), of="reference"))
     assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences()]
     assert asyncio.run(trainer.update(sequences())) == {"train/tokens": Sum(sum(LENGTHS))}
     (first, given, args), (second, _, none) = ranks.calls
-    assert (first, args, second, none) == ("logprobs", ("reference",), "update", (None,))
+    assert (first, args, second, none) == ("forward", ("reference",), "update", ("policy", None))
     for rank, rows in enumerate(given):
         at = layout.coordinates(rank)
         assert rows is given[layout.rank(tp=0, dp=at.dp, pp=0)], "ranks of one replica get the same rows"

@@ -54,7 +54,7 @@ def test_all_errors_come_in_one_page(tmp_path: Path) -> None:
     page = failure(path, "rollout.sampling.top_p=2")
     assert page.splitlines()[0] == f"{path}: 5 errors"
     for start in (
-        "loop = 'rll': must be 'rl', 'sft' or 'preference'",
+        "loop = 'rll': must be 'rl', 'sft', 'preference' or 'reward_model'",
         "data.train: missing; add it",
         "trainer.tp = 0: must be greater than 0",
         "rollout.sampling.top_p = 2: must be less than or equal to 1",
@@ -70,7 +70,7 @@ def test_all_errors_come_in_one_page(tmp_path: Path) -> None:
         pytest.param("trainer.steps=2", "it belongs under train: train.steps", id="wrong section"),
         pytest.param("tp=2", "it belongs under trainer or rollout: trainer.tp, rollout.tp", id="without its section"),
         pytest.param("train.nodes=2", "it belongs under cluster: cluster.nodes", id="other section"),
-        pytest.param("model.learning_rte=2", "did you mean optimizer.learning_rate?", id="misspelt elsewhere"),
+        pytest.param("model.learning_rte=2", "did you mean optimizer.learning_rate", id="misspelt elsewhere"),
         pytest.param("model.qqq=2", "known are model.path, model.dtype", id="nothing near"),
     ],
 )

@@ -3,10 +3,11 @@
     python tools/check_invariance.py [--only tp2 --only "tp2 pp2 cp2"] [--json results.jsonl]
 
 Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
-supervised loss, the clipped policy loss in every aggregation, every other policy loss, and one with all that may be
-added to it: KL, entropy bonus, corrected tokens; and pairs. Gradients are clipped to one small norm, so that every
-loss moves the weights equally far, and far enough to stand clear of float32's grain. A parameter's difference counts
-relative to how far training moved it. Exits with 1 if a difference is above its limit.
+supervised loss, the clipped policy loss in every aggregation, every other policy loss, one with all that may be added
+to it (KL, entropy bonus, corrected tokens) and one with conversations beside; pairs; critic and reward model. Gradients
+are clipped to one small norm, so that every loss moves the weights equally far, and far enough to stand clear of
+float32's grain. A parameter's difference counts relative to how far training moved it. Exits
+with 1 if a difference is above its limit.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "cispo": {"policy_loss": "cispo", **CLIPS},
     "sapo": {"policy_loss": "sapo", **BY_SEQUENCE},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
+    "ptx": {**CLIPS, "ptx_coefficient": 0.4},
     "dpo": {"aggregation": "sequence_mean_token_sum"},
+    "critic": {},
+    "reward model": {"aggregation": "sequence_mean_token_sum"},
 }
 """Name to fields of the recipe's algorithm section."""
+WITH_VALUE_HEAD, IN_PAIRS = ("critic", "reward model"), ("dpo", "reward model")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": dict(family="qwen3", num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=False),
     "moe": dict(family="qwen3_moe", num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=True),
@@ -139,18 +145,53 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
                 "advantages": random.normal(0.5, 1.0, length).astype(np.float32),
                 "old_logprobs": random.normal(-6.0, 0.7, length).astype(np.float32),
             }
+            if objective == "critic":
+                policy = {name: random.normal(0.0, 0.3, length).astype(np.float32) for name in ("values", "returns")}
             if objective in ("all added", "dpo"):
                 policy["reference_logprobs"] = random.normal(-6.0, 0.3, length).astype(np.float32)
                 policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
             sequences.append(
                 TrainingSequence(
                     token_ids=random.integers(1, vocab_size, size=length),
-                    loss_mask=np.arange(length) >= prompt,
-                    **({} if objective == "sft" else policy),
+                    loss_mask=np.arange(length) >= (length - 1 if objective == "reward model" else prompt),
+                    **({} if objective in ("sft", "reward model") else policy),
                 )
             )
-        steps.append(weigh(sequences, AlgorithmConfig.model_validate(OBJECTIVES[objective]), LONGEST))
+        weighed = weigh(sequences, AlgorithmConfig.model_validate(OBJECTIVES[objective]), LONGEST)
+        if objective == "ptx":
+            weighed = [replace(s, supervised=np.full(len(s), i % 2, np.float32)) for i, s in enumerate(weighed)]
+        steps.append(weighed)
     return steps
+
+
+def value_head(hidden_size: int) -> np.ndarray:
+    """Weights of a value head in no order that a layout could hide: [1, hidden_size]."""
+    return 0.02 * np.sin(np.arange(1.0, hidden_size + 1, dtype=np.float32))[None]
+
+
+def build(recipe: Recipe, layout: ParallelLayout, has_value_head: bool) -> tuple[Any, Callable[..., None], Any]:
+    """A rank's engine, what loads its parameters, and its layout."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.model_shape import padded_vocab_size, read_model_shape
+    from megarl.training.engine import TrainingEngine
+    from megarl.weights.layouts import safetensors
+    from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+
+    shape = read_model_shape(recipe.model.path)
+    shape = shape.with_value_head() if has_value_head else shape
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    rank = dist.get_rank()
+
+    def load(parameters: Mapping[str, Any]) -> None:
+        check_against(parameter_shapes(layouts, layout.coordinates(rank)), parameters)
+        safetensors.load(recipe.model.path, layouts[rank], parameters)
+        for name, parameter in parameters.items():
+            if name.endswith("value_head.weight"):
+                parameter.data.copy_(torch.from_numpy(value_head(shape.hidden_size)))
+
+    return TrainingEngine(recipe, layout, shape, load), load, layouts[rank]
 
 
 Cut = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
@@ -160,31 +201,33 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
     """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end."""
     import torch.distributed as dist
 
-    from megarl.config import AlgorithmConfig, PreferenceConfig
+    from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
     from megarl.data.packing import pack
-    from megarl.model_shape import padded_vocab_size, read_model_shape
-    from megarl.training.engine import TrainingEngine
-    from megarl.training.objective import policy_objective, preference_objective, supervised
-    from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+    from megarl.training.objective import (
+        critic_objective,
+        policy_objective,
+        preference_objective,
+        reward_objective,
+        supervised,
+    )
 
-    shape, at = read_model_shape(recipe.model.path), layout.coordinates(dist.get_rank())
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
-    pieces = layouts[dist.get_rank()]
-
-    def load(parameters: Mapping[str, Any]) -> None:
-        check_against(parameter_shapes(layouts, at), parameters)
-        safetensors.load(recipe.model.path, shape, pieces, parameters)
-
-    engine = TrainingEngine(recipe, layout, shape, load)
-    results: dict[str, Any] = {}
+    at, engines, results = layout.coordinates(dist.get_rank()), {}, {}
     for objective, batches in steps.items():
+        has_value_head = objective in WITH_VALUE_HEAD
+        if has_value_head not in engines:
+            engines[has_value_head] = build(recipe, layout, has_value_head)
+        engine, load, pieces = engines[has_value_head]
         load(engine.parameters)
         algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
-        # So small a beta that no pair is decided already: its gradient would be what cancellation leaves.
-        others = {"sft": supervised, "dpo": preference_objective(PreferenceConfig(beta=0.05))}
-        engine.objective = others.get(objective) or policy_objective(algorithm)
-        metrics, together = [], 2 if objective == "dpo" else 1
+        others = {
+            "sft": supervised,
+            # So small a beta that no pair is decided already: its gradient would be what cancellation leaves.
+            "dpo": preference_objective(PreferenceConfig(beta=0.05)),
+            "critic": critic_objective(CriticConfig()),
+            "reward model": reward_objective(PreferenceConfig(margin=20.0)),
+        }
+        engine.role = replace(engine.role, objective=others.get(objective) or policy_objective(algorithm))
+        metrics, together = [], 2 if objective in IN_PAIRS else 1
         for sequences in batches:
             packed = pack(
                 [len(s) for s in sequences],
@@ -263,6 +306,7 @@ def check(
 
     steps = {objective: make_steps(objective, MODELS[model]["vocab_size"]) for objective in objectives}
     before = load_file(folder / "model.safetensors")
+    before["score.weight"] = value_head(before["model.norm.weight"].size)
     alone: dict[str, Any] = {}
     for name, sizes, trainer in CASES[model]:
         layout = layout_of(sizes)

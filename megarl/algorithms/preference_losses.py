@@ -63,6 +63,14 @@ def orpo(policy: Tensor, reference: Tensor, lengths: Tensor, *, beta: float) -> 
     return -means[:, 0] - beta * logsigmoid(log_odds[:, 0] - log_odds[:, 1]), means.detach()
 
 
+def bradley_terry(policy: Tensor, reference: Tensor, lengths: Tensor, *, margin: float = 0.0) -> LossAndRewards:
+    """Minus log sigmoid of the scores' difference, less `margin`; `policy` holds a reward model's scores.
+
+    Source: InstructGPT (arXiv 2203.02155), eq. 1; the margin, Llama 2 (arXiv 2307.09288), eq. 2.
+    """
+    return -logsigmoid(policy[:, 0] - policy[:, 1] - margin), policy.detach()
+
+
 def kto(
     policy: Tensor,
     reference: Tensor,

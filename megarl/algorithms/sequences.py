@@ -20,6 +20,15 @@ def on_tokens(of_sequences: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tens
     return of_sequences[sequence_of_tokens(cu_seqlens, num_tokens)]
 
 
+def at_ends(of_sequences: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+    """Each sequence's value at its last masked token, zero elsewhere: [sequences] to [tokens]."""
+    sequence = sequence_of_tokens(cu_seqlens, len(mask))
+    after = sequence_sums(mask.to(of_sequences.dtype), cu_seqlens, mask)[sequence]
+    count = mask.cumsum(0)
+    before = torch.where(cu_seqlens[:-1] > 0, count[cu_seqlens[:-1] - 1], 0)[sequence]
+    return torch.where(mask & (count - before == after), of_sequences[sequence], 0.0)
+
+
 def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
     """Mean over the masked tokens of each sequence: [sequences], zero where the mask lets none through.
 

@@ -73,6 +73,14 @@ def read_judged(path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | 
     return answers
 
 
+def scored(sequence: TrainingSequence) -> TrainingSequence:
+    """The sequence up to the end of its answer, and one more place: a value there is a score of all before it."""
+    length = int(sequence.loss_mask.nonzero()[0][-1]) + 1
+    # Which token stands at the end nobody sees.
+    tokens = np.append(sequence.token_ids[:length], sequence.token_ids[0])
+    return TrainingSequence(tokens, np.arange(length + 1) == length)
+
+
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """The whole conversation that ends with one of the answers."""
     given = next((name for name in ("messages", "prompt", "context") if name in record.fields), None)

@@ -16,11 +16,11 @@ from megarl.algorithms.length_penalty import soft_overlength
 from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.offers import taken
 from megarl.algorithms.reduction import token_weights
-from megarl.algorithms.sequences import on_tokens, sequence_sums
+from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.evaluation import Answered
 from megarl.tracking.metrics import Metric, merge, values
-from megarl.types import TrainingSequence
+from megarl.types import PER_TOKEN, TrainingSequence
 
 
 def to_sequences(answered: Sequence[Answered], recipe: Recipe) -> list[TrainingSequence]:
@@ -48,14 +48,13 @@ def _to_sequence(answered: Answered, mask_truncated: bool) -> TrainingSequence:
 def add_advantages(
     sequences: Sequence[TrainingSequence], answered: Sequence[Answered], recipe: Recipe, kl_coefficient: float
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """The sequences with their tokens' advantages; `kl/reference`, the mean over tokens, where the KL is in them."""
+    """The sequences with their tokens' advantages, and with a critic their returns.
+
+    Metrics: `kl/reference`, the mean over tokens, where the KL is in them; with a critic `critic/value`, `/return`, the
+    means over tokens, and `/explained`, the share of the returns' variance that the values foresaw.
+    """
     algorithm = recipe.algorithm
-    scores = torch.tensor([a.reward.score for a in answered])
-    lengths = torch.tensor([len(a.completion.token_ids) for a in answered])
-    longest = recipe.rollout.sampling.max_new_tokens
-    if algorithm.overlength_buffer:
-        buffer = max(1, int(longest * algorithm.overlength_buffer))
-        scores = scores + recipe.reward.correct_score * soft_overlength(lengths, longest=longest, buffer=buffer)
+    scores = _scores(answered, recipe)
     flat = _Flat(sequences)
     metrics: dict[str, float] = {}
     divergence = torch.zeros(len(flat.mask))
@@ -64,15 +63,18 @@ def add_advantages(
         divergence = torch.where(flat.mask, estimate(flat.of("old_logprobs"), flat.of("reference_logprobs")), 0.0)
         metrics["kl/reference"] = float(divergence[flat.mask].mean())
         divergence = kl_coefficient * divergence
-    if algorithm.kl_in == "reward":
-        scores = scores - sequence_sums(divergence, flat.cu_seqlens, flat.mask)
-    advantage = ADVANTAGES[algorithm.advantage]
-    offered: dict[str, Any] = {
-        "lengths": lengths, "normalize_by_std": algorithm.normalize_by_std, "k": algorithm.pass_k,
-        "passes": torch.tensor([a.reward.answer_correct for a in answered]),
-    }  # fmt: skip
-    of_samples = advantage(scores, torch.tensor([a.group for a in answered]), **taken(advantage, offered))
-    of_tokens = on_tokens(of_samples, flat.cu_seqlens, len(flat.mask))
+    arrays: dict[str, torch.Tensor] = {}
+    if algorithm.advantage == "gae":
+        rewards = at_ends(scores, flat.cu_seqlens, flat.mask)
+        if algorithm.kl_in == "reward":
+            rewards = rewards - divergence
+        expected, settings = flat.of("values"), {"gamma": algorithm.gamma, "gae_lambda": algorithm.gae_lambda}
+        of_tokens, arrays["returns"] = gae(rewards, expected, flat.cu_seqlens, mask=flat.mask, **settings)
+        metrics |= _value_metrics(expected[flat.mask], arrays["returns"][flat.mask])
+    else:
+        if algorithm.kl_in == "reward":
+            scores = scores - sequence_sums(divergence, flat.cu_seqlens, flat.mask)
+        of_tokens = on_tokens(_of_samples(scores, answered, algorithm), flat.cu_seqlens, len(flat.mask))
     if algorithm.kl_in == "return":
         divergence, _ = gae(
             divergence, torch.zeros_like(divergence), flat.cu_seqlens, gamma=1.0, gae_lambda=1.0, mask=flat.mask
@@ -81,7 +83,39 @@ def add_advantages(
         of_tokens = of_tokens - divergence
     if algorithm.whiten_advantages:
         of_tokens = whiten(of_tokens, flat.mask)
-    return flat.with_arrays("advantages", torch.where(flat.mask, of_tokens, 0.0)), metrics
+    return flat.with_arrays(advantages=torch.where(flat.mask, of_tokens, 0.0), **arrays), metrics
+
+
+def _scores(answered: Sequence[Answered], recipe: Recipe) -> torch.Tensor:
+    """Rewards [samples], with the punishment of length."""
+    scores = torch.tensor([a.reward.score for a in answered])
+    if not (share := recipe.algorithm.overlength_buffer):
+        return scores
+    longest = recipe.rollout.sampling.max_new_tokens
+    lengths = torch.tensor([len(a.completion.token_ids) for a in answered])
+    punishment = soft_overlength(lengths, longest=longest, buffer=max(1, int(longest * share)))
+    return scores + recipe.reward.correct_score * punishment
+
+
+def _of_samples(scores: torch.Tensor, answered: Sequence[Answered], algorithm: AlgorithmConfig) -> torch.Tensor:
+    """Advantages [samples] by the estimator that the recipe names."""
+    advantage = ADVANTAGES[algorithm.advantage]
+    offered: dict[str, Any] = {
+        "lengths": torch.tensor([len(a.completion.token_ids) for a in answered]),
+        "normalize_by_std": algorithm.normalize_by_std,
+        "k": algorithm.pass_k,
+        "passes": torch.tensor([a.reward.answer_correct for a in answered]),
+    }
+    return advantage(scores, torch.tensor([a.group for a in answered]), **taken(advantage, offered))
+
+
+def _value_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
+    unforeseen = (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)
+    return {
+        "critic/value": float(values.mean()),
+        "critic/return": float(returns.mean()),
+        "critic/explained": 1 - float(unforeseen),
+    }
 
 
 def add_corrections(
@@ -106,7 +140,7 @@ def add_corrections(
         "importance/rejected": float((kept == 0).float().mean()),
         "importance/cut": float((kept != own).float().mean()),
     }
-    return flat.with_arrays("importance_weights", weights), metrics
+    return flat.with_arrays(importance_weights=weights), metrics
 
 
 class _Flat:
@@ -121,18 +155,57 @@ class _Flat:
     def of(self, name: str) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([getattr(sequence, name) for sequence in self._sequences]))
 
-    def with_arrays(self, name: str, values: torch.Tensor) -> list[TrainingSequence]:
-        parts = np.split(values.numpy().astype(np.float32), self._ends[:-1])
-        return [replace(sequence, **{name: part}) for sequence, part in zip(self._sequences, parts, strict=True)]
+    def with_arrays(self, **arrays: torch.Tensor) -> list[TrainingSequence]:
+        sequences = self._sequences
+        for name, array in arrays.items():
+            parts = np.split(array.numpy().astype(np.float32), self._ends[:-1])
+            sequences = [replace(sequence, **{name: part}) for sequence, part in zip(sequences, parts, strict=True)]
+        return list(sequences)
 
 
-def split(sequences: Sequence[TrainingSequence], recipe: Recipe) -> list[list[TrainingSequence]]:
-    """The sequences of each update of a step, in order, with the token weights of that update."""
-    size = len(sequences) // recipe.train.updates_per_step
-    longest = recipe.rollout.sampling.max_new_tokens
+def split(
+    sequences: Sequence[TrainingSequence], recipe: Recipe, conversations: Sequence[TrainingSequence] = ()
+) -> list[list[TrainingSequence]]:
+    """The sequences of each update of a step, in order, with the token weights of that update.
+
+    `conversations` are dealt out to the updates and learnt beside (`algorithm.ptx_coefficient`).
+    """
+    updates, longest = recipe.train.updates_per_step, recipe.rollout.sampling.max_new_tokens
+    parts = [weigh(part, recipe.algorithm, longest) for part in _parts(sequences, updates)]
+    if not conversations:
+        return parts
+    share = recipe.algorithm.ptx_coefficient
+    return [_mixed(part, conversations[i::updates], share) for i, part in enumerate(parts)]
+
+
+def _parts(sequences: Sequence[TrainingSequence], count: int) -> list[Sequence[TrainingSequence]]:
+    size = len(sequences) // count
+    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
+
+
+def _mixed(
+    batch: Sequence[TrainingSequence], conversations: Sequence[TrainingSequence], share: float
+) -> list[TrainingSequence]:
+    """A policy's batch and conversations learnt by likelihood, which make so large a share of the loss."""
+    policy = _Flat(batch)
+    flat = _Flat(conversations)
+    weights = share * token_weights(flat.cu_seqlens, flat.mask, "token_mean")
+    nothing = torch.zeros(len(flat.mask))
+    # Sequences of one batch carry the same arrays.
+    known = {name: nothing for name in PER_TOKEN if getattr(batch[0], name) is not None}
     return [
-        weigh(sequences[start : start + size], recipe.algorithm, longest) for start in range(0, len(sequences), size)
+        *policy.with_arrays(
+            token_weights=(1 - share) * policy.of("token_weights"), supervised=torch.zeros(len(policy.mask))
+        ),
+        *flat.with_arrays(**known | {"token_weights": weights, "supervised": torch.ones(len(flat.mask))}),
     ]
+
+
+def critic_batches(sequences: Sequence[TrainingSequence], recipe: Recipe) -> list[list[TrainingSequence]]:
+    """What each of the critic's updates in a step is trained on: the mean over its tokens."""
+    algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
+    known = [TrainingSequence(s.token_ids, s.loss_mask, values=s.values, returns=s.returns) for s in sequences]
+    return [weigh(part, algorithm) for part in _parts(known, recipe.critic.updates_per_step)]
 
 
 def weigh(
@@ -141,15 +214,17 @@ def weigh(
     """The sequences of one update with their token weights: what each token's loss counts in the whole batch."""
     flat = _Flat(sequences)
     weights = token_weights(flat.cu_seqlens, flat.mask, algorithm.aggregation, constant_length=constant_length)
-    return flat.with_arrays("token_weights", weights)
+    return flat.with_arrays(token_weights=weights)
 
 
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """What a step's updates tell, and of its first update `logprob_gap/`: the gap between trainer and engine.
+    """What a step's updates tell, if any, and of its first `logprob_gap/`: the gap between trainer and engine.
 
     Only there do both speak of the same weights, but for answers that waited since an earlier step. `max` and `mean` of
     the tokens' |trainer - engine| log-probs, in nats, and what `algorithms.importance.gap_metrics` makes of them.
     """
+    if not updates:
+        return {}
     gap = {
         name.removeprefix("logprob_gap/"): value
         for name, value in values(updates[0]).items()

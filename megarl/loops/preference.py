@@ -1,4 +1,4 @@
-"""Learning from preferred or judged answers: one update a step, held-out answers beside it."""
+"""Learning from preferred or judged answers, a policy or a reward model: one update a step, held-out answers beside."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ async def train(session: Session) -> None:
         tracker.log(0, await _evaluate(session, held_out))
     for step in session.steps:
         batch = await with_reference(session, [answers[index] for index in order.batch(step - 1)])
-        kl = await _divergence(session, batch) if recipe.preference.loss == "kto" else None
+        is_judged = recipe.answers_together == 1
+        kl = await _divergence(session, batch) if is_judged else None
         with tracker.phase("train"):
             weighed = weigh(batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"}))
             scalars = values(await session.trainer.update(weighed, kl)) | ({} if kl is None else {"kl/reference": kl})
@@ -47,7 +48,7 @@ async def with_reference(session: Session, answers: Sequence[Answers]) -> list[T
     if not session.recipe.has_reference:
         return sequences
     with session.tracker.phase("logprobs"):
-        reference = await session.trainer.logprobs(sequences, of="reference")
+        reference = await session.trainer.forward(sequences, of="reference")
     return [replace(s, reference_logprobs=r) for s, r in zip(sequences, reference, strict=True)]
 
 
@@ -61,7 +62,7 @@ async def _divergence(session: Session, batch: Sequence[TrainingSequence]) -> fl
         mismatched.append(TrainingSequence(tokens, np.arange(len(tokens)) >= len(prompt)))
     with_held = await with_reference(session, [(sequence,) for sequence in mismatched])
     with session.tracker.phase("logprobs"):
-        policy = await session.trainer.logprobs(with_held)
+        policy = await session.trainer.forward(with_held)
     return max(0.0, float(np.mean([_worth(s, p) for s, p in zip(with_held, policy, strict=True)])))
 
 
@@ -69,13 +70,13 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
     """`val/SET/accuracy`: the share of held-out pairs whose chosen answer gained more, or has more, log-prob.
 
     Gained since the start where the loss has a reference; else a token's mean. Of judged answers: the chance that a
-    good one gained more than a bad one.
+    good one gained more than a bad one. Of a reward model: the pairs whose chosen answer has the higher score.
     """
     scalars: dict[str, float] = {}
     with session.tracker.phase("evaluation"):
         for name, answers in held_out.items():
             sequences = await with_reference(session, answers)
-            policy = await session.trainer.logprobs(sequences)
+            policy = await session.trainer.forward(sequences)
             worth = np.array([_worth(s, p) for s, p in zip(sequences, policy, strict=True)])
             good, bad = worth[::2], worth[1::2]
             if session.recipe.answers_together == 1:

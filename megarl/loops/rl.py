@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megarl.algorithms.kl import adapted
+from megarl.data.sampler import DataOrder
 from megarl.loops.batches import (
     add_advantages,
     add_corrections,
@@ -15,16 +16,18 @@ from megarl.loops.batches import (
 )
 from megarl.loops.collection import Collection
 from megarl.loops.session import Session, sampling_settings
-from megarl.preflight import read_problems
+from megarl.preflight import read_conversations, read_problems
 from megarl.types import TrainingSequence
 
 
 async def train(session: Session) -> None:
-    """One step: roll out -> log-probs -> advantages -> update -> save -> reshard -> evaluate."""
+    """One step: roll out -> log-probs, scores, values -> advantages -> update -> save -> reshard -> evaluate."""
     recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
     problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     sampling = sampling_settings(recipe.rollout.sampling)
     collection = Collection(recipe, problems, session.respondents, sampling)
+    conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx) if recipe.data.ptx else []
+    order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
     if session.checkpoint:
         collection.load(session.checkpoint)
         await session.reshard(session.folder.resumed_step)
@@ -36,12 +39,20 @@ async def train(session: Session) -> None:
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
             sequences = await session.add_logprobs(to_sequences(answered, recipe))
+            if recipe.reward.model:
+                answered, scores = await session.add_scores(answered, sequences)
+                asked, scalars = answered, scalars | scores
+            if recipe.has_critic:
+                sequences = await session.add_values(sequences)
         sequences, known = add_advantages(sequences, answered, recipe, collection.kl_coefficient)
         if recipe.algorithm.correction:
             sequences, corrected = add_corrections(sequences, recipe.algorithm)
             known |= corrected
         with tracker.phase("train"):
-            batches = split(sequences, recipe)
+            if recipe.has_critic:
+                known |= await session.update_critic(sequences)
+            beside = [conversations[index] for index in order.batch(step - 1)] if conversations else []
+            batches = split(sequences, recipe, beside) if step > recipe.frozen_steps else []
             updates = [await session.trainer.update(batch, collection.kl_coefficient) for batch in batches]
         scalars |= known | update_metrics(updates) | reward_metrics(asked or answered)
         scalars |= _adapt(collection, scalars, sequences)

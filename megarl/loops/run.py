@@ -30,6 +30,7 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
     "sft": sft.train,
     "preference": preference.train,
+    "reward_model": preference.train,
 }
 
 
@@ -109,3 +110,5 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         await LOOPS[recipe.loop](session)
         await session.checkpoints.complete(wait=True)
         await ranks.call("export", folder.model_folder)
+        if recipe.has_critic:
+            await ranks.call("export", folder.path / "hf_critic", "critic")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megarl.config import Recipe, SamplingConfig
-from megarl.evaluation import Respondents, accuracy
+from megarl.data.preferences import scored
+from megarl.evaluation import Answered, Respondents, accuracy
+from megarl.loops.batches import critic_batches
 from megarl.loops.checkpoints import Checkpoints
 from megarl.parallel_layout import ParallelLayout
+from megarl.tracking.metrics import merge, values
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import Problem, SamplingSettings, TrainingSequence
@@ -38,6 +43,30 @@ class Session:
     checkpoint: Path | None
     """What the run goes on from."""
 
+    async def add_values(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """The sequences with the critic's values before the update."""
+        found = await self.trainer.forward(sequences, of="critic")
+        return [replace(s, values=v) for s, v in zip(sequences, found, strict=True)]
+
+    async def add_scores(
+        self, answered: Sequence[Answered], sequences: Sequence[TrainingSequence]
+    ) -> tuple[list[Answered], dict[str, float]]:
+        """The answers with the reward model's scores in their rewards; `reward/model`, `_std`: of its bare scores."""
+        reward = self.recipe.reward
+        found = await self.trainer.forward([scored(sequence) for sequence in sequences], of="reward")
+        scores = np.array([of_tokens[-1] for of_tokens in found], np.float64)
+        metrics = {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
+        held = scores if reward.model_clip is None else scores.clip(-reward.model_clip, reward.model_clip)
+        return [
+            replace(a, reward=replace(a.reward, score=reward.function_weight * a.reward.score + float(score)))
+            for a, score in zip(answered, reward.model_weight * held, strict=True)
+        ], metrics
+
+    async def update_critic(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+        """A step's updates of the critic: `critic/loss`, `/grad_norm`, `/clipped` and so on, as `train/` has them."""
+        updates = [await self.trainer.update(batch, of="critic") for batch in critic_batches(sequences, self.recipe)]
+        return {name.replace("train/", "critic/", 1): value for name, value in values(merge(updates)).items()}
+
     async def add_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The sequences with what is asked of the trainer before its update: old and reference log-probs."""
         algorithm = self.recipe.algorithm
@@ -45,10 +74,10 @@ class Session:
         if algorithm.old_logprobs == "rollout":
             sequences = [replace(s, old_logprobs=s.rollout_logprobs) for s in sequences]
         elif self.recipe.train.updates_per_step > 1 or asks_trainer:
-            old = await self.trainer.logprobs(sequences)
+            old = await self.trainer.forward(sequences)
             sequences = [replace(s, old_logprobs=o) for s, o in zip(sequences, old, strict=True)]
         if algorithm.kl_coefficient:
-            reference = await self.trainer.logprobs(sequences, of="reference")
+            reference = await self.trainer.forward(sequences, of="reference")
             sequences = [replace(s, reference_logprobs=r) for s, r in zip(sequences, reference, strict=True)]
         return sequences
 
@@ -83,7 +112,8 @@ class Session:
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every so many steps, and the last."""
         every = self.recipe.evaluation.every_steps
-        return bool(self.recipe.data.validation) and (
+        data = self.recipe.data
+        return bool(data.validation or data.validation_conversations) and (
             step == self.recipe.train.steps or (every > 0 and step % every == 0)
         )
 

@@ -1,10 +1,11 @@
-"""The model that is trained: Megatron's GPTModel with log-probs for an output instead of logits."""
+"""The models that are trained: Megatron's GPTModel with log-probs, or values, for an output instead of logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -12,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -45,22 +46,10 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
 
 
-class PolicyModel(GPTModel):
-    """One pipeline stage of a policy, or chunk `vp_stage` of it where a stage has several.
+class PackedModel(GPTModel):
+    """One pipeline stage of a model over packed rows, or chunk `vp_stage` of it where a stage has several."""
 
-    The last of all returns log-probs and entropies, the others hidden states.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        shape: ModelShape,
-        *,
-        temperature: float,
-        logprob_chunk_tokens: int,
-        trains_entropy: bool = False,
-        vp_stage: int | None = None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         scaling = shape.rope_scaling or {}
         super().__init__(
@@ -77,13 +66,7 @@ class PolicyModel(GPTModel):
             rope_scaling_factor=scaling.get("factor", 1.0),
             vp_stage=vp_stage,
         )
-        self.temperature = temperature
-        self.logprob_chunk_tokens = logprob_chunk_tokens
-        self.trains_entropy = trains_entropy
         self.qkv_format = "thd" if uses_transformer_engine() else "packed"
-        rows = self.vocab_size // tp
-        self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
-        self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
 
     def replay_routes(self, routes: Tensor) -> None:
         """Send the next pass's tokens to these experts: [tokens of this rank, layers of the model, top_k]."""
@@ -103,6 +86,28 @@ class PolicyModel(GPTModel):
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         angles = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)[packed_seq_params.positions]
         return embedded, angles, None, None, None, None
+
+
+class PolicyModel(PackedModel):
+    """A language model; its last stage returns log-probs and entropies, the others hidden states."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        shape: ModelShape,
+        *,
+        temperature: float,
+        logprob_chunk_tokens: int,
+        trains_entropy: bool = False,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config, shape, vp_stage=vp_stage)
+        self.temperature = temperature
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+        self.trains_entropy = trains_entropy
+        rows = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
+        self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
+        self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
@@ -128,3 +133,32 @@ class PolicyModel(GPTModel):
         )
         # Entropies that are looked at, not trained: their part of the backward pass is saved.
         return torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])
+
+
+class ValueModel(PackedModel):
+    """A critic or reward model; its last stage returns values, the others hidden states."""
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
+        super().__init__(config, shape, vp_stage=vp_stage)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(shape.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            # A new head says nothing, the same on every rank, until it has learnt.
+            torch.nn.init.zeros_(self.value_head.weight)
+
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        """Values [1, tokens] on the last stage, hidden states before it."""
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # Every tensor rank goes on with all tokens, so that the head's gradient is whole on each of them.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return F.linear(hidden_states.squeeze(1).float(), self.value_head.weight.float()).T
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Megatron's state of the modules; a language model's would look for an output layer."""
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.models.attention import PackedRow
-from megarl.types import TrainingSequence
+from megarl.types import PER_TOKEN, TrainingSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,6 @@ class Microbatch:
     """Tokens of each sequence of the whole row, and what they take in it."""
     routes: Tensor | None = None
     """[tokens, layers, top_k]: the experts of each token, where the sequences say."""
-
-
-PER_TOKEN = (
-    "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
-)  # fmt: skip
-"""The optional arrays of a TrainingSequence."""
 
 
 def pack_row(

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
@@ -103,13 +104,14 @@ class Save:
             self._results.put(written)
 
 
-def stage(folder: Path, engine: TrainingEngine, layout: str, **driver: Any) -> Save:
-    """Plan the save of the engine's state, this rank's random numbers and `driver`'s values. A collective.
+def stage(folder: Path, engines: Mapping[str, TrainingEngine], layout: str, **driver: Any) -> Save:
+    """Plan the save of the engines' states, this rank's random numbers and `driver`'s values. A collective.
 
+    Names of the `engines` stand before their tensors' names, an empty one leaves them Megatron's.
     `layout` says in words how the ranks share the state: random numbers are read back where it is the same. Raises
     DiskFullError.
     """
-    state = _sharded_state(engine, is_loading=False)
+    state = _sharded_states(engines, is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver}
     # Megatron's own queue of results is a process of its own.
     filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
@@ -127,15 +129,23 @@ def stage(folder: Path, engine: TrainingEngine, layout: str, **driver: Any) -> S
     return Save(folder, request)
 
 
-def restore(folder: Path, engine: TrainingEngine, layout: str) -> dict[str, Any]:
-    """Read the state back into the engine, whatever its layout; returns the driver's values. A collective.
+def restore(folder: Path, engines: Mapping[str, TrainingEngine], layout: str) -> dict[str, Any]:
+    """Read the states back into the engines, whatever their layout; returns the driver's values. A collective.
 
     Megatron's loader unpickles: the folder must have passed `weights.layouts.torch_dist_reader.check_harmless`.
     """
-    request = _sharded_state(engine, is_loading=True)
+    request = _sharded_states(engines, is_loading=True)
     if dist_checkpointing.load_common_state_dict(str(folder))["layout"] == layout:
         request["random"] = _random_states()
     state: dict[str, Any] = dist_checkpointing.load(request, str(folder))  # type: ignore[assignment]
+    for name, engine in engines.items():
+        _restore_engine(engine, state[name] if name else state)
+    if "random" in state:
+        _set_random_states(state["random"])
+    return state["driver"]
+
+
+def _restore_engine(engine: TrainingEngine, state: dict[str, Any]) -> None:
     for name, chunk in _named_chunks(engine).items():
         chunk.load_state_dict(state[name])
     leaves = engine.optimizer.chained_optimizers
@@ -144,15 +154,22 @@ def restore(folder: Path, engine: TrainingEngine, layout: str) -> dict[str, Any]
         _restore_optimizer(optimizer, optimizer_state)
     engine.schedule.num_steps = 0
     engine.schedule.step(increment=state["schedule"]["num_steps"])
-    if "random" in state:
-        _set_random_states(state["random"])
-    return state["driver"]
 
 
 def _named_chunks(engine: TrainingEngine) -> dict[str, Any]:
     if len(engine.chunks) == 1:
         return {"model": engine.chunks[0]}
     return {f"model{index}": chunk for index, chunk in enumerate(engine.chunks)}
+
+
+def _sharded_states(engines: Mapping[str, TrainingEngine], *, is_loading: bool) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for name, engine in engines.items():
+        state = _sharded_state(engine, is_loading=is_loading)
+        if name:
+            add_prefix_for_sharding(state, f"{name}.")
+        states |= {name: state} if name else state
+    return states
 
 
 def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:

@@ -12,17 +12,22 @@ from torch import Tensor
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.offers import taken
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
-from megarl.config import AlgorithmConfig, PreferenceConfig
+from megarl.algorithms.value_losses import clipped as clipped_values
+from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.training.batch import Microbatch, whole_row
 
-Objective = Callable[[Tensor, Tensor, Microbatch, float], LossAndMetrics]
-"""(policy log-probs, entropies, microbatch, `kl`) -> (loss, metrics), per token; `kl` as in `TrainingEngine.update`."""
+Objective = Callable[[Tensor, Microbatch, float], LossAndMetrics]
+"""(model's output, microbatch, `kl`) -> (loss, metrics), per token; `kl` as in `TrainingEngine.update`.
+
+A policy's output is log-probs and entropies [2, tokens], a critic's or reward model's values [1, tokens].
+"""
 
 
-def supervised(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+def supervised(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
     """Negative log-likelihood of the trained tokens."""
+    policy_logprobs, entropies = output
     return -policy_logprobs, {"train/entropy": entropies}
 
 
@@ -36,7 +41,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     is_of_sequences = "cu_seqlens" in signature(policy_loss).parameters
     estimate = KL_ESTIMATORS[config.kl_estimator]
 
-    def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+        policy_logprobs, entropies = output
         known = batch.known
         # With one update per rollout the trainer's log-probs before the update are those of this very pass.
         old_logprobs = known.get("old_logprobs", policy_logprobs.detach())
@@ -54,6 +60,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             metrics["kl/reference"] = divergence
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
+        if (is_supervised := known.get("supervised")) is not None:
+            loss = torch.where(is_supervised > 0, -policy_logprobs, loss)
         return loss, metrics
 
     return objective
@@ -65,22 +73,41 @@ def preference_objective(config: PreferenceConfig) -> Objective:
     Metrics: `preference/accuracy`, the share of pairs that are won (kto: of answers on their right side of the KL);
     `preference/margin`, by how much; `preference/chosen` and `preference/rejected`, the answers' rewards.
     """
-    preference_loss: Callable[..., tuple[Tensor, Tensor]] = PREFERENCE_LOSSES[config.loss]
+    return _of_answers(PREFERENCE_LOSSES[config.loss], config)
+
+
+def reward_objective(config: PreferenceConfig) -> Objective:
+    """The loss of a reward model: metrics as of preferences, `chosen` and `rejected` being its scores."""
+    return _of_answers(bradley_terry, config)
+
+
+def critic_objective(config: CriticConfig) -> Objective:
+    """The loss of a critic. Metrics: `train/clipped`, the share of tokens whose value is held back."""
+
+    def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+        loss, metrics = clipped_values(output[0], batch.known["values"], batch.known["returns"], clip=config.clip)
+        return loss, {f"train/{name}": value for name, value in metrics.items()}
+
+    return objective
+
+
+def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
     settings = taken(preference_loss, config.model_dump(exclude={"loss"}))
 
-    def objective(policy_logprobs: Tensor, entropies: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+        per_token = output[0]
         row, own = batch.row, batch.row.local
         assert own is not None
         cu_seqlens = torch.tensor([0, *batch.padded], device=own.device).cumsum(0)
         mask = whole_row(batch.mask.float(), row) > 0
-        reference = batch.known.get("reference_logprobs", torch.zeros_like(policy_logprobs))
-        labels = batch.known.get("advantages", torch.zeros_like(policy_logprobs))
+        reference = batch.known.get("reference_logprobs", torch.zeros_like(per_token))
+        labels = batch.known.get("advantages", torch.zeros_like(per_token))
         sums, held, lengths, labels = (
             sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
-            for values in (policy_logprobs, reference, torch.ones_like(policy_logprobs), labels)
+            for values in (per_token, reference, torch.ones_like(per_token), labels)
         )
         sums.requires_grad_()
-        if config.loss == "kto":
+        if preference_loss is kto:
             losses, rewards = preference_loss(sums, held, labels > 0, kl=kl, **settings)
             share, metrics = losses.detach() / lengths, _judged(rewards, labels > 0, config.beta * kl)
         else:
@@ -92,8 +119,8 @@ def preference_objective(config: PreferenceConfig) -> Objective:
         [slopes] = torch.autograd.grad(losses.sum(), sums)
         # A loss spread over its tokens; each token's slope is its sum's.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
-        loss = share[sequence] + slopes[sequence] * (policy_logprobs - policy_logprobs.detach())
-        return loss, metrics | {"train/entropy": entropies.detach()}
+        loss = share[sequence] + slopes[sequence] * (per_token - per_token.detach())
+        return loss, metrics | ({"train/entropy": output[1].detach()} if len(output) > 1 else {})
 
     return objective
 

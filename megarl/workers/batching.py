@@ -26,21 +26,26 @@ class TrainerRanks:
     together: int = 1
     """So many sequences, one after the other, share a row: the two of a pair."""
 
-    async def update(self, sequences: Sequence[TrainingSequence], kl: float | None = None) -> dict[str, Metric]:
-        """One optimizer step on all sequences. Returns the metrics of the whole batch."""
+    async def update(
+        self, sequences: Sequence[TrainingSequence], kl: float | None = None, *, of: str = "policy"
+    ) -> dict[str, Metric]:
+        """One optimizer step of the `policy` or the `critic` on all sequences. Returns the whole batch's metrics."""
         rows = self._pack(sequences)
         shares = [[[sequences[i] for i in row] for row in rank] for rank in rows]
-        results = await self._scatter("update", shares, kl)
+        results = await self._scatter("update", shares, of, kl)
         return merge(part for replica in results for part in replica)
 
-    async def logprobs(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:
-        """Log-probs of every token under the `policy` or the `reference`: float32 [tokens] per sequence, in order."""
+    async def forward(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:
+        """What a model says of every token: float32 [tokens] per sequence, in order.
+
+        Log-probs of the `policy` or the `reference`; values, before each token, of the `critic` or the `reward` model.
+        """
         asked = len(sequences)
         # So many that every rank has as many rows, none of them empty.
         unit = self.layout.dp * self.layout.rows_multiple * self.together
         sequences = [*sequences, *list(sequences[-self.together :]) * (-asked % unit // self.together)]
         rows = self._pack(sequences)
-        results = await self._scatter("logprobs", [[[sequences[i] for i in row] for row in rank] for rank in rows], of)
+        results = await self._scatter("forward", [[[sequences[i] for i in row] for row in rank] for rank in rows], of)
         found = {
             index: values
             for rank, (result, *_) in zip(rows, results, strict=True)

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.config import Recipe
-from megarl.model_shape import padded_vocab_size, read_model_shape
+from megarl.model_shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.models.configuration import uses_transformer_engine
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
-from megarl.training.engine import Row, TrainingEngine
+from megarl.training.engine import TrainingEngine
+from megarl.training.model import FrozenModel, ModelShard, Row
 from megarl.types import Completion, Request
 from megarl.weights.layouts import safetensors
-from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+from megarl.weights.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.weights.layouts.vllm_computed import VllmLayouts
 from megarl.weights.ledger import disk_full_named
 from megarl.weights.reshard import GatheredReshard, Reshard, record
+
+Model = TypeVar("Model", bound=ModelShard)
 
 
 class Worker:
@@ -34,16 +39,20 @@ class Worker:
     def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelLayout) -> None:
         self.recipe, self.layout, self.rank = recipe, layout, rank
         device.init_world(recipe.cluster.collective_timeout_seconds)
-        self.shape = read_model_shape(recipe.model.path)
-        self.megatron_layouts = megatron_layouts(
-            self.shape,
-            layout,
-            padded_vocab_size=padded_vocab_size(self.shape.vocab_size, layout.tp),
-            transformer_engine=uses_transformer_engine(),
-        )
         # The engine first: what it needs of memory must be free before the trainer takes its share.
         self.engine = self._build_engine() if recipe.has_engine else None
-        self.trainer = TrainingEngine(recipe, layout, self.shape, self._load_weights)
+        self.frozen: dict[str, FrozenModel] = {}
+        if recipe.has_reference:
+            self.frozen["reference"] = self._build(FrozenModel, recipe.model.path)
+        if recipe.loop == "rl" and recipe.reward.model:
+            self.frozen["reward"] = self._build(FrozenModel, recipe.reward.model, has_value_head=True)
+        is_reward_model = recipe.loop == "reward_model"
+        self.trainer = self._build(TrainingEngine, recipe.model.path, has_value_head=is_reward_model)
+        self.critic: TrainingEngine | None = None
+        if recipe.has_critic:
+            critic = partial(TrainingEngine, role="critic")
+            self.critic = self._build(critic, recipe.critic.path or recipe.model.path, has_value_head=True)
+            self.critic.offload()
         self.notices: list[str] = []
         self.resharding = self._plan_reshard(self.engine) if self.engine else None
         if self.engine and self.resharding:
@@ -66,13 +75,28 @@ class Worker:
             self.engine.sleep()
         self.trainer.onload()
 
-    def logprobs(self, rows: Sequence[Row], of: str) -> list[list[np.ndarray]] | None:
-        """Log-probs of this replica's rows; see `TrainingEngine.logprobs`."""
-        return self.trainer.logprobs(rows, of=of)
+    def forward(self, rows: Sequence[Row], of: str) -> list[list[np.ndarray]] | None:
+        """Log-probs or values of this replica's rows; see `ModelShard.forward`."""
+        if of in self.frozen:
+            return self.frozen[of].forward(rows)
+        with self._learning(of) as model:
+            return model.forward(rows)
 
-    def update(self, rows: Sequence[Row], kl: float | None = None) -> dict[str, Metric]:
+    def update(self, rows: Sequence[Row], of: str, kl: float | None = None) -> dict[str, Metric]:
         """One optimizer step; see `TrainingEngine.update`."""
-        return self.trainer.update(rows, kl)
+        with self._learning(of) as model:
+            return model.update(rows, kl)
+
+    @contextmanager
+    def _learning(self, name: str) -> Iterator[TrainingEngine]:
+        """The policy; or the critic, which has its memory for as long as it is needed."""
+        if name == "policy":
+            yield self.trainer
+            return
+        assert self.critic is not None
+        self.critic.onload()
+        yield self.critic
+        self.critic.offload()
 
     def reshard(self, verify: bool = False) -> dict[str, float]:
         """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.
@@ -93,27 +117,29 @@ class Worker:
         self.engine.weights_updated()
         return report
 
-    def export(self, folder: Path) -> None:
-        """Write the trainer's weights as a Hugging Face model folder."""
+    def export(self, folder: Path, of: str = "policy") -> None:
+        """Write a model's weights as a Hugging Face model folder."""
         self.trainer.onload(("parameters",))
-        parameters = self.trainer.parameters
-        with disk_full_named(folder, sum(parameter.nbytes for parameter in parameters.values())):
-            safetensors.export(
-                folder,
-                self.recipe.model.path,
-                self.shape,
-                self.megatron_layouts,
-                self.rank,
-                parameters,
-                dtype=self.trainer.dtype,
-                bucket_bytes=self.recipe.weights.bucket_mib << 20,
-            )
+        with self._learning(of) as model:
+            parameters = model.parameters
+            with disk_full_named(folder, sum(parameter.nbytes for parameter in parameters.values())):
+                safetensors.export(
+                    folder,
+                    self.recipe.model.path,
+                    model.shape,
+                    self._layouts(model.shape),
+                    self.rank,
+                    parameters,
+                    dtype=model.dtype,
+                    bucket_bytes=self.recipe.weights.bucket_mib << 20,
+                )
 
     def save_checkpoint(self, folder: Path, asynchronous: bool) -> None:
         """Write the trainer's state into an empty folder; if `asynchronous`, only begin to."""
         version = self.engine.weight_version if self.engine else 0
-        self._save = checkpoint.stage(folder, self.trainer, str(self.layout), weight_version=version)
-        self._save.write(asynchronous=asynchronous)
+        with self._everything_learning() as models:
+            self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
+            self._save.write(asynchronous=asynchronous)
 
     def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
         """Bring the save to its end; see `training.checkpoint.Save.finish`."""
@@ -121,9 +147,19 @@ class Worker:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Go on from a checkpoint that was found harmless. The engine needs a reshard then."""
-        driver = checkpoint.restore(folder, self.trainer, str(self.layout))
+        with self._everything_learning() as models:
+            driver = checkpoint.restore(folder, models, str(self.layout))
         if self.engine:
             self.engine.weight_version = driver["weight_version"]
+
+    @contextmanager
+    def _everything_learning(self) -> Iterator[dict[str, TrainingEngine]]:
+        """What a checkpoint holds, the policy's tensors under Megatron's own names."""
+        if self.critic is None:
+            yield {"": self.trainer}
+            return
+        with self._learning("critic") as critic:
+            yield {"": self.trainer, "critic": critic}
 
     def _build_engine(self) -> RolloutEngine:
         recipe = self.recipe
@@ -139,10 +175,25 @@ class Worker:
             seed=recipe.seed,
         )
 
-    def _load_weights(self, parameters: Mapping[str, Tensor]) -> None:
-        shapes = parameter_shapes(self.megatron_layouts, self.layout.coordinates(self.rank))
-        check_against(shapes, parameters)
-        safetensors.load(self.recipe.model.path, self.shape, self.megatron_layouts[self.rank], parameters)
+    def _build(self, kind: Callable[..., Model], folder: str, *, has_value_head: bool = False) -> Model:
+        """A model of a folder, under a new value head if it shall have one and has none."""
+        shape = read_model_shape(folder)
+        shape = shape.with_value_head() if has_value_head else shape
+        layouts = self._layouts(shape)
+
+        def load_weights(parameters: Mapping[str, Tensor]) -> None:
+            check_against(parameter_shapes(layouts, self.layout.coordinates(self.rank)), parameters)
+            safetensors.load(folder, layouts[self.rank], parameters)
+
+        return kind(self.recipe, self.layout, shape, load_weights)
+
+    def _layouts(self, shape: ModelShape) -> MegatronLayouts:
+        return megatron_layouts(
+            shape,
+            self.layout,
+            padded_vocab_size=padded_vocab_size(shape.vocab_size, self.layout.tp),
+            transformer_engine=uses_transformer_engine(),
+        )
 
     def _plan_reshard(self, engine: RolloutEngine) -> Reshard | GatheredReshard:
         settings: dict[str, Any] = {
@@ -150,15 +201,15 @@ class Worker:
             "bucket_bytes": self.recipe.weights.bucket_mib << 20,
             "ranks_per_node": self.recipe.cluster.ranks_per_node,
         }
-        recorded, refusal = record(engine.model, self.shape, self.trainer.dtype)
+        shape = self.trainer.shape
+        layouts = self._layouts(shape)
+        recorded, refusal = record(engine.model, shape, self.trainer.dtype)
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
-            return GatheredReshard(
-                self.megatron_layouts, self.shape, self.trainer.parameters, engine.load_tensors, **settings
-            )
+            return GatheredReshard(layouts, shape, self.trainer.parameters, engine.load_tensors, **settings)
         layout = self.layout
-        computed = VllmLayouts(self.shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
-        return Reshard(self.megatron_layouts, computed, recorded, self.trainer.parameters, engine.model, **settings)
+        computed = VllmLayouts(shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
+        return Reshard(layouts, computed, recorded, self.trainer.parameters, engine.model, **settings)
 
     def close(self) -> None:
         """End the engine and leave the world."""

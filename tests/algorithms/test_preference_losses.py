@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, dpo, ipo, kto, orpo, simpo
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, dpo, ipo, kto, orpo, simpo
 
 # Log-ratios: 1 and -1; 0.5 and 2.5.
 POLICY = torch.tensor([[-3.0, -5.0], [-2.5, -1.5]], dtype=torch.float64)
@@ -68,6 +68,13 @@ def test_gradients(name):
     policy = POLICY.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda p: PREFERENCE_LOSSES[name](p, REFERENCE, LENGTHS, beta=0.3)[0], (policy,))
     assert not PREFERENCE_LOSSES[name](policy, REFERENCE, LENGTHS, beta=0.3)[1].requires_grad
+
+
+def test_bradley_terry_compares_scores():
+    lost, worth = bradley_terry(POLICY, REFERENCE, LENGTHS, margin=0.5)
+    assert lost.tolist() == pytest.approx([softplus(-1.5), softplus(1.5)]) and worth.tolist() == POLICY.tolist()
+    policy = POLICY.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda p: bradley_terry(p, REFERENCE, LENGTHS)[0], (policy,))
 
 
 def test_a_certain_answer_has_finite_odds():

@@ -16,7 +16,7 @@ from megarl.config import PRESETS, AlgorithmConfig, PreferenceConfig
 @pytest.mark.parametrize(
     ("field", "table"),
     [
-        ("advantage", ADVANTAGES), ("policy_loss", POLICY_LOSSES), ("aggregation", AGGREGATIONS),
+        ("advantage", [*ADVANTAGES, "gae"]), ("policy_loss", POLICY_LOSSES), ("aggregation", AGGREGATIONS),
         ("kl_estimator", KL_ESTIMATORS), ("correction", CORRECTIONS), ("preset", PRESETS),
     ],
 )  # fmt: skip
@@ -46,7 +46,7 @@ def test_names_are_those_of_the_functions(table):
 
 
 @pytest.mark.parametrize(
-    "table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, PREFERENCE_LOSSES, PRESETS, AGGREGATIONS]
+    "table", [ADVANTAGES, ["gae"], POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, PREFERENCE_LOSSES, PRESETS, AGGREGATIONS]
 )
 def test_the_readme_names_them(table):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from megarl.evaluation import Answered
 from megarl.loops.batches import (
     add_advantages,
     add_corrections,
+    critic_batches,
     reward_metrics,
     split,
     to_sequences,
@@ -206,3 +207,58 @@ def test_reward_metrics() -> None:
             "rollout/truncated": 0.5,
         }
     )
+
+
+PPO = {"advantage": "gae", "gamma": 1.0, "gae_lambda": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+
+
+@pytest.mark.parametrize(
+    ("kl_coefficient", "expected", "returns"),
+    [
+        # Values 1 and 3 before the tokens, reward 2 after the last: deltas 2 and -1.
+        pytest.param(0.0, [1.5, -1.0], [2.5, 2.0], id="reward at the end"),
+        # The KL is -1/2 a token: each token's own reward is 1/2 more.
+        pytest.param(1.0, [2.25, -0.5], [3.25, 2.5], id="kl in each token's reward"),
+    ],
+)
+def test_a_critic_s_values_become_advantages_and_returns(
+    kl_coefficient: float, expected: list[float], returns: list[float]
+) -> None:
+    changed = recipe(algorithm=PPO | {"kl_coefficient": kl_coefficient})
+    answers = [answered(0, 2.0, 2), answered(0, 7.0, 1)]
+    first, second = (
+        replace(s, old_logprobs=s.rollout_logprobs - np.float32(0.5), reference_logprobs=s.rollout_logprobs)
+        for s in to_sequences(answers, changed)
+        if s.rollout_logprobs is not None
+    )
+    values = np.array([9, 9, 1, 3], np.float32), np.array([9, 9, 7], np.float32)
+    sequences = [replace(first, values=values[0]), replace(second, values=values[1])]
+    found, metrics = add_advantages(sequences, answers, changed, kl_coefficient)
+    assert [s.advantages is not None and s.returns is not None for s in found] == [True, True]
+    assert found[0].advantages[2:].tolist() == pytest.approx(expected)  # type: ignore[index]
+    assert found[0].returns[2:].tolist() == pytest.approx(returns)  # type: ignore[index]
+    assert found[1].returns[2:].tolist() == pytest.approx([7 + kl_coefficient / 2])  # type: ignore[index]
+    assert metrics["critic/value"] == pytest.approx(11 / 3)
+    assert metrics["critic/return"] == pytest.approx((sum(returns) + 7 + kl_coefficient / 2) / 3)
+    if not kl_coefficient:
+        # Returns 2.5, 2, 7 lie 1.5, -1, 0 from the values.
+        unforeseen, variance = np.var([1.5, -1.0, 0.0]), np.var([2.5, 2.0, 7.0])
+        assert metrics["critic/explained"] == pytest.approx(1 - unforeseen / variance)
+    [batch] = critic_batches(found, changed)
+    assert weights(batch) == [[0, 0, pytest.approx(1 / 3), pytest.approx(1 / 3)], [0, 0, pytest.approx(1 / 3)]]
+    assert batch[0].values is values[0] and batch[0].advantages is None and batch[0].rollout_logprobs is None
+    halves = critic_batches(found, recipe(algorithm=PPO, critic={"updates_per_step": 2}))
+    assert [weights(half) for half in halves] == [[[0, 0, 0.5, 0.5]], [[0, 0, 1]]]
+
+
+def test_conversations_make_their_share_of_the_loss() -> None:
+    changed = recipe(algorithm={"ptx_coefficient": 0.25, "aggregation": "token_mean"}, train={"updates_per_step": 2})
+    sequences = [replace(s, advantages=np.full(3, 5, np.float32)) for s in masked(".xx", ".x.")]
+    first, second = split(sequences, changed, masked(".xx", "..xxxx", ".xx"))
+    # 3/4 for the update's own tokens, 1/4 for those of its conversations: the first and third here, the second there.
+    assert weights(first) == [[0, 0.375, 0.375], [0, 0.0625, 0.0625], [0, 0.0625, 0.0625]]
+    assert weights(second) == [[0, 0.75, 0], [0, 0, 0.0625, 0.0625, 0.0625, 0.0625]]
+    assert [s.supervised is not None and s.supervised.tolist() for s in second] == [[0] * 3, [1] * 6]
+    # All sequences of a row carry the same arrays.
+    assert second[1].advantages is not None and second[1].advantages.tolist() == [0] * 6
+    assert second[1].old_logprobs is None

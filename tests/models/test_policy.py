@@ -57,7 +57,7 @@ def build(folder: str, layout: ParallelLayout) -> Any:
     model = PolicyModel(config, shape, temperature=TEMPERATURE, logprob_chunk_tokens=50)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
     pieces = layouts[dist.get_rank()]
-    safetensors.load(folder, shape, pieces, dict(model.named_parameters()))
+    safetensors.load(folder, pieces, dict(model.named_parameters()))
     return model.eval()
 
 

@@ -57,7 +57,7 @@ def build(recipe: Recipe, layout: ParallelLayout) -> Any:
     pieces = layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        safetensors.load(recipe.model.path, shape, pieces, parameters)
+        safetensors.load(recipe.model.path, pieces, parameters)
 
     return TrainingEngine(recipe, layout, shape, load)
 
@@ -102,7 +102,7 @@ def save_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path, asynchronous: boo
     for step in range(2):
         update(engine, layout, step)
     random.seed(5 + dist.get_rank())
-    save = checkpoint.stage(folder, engine, str(layout), weight_version=3)
+    save = checkpoint.stage(folder, {"": engine}, str(layout), weight_version=3)
     assert save.num_bytes > 3 * 4 * sum(p.numel() for p in engine.parameters.values())
     result = {"state": state_of(engine)}
     save.write(asynchronous=asynchronous)
@@ -129,7 +129,10 @@ def load_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]
     with torch.no_grad():
         for parameter in engine.parameters.values():
             parameter.fill_(7)
-    result: dict[str, Any] = {"driver": checkpoint.restore(folder, engine, str(layout)), "state": state_of(engine)}
+    result: dict[str, Any] = {
+        "driver": checkpoint.restore(folder, {"": engine}, str(layout)),
+        "state": state_of(engine),
+    }
     result["drawn"] = draw()
     result["metrics"] = [update(engine, layout, step) for step in (2, 3)]
     result["end"] = state_of(engine)
@@ -208,7 +211,7 @@ def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
     from megarl.training import checkpoint
 
     engine = build(recipe, layout_of((1, 1, 1)))
-    save = checkpoint.stage(folder, engine, "one rank")
+    save = checkpoint.stage(folder, {"": engine}, "one rank")
     with pytest.raises(DiskFullError) as caught:
         save.write(asynchronous=True)
         save.finish()

@@ -46,7 +46,7 @@ def recipe_of(folder: Path) -> Recipe:
 
 def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
     """One rank's part of the gradient, and its metrics, by case."""
-    engine, pieces = build(recipe, layout)
+    engine, _, pieces = build(recipe, layout)
     tokens = [np.array([*PROMPT, token]) for token in range(VOCABULARY)]
     last = np.arange(len(PROMPT) + 1) == len(PROMPT)
     advantage = np.random.default_rng(1).normal(0.0, 1.0, VOCABULARY).astype(np.float32)
@@ -57,7 +57,7 @@ def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
 
     def logprobs() -> list[np.ndarray]:
         indices = rows_of(recipe, layout, bare)
-        found = engine.logprobs([[bare[i] for i in row] for row in indices])
+        found = engine.forward([[bare[i] for i in row] for row in indices])
         by_index = {
             i: v for row, values in zip(indices, found or (), strict=False) for i, v in zip(row, values, strict=True)
         }

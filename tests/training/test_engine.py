@@ -88,9 +88,10 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
     return updates
 
 
-def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any]:
+def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any, Any]:
     from megarl.model_shape import padded_vocab_size
     from megarl.training.engine import TrainingEngine
+    from megarl.training.model import FrozenModel
     from megarl.weights.layouts import safetensors
     from megarl.weights.layouts.megatron import megatron_layouts
 
@@ -99,9 +100,10 @@ def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any]:
     pieces = layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        safetensors.load(recipe.model.path, shape, pieces, parameters)
+        safetensors.load(recipe.model.path, pieces, parameters)
 
-    return TrainingEngine(recipe, layout, shape, load), pieces
+    reference = FrozenModel(recipe, layout, shape, load) if recipe.has_reference else None
+    return TrainingEngine(recipe, layout, shape, load), reference, pieces
 
 
 def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[TrainingSequence]) -> list[Any]:
@@ -117,18 +119,18 @@ def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[Training
 
 def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """One rank's metrics of every update, gradient of the first, parameters at the end, and log-probs."""
-    engine, pieces = build(recipe, layout)
+    engine, reference, pieces = build(recipe, layout)
     indices = rows_of(recipe, layout, updates[0])
     first = [[updates[0][i] for i in row] for row in indices]
-    result: dict[str, Any] = {"indices": indices, "before": engine.logprobs(first), "metrics": []}
+    result: dict[str, Any] = {"indices": indices, "before": engine.forward(first), "metrics": []}
     for sequences in updates:
         rows = [[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)]
         result["metrics"].append(engine.update(rows))
         if "gradient" not in result:
             result["gradient"] = cut_out(pieces, {n: p.main_grad for n, p in engine.parameters.items()})
     result["parameters"] = cut_out(pieces, engine.parameters)
-    result["after"] = engine.logprobs(first)
-    result["reference"] = engine.logprobs(first, of="reference") if engine.reference else None
+    result["after"] = engine.forward(first)
+    result["reference"] = reference.forward(first) if reference else None
     return result
 
 
@@ -332,7 +334,7 @@ def poisoned(
     recipe: Recipe, layout: ParallelLayout, sequences: list[TrainingSequence], sound: list[TrainingSequence]
 ) -> tuple[list[float], bool, int, str]:
     """Whether each update was skipped, whether weights stayed while they were, and the error in the end."""
-    engine, _ = build(recipe, layout)
+    engine, *_ = build(recipe, layout)
     before = {name: value.detach().clone() for name, value in engine.parameters.items()}
     skipped, stayed = [], True
     try:
@@ -363,7 +365,7 @@ def test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run(
 
 def offloading(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """Updates with everything given away between them; bytes that stayed; parameters at the end."""
-    engine, _ = build(recipe, layout)
+    engine, *_ = build(recipe, layout)
     stayed = 0
     for sequences in updates:
         engine.onload()

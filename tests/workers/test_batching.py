@@ -14,14 +14,14 @@ from megarl.workers.batching import TrainerRanks
 
 
 class Ranks:
-    """Answers `logprobs` with each sequence's tokens, negated, and keeps the rows that each rank was given."""
+    """Answers `forward` with each sequence's tokens, negated, and keeps the rows that each rank was given."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.rows: list[list[list[TrainingSequence]]] = []
 
     async def scatter(self, method: str, per_rank: Any, *args: Any) -> list[Any]:
-        assert method == "logprobs" and args == ("policy",) and len(per_rank) == self.world_size
+        assert method == "forward" and args == ("policy",) and len(per_rank) == self.world_size
         self.rows = list(per_rank)
         return [[[-sequence.token_ids for sequence in row] for row in rows] for rows in per_rank]
 
@@ -37,7 +37,7 @@ def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, toge
     layout = ParallelLayout(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
     ranks = Ranks(layout.world_size)
     trainer = TrainerRanks(ranks, layout, 64, together=together)  # type: ignore[arg-type]
-    found = asyncio.run(trainer.logprobs(sequences(count)))
+    found = asyncio.run(trainer.forward(sequences(count)))
     assert [values.tolist() for values in found] == [[-i] * (10 + i) for i in range(count)]
     assert len({len(rows) for rows in ranks.rows}) == 1 and len(ranks.rows[0]) % layout.rows_multiple == 0
     for row in (row for rows in ranks.rows for row in rows):

@@ -232,7 +232,7 @@ def own_steps(
     """Log-probs and weights before the first step, seconds of steps, and their peak bytes."""
     with folder_of(config) as folder:
         engine = build_engine(folder, options.row, dtype, adam, options.recompute)
-    logprobs = engine.logprobs(batches[:1])
+    logprobs = engine.forward(batches[:1])
     weights = {key: value.cpu() for key, value in export(engine).items()}
     if not torch.cuda.is_available():
         return logprobs, weights, seconds(lambda: engine.update(batches)), 0

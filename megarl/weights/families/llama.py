@@ -7,6 +7,7 @@ from megarl.weights.families.rules import Rule, gate_up, query_groups, replicate
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"
 LAYER = "model.layers.{layer}."
 DECODER = "decoder.layers.{layer}."
 
@@ -16,7 +17,12 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
     q, k, v = (f"{attention}{letter}_proj.weight" for letter in "qkv")
-    tied = model.tie_word_embeddings
+    if model.has_value_head:
+        head = replicated("value_head.weight", VALUE_HEAD, (1, hidden), "last_stage")
+    elif model.tie_word_embeddings:
+        head = vocabulary("output_layer.weight", EMBEDDING, model, "last_of_several_stages")
+    else:
+        head = vocabulary("output_layer.weight", HEAD, model, "last_stage")
     return (
         vocabulary("embedding.word_embeddings.weight", EMBEDDING, model, "first_stage"),
         replicated(
@@ -42,7 +48,5 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
         ),
         row(DECODER + "mlp.linear_fc2.weight", mlp + "down_proj.weight", (hidden, feed_forward)),
         replicated("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "last_stage"),
-        vocabulary("output_layer.weight", EMBEDDING, model, "last_of_several_stages")
-        if tied
-        else vocabulary("output_layer.weight", HEAD, model, "last_stage"),
+        head,
     )

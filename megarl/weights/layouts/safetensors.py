@@ -22,10 +22,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.model_folder import INDEX, SINGLE, companions, read_safetensors_header, weight_files
-from megarl.model_shape import ModelShape
+from megarl.model_shape import ModelShape, read_model_shape, value_head_fields
 from megarl.types import DataError
 from megarl.weights.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.weights.families import hf_tensors
+from megarl.weights.families.llama import VALUE_HEAD
 from megarl.weights.plan import make_plan
 from megarl.weights.transport import Transport
 
@@ -79,12 +80,16 @@ class FolderReader:
         self._open.clear()
 
 
-def load(folder: str | Path, model: ModelShape, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
     """Fill a rank's parameters from a model folder, reading only the rank's boxes and casting to each parameter's type.
 
-    `layout` is the rank's own of `megatron_layouts`, `parameters` its live tensors. Raises DataError for a bad folder.
+    `layout` is the rank's own of `megatron_layouts`, `parameters` its live tensors. A value head stays as it is where
+    the folder's model has none. Raises DataError for a bad folder.
     """
+    model = read_model_shape(folder)
     reader = FolderReader(folder, model)
+    if not model.has_value_head:
+        layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
     available = tuple(piece for pieces in reader.pieces.values() for piece in pieces)
     plan = make_plan([available], [layout], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
     sources = {name: reader.storage(name) for name in sorted({piece.box.name for piece in layout})}
@@ -117,7 +122,8 @@ def export(
         partial.mkdir(parents=True)
         for name, path in companions(source).items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            (partial / name).write_bytes(config_of_type(path, dtype) if name == "config.json" else path.read_bytes())
+            is_config = name == "config.json"
+            (partial / name).write_bytes(config_of_type(path, dtype, model) if is_config else path.read_bytes())
         if len(files) > 1:
             total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
             (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")
@@ -184,14 +190,20 @@ def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dty
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype, offset=len(header))
 
 
-def config_of_type(path: Path, dtype: torch.dtype) -> bytes:
-    """The config.json at `path`; where it states a type, it states this one: transformers loads the weights in it."""
+def config_of_type(path: Path, dtype: torch.dtype, model: ModelShape | None = None) -> bytes:
+    """The config.json at `path`; where it states a type, it states this one: transformers loads the weights in it.
+
+    Of a `model` that got a value head, it says so.
+    """
     content = path.read_bytes()
     fields = json.loads(content)
     name, declared = "torch_dtype" if "torch_dtype" in fields else "dtype", str(dtype).removeprefix("torch.")
-    if fields.get(name, declared) == declared:
+    changed = fields | ({name: declared} if name in fields else {})
+    if model and model.has_value_head:
+        changed |= value_head_fields(path.parent, model)
+    if changed == fields:
         return content
-    return (json.dumps(fields | {name: declared}, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:

@@ -122,7 +122,7 @@ def load_and_compare(folder: str, parallel: ParallelLayout) -> int:
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
     check_against(parameter_shapes(layouts, at), live)
-    load(folder, model, layouts[dist.get_rank()], live)
+    load(folder, layouts[dist.get_rank()], live)
 
     globals_ = megatron_tensors(model, load_file(Path(folder) / "model.safetensors"))
     compared = 0

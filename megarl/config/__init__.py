@@ -8,27 +8,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+from megarl.config.learning import PRESETS, AlgorithmConfig, CriticConfig, OptimizerConfig, PreferenceConfig
+from megarl.config.section import Section
+
+__all__ = [
+    "PRESETS",
+    "AlgorithmConfig",
+    "CriticConfig",
+    "OptimizerConfig",
+    "PreferenceConfig",
+    "Section",
+]
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-
-
-class Section(BaseModel):
-    """A part of the recipe: immutable, and a key it does not know is an error."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
-    )
 
 
 class ModelConfig(Section):
@@ -93,31 +87,6 @@ class TrainerConfig(Section):
     """Fields of Megatron-Core's TransformerConfig to set besides, by their own names."""
 
 
-class OptimizerConfig(Section):
-    name: Literal["adam", "sgd"] = "adam"
-    """AdamW, or gradient descent without momentum, which has no state (needs trainer.distributed_optimizer false)."""
-    learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What follows the warm-up: flat, a fall to `min_learning_rate`, or flat and then a linear fall (wsd)."""
-    decay_steps: PositiveInt | None = None
-    """Optimizer steps of the fall that ends a wsd schedule; left out, a tenth of the run."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from zero."""
-    min_learning_rate: NonNegativeFloat = 0.0
-    """Where a falling schedule ends."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay (AdamW) on matrices; norms and biases have none."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Adam's decay rates of the first and second moment."""
-    epsilon: PositiveFloat = 1e-8
-    """Adam's denominator term."""
-    clip_grad_norm: NonNegativeFloat = 1.0
-    """Scale the gradient down to this global norm; 0 leaves it."""
-    max_skipped_updates: NonNegativeInt = 3
-    """Updates in a row that may be skipped because loss or gradient is not finite, before the run ends."""
-
-
 class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 1024
     """Longest completion."""
@@ -147,9 +116,14 @@ class RolloutConfig(Section):
 class DataConfig(Section):
     train: str
     """JSONL file of training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or
-    "prompt" and "response"), "chosen" and "rejected" (preference), "response" and "label" (preference by kto)."""
+    "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto)."""
     validation: dict[Name, str] = Field(default_factory=dict)
-    """Held-out JSONL files by name, problems to answer or pairs (preference); the metric is val/NAME/accuracy."""
+    """Held-out JSONL files by name: problems to answer, or pairs (preference, reward_model); the metric is
+    val/NAME/accuracy."""
+    validation_conversations: dict[Name, str] = Field(default_factory=dict)
+    """Held-out JSONL files of conversations by name (sft); the metric is val/NAME/loss."""
+    ptx: str | None = None
+    """JSONL file of conversations, as for sft, that rl trains on beside its own answers (algorithm.ptx_coefficient)."""
     answer_field: str = "gt_answer"
     """Field of a record that holds the gold answer."""
     system_prompt: str | None = None
@@ -163,123 +137,21 @@ class DataConfig(Section):
 class RewardConfig(Section):
     functions: tuple[str, ...] = ("boxed",)
     """Reward functions whose scores are added: names of `megarl.rewards`, or `package.module:function`."""
+    function_weight: NonNegativeFloat = 1.0
+    """What the functions' scores count; 0: they only say what is right, a reward model alone what is good."""
+    model: str | None = None
+    """Folder of a reward model (sequence classification with one label, the policy's vocabulary) whose score of prompt
+    and completion is added."""
+    model_weight: PositiveFloat = 1.0
+    """What the reward model's score counts."""
+    model_clip: PositiveFloat | None = None
+    """The reward model's scores are held between minus and plus this (ColossalChat: 5)."""
     num_workers: PositiveInt = 2
     """Processes that score completions while others are still sampled."""
     timeout_seconds: PositiveFloat = 5.0
     """A completion that takes longer to score gets zero, and its process is replaced."""
     correct_score: float = 1.0
     """Score of a right answer (ColossalRL: 10)."""
-
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage": "grpo", "aggregation": "sequence_mean_token_mean", "kl_coefficient": 0.001},
-    "dr_grpo": {"advantage": "grpo", "normalize_by_std": False, "aggregation": "constant_length"},
-    "dapo": {
-        "advantage": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "filter_range": (0.0, 1.0),
-        "overlength_buffer": 0.2, "mask_truncated": True,
-    },
-    "rloo": {"advantage": "rloo", "policy_loss": "policy_gradient", "kl_coefficient": 0.001, "kl_in": "reward",
-             "kl_estimator": "k1", "aggregation": "sequence_mean_token_sum"},
-    "reinforce_plus_plus": {
-        "advantage": "reinforce_plus_plus", "normalize_by_std": False, "whiten_advantages": True,
-        "kl_coefficient": 0.001, "kl_in": "return", "kl_estimator": "k1",
-    },
-    "gspo": {
-        "advantage": "grpo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
-        "aggregation": "sequence_mean_token_mean",
-    },
-    "cispo": {"advantage": "grpo", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 2.0},
-}  # fmt: skip
-"""Fields of `algorithm` that a published method sets; a recipe names one and may change it field by field."""
-
-
-class AlgorithmConfig(Section):
-    preset: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo"] | None = None
-    """A published method's values of these fields, where the recipe gives none of its own."""
-    advantage: Literal[
-        "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "global_baseline", "pass_at_k"
-    ] = "grpo"
-    """Advantage estimator of `algorithms.advantages`."""
-    normalize_by_std: bool = True
-    """Divide advantages by a standard deviation where the estimator has one (GRPO); without, Dr. GRPO."""
-    pass_k: PositiveInt = 4
-    """Samples of which one shall pass (advantage pass_at_k)."""
-    whiten_advantages: bool = False
-    """Bring the advantages of all tokens of a step to mean 0 and variance 1."""
-    policy_loss: Literal["policy_gradient", "clipped", "gspo", "gmpo", "cispo", "sapo"] = "clipped"
-    """Per-token loss of `algorithms.policy_losses`."""
-    clip_low: PositiveFloat = 0.2
-    """The ratio counts down to 1 - clip_low (gmpo: its logarithm down to -clip_low)."""
-    clip_high: PositiveFloat = 0.2
-    """The ratio counts up to 1 + clip_high (DAPO's clip-higher: 0.28)."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bound of the loss for negative advantages (dual-clip PPO)."""
-    largest_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """Ratios above are held there before anything else (ColossalChat: 10)."""
-    skip_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """An update is skipped if the mean ratio of its tokens is above (ColossalRL's skip_threshold: 20)."""
-    entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference model; 0 loads no reference model."""
-    kl_in: Literal["loss", "reward", "return", "advantage"] = "loss"
-    """Where the KL counts: in the loss; summed over a sample in its reward; summed from a token on in that token's
-    advantage (return: REINFORCE++); or each token's in its own advantage."""
-    kl_estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
-    """Estimator of `algorithms.kl`."""
-    kl_target: PositiveFloat | None = None
-    """Adapt the coefficient so that the KL stays near this many nats a token; left out, it is constant."""
-    kl_horizon: PositiveFloat = 10000.0
-    """Samples in which an adapted coefficient changes by a fifth at most."""
-    correction: (
-        Literal["truncated", "band", "sequence_truncated", "sequence_rejection", "geometric_rejection"] | None
-    ) = None
-    """Correction of `algorithms.importance` for the gap between trainer and engine; left out, none."""
-    correction_low: NonNegativeFloat = 0.5
-    """Lowest ratio of trainer to engine that a band or rejection accepts."""
-    correction_high: PositiveFloat = 2.0
-    """Highest ratio that is accepted, or to which it is cut."""
-    aggregation: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level"
-    ] = "token_mean"
-    """How token losses become one number, over the whole batch (`algorithms.reduction`)."""
-    old_logprobs: Literal["rollout", "trainer"] = "trainer"
-    """Whose log-probs the ratio starts from: the engine's, or the trainer's before the update."""
-    filter_range: tuple[float, float] | None = None
-    """Train only on groups whose accuracy is between the two, both excluded; others are drawn instead (DAPO)."""
-    max_attempts: PositiveInt = 10
-    """Batches of prompts that one step may draw to fill itself, before the run ends."""
-    oversampling: Annotated[float, Field(ge=1.0)] = 1.0
-    """Prompts drawn at once over prompts a step, where groups are filtered; what is left over serves the next step."""
-    overlength_buffer: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Last share of rollout.sampling.max_new_tokens in which the reward falls off, to -reward.correct_score at its end
-    (DAPO's soft punishment: 0.2)."""
-    mask_truncated: bool = False
-    """Train no token of a completion that hit the length limit."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_preset(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(preset := given.get("preset"), str):
-            return PRESETS.get(preset, {}) | given
-        return given
-
-
-class PreferenceConfig(Section):
-    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
-    """Loss of `algorithms.preference_losses`; dpo, ipo and kto load a reference model, kto takes single answers."""
-    beta: PositiveFloat = 0.1
-    """How hard the reference holds (dpo, ipo, kto), scale of the rewards (simpo: 2), weight of the odds (orpo)."""
-    margin: NonNegativeFloat = 0.0
-    """By how much the chosen answer's reward must be higher (dpo, simpo: 1)."""
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """Share of the pairs that is taken for swapped (dpo)."""
-    normalize_by_length: bool = False
-    """Compare means over tokens instead of sums (dpo, ipo)."""
-    desirable_weight: PositiveFloat = 1.0
-    """What a good answer counts (kto)."""
-    undesirable_weight: PositiveFloat = 1.0
-    """What a bad answer counts (kto); the weights shall balance how many there are of each."""
 
 
 class TrainConfig(Section):
@@ -339,8 +211,9 @@ class Recipe(Section):
 
     name: Name
     """Name of the run and of its folder."""
-    loop: Literal["rl", "sft", "preference"]
-    """What to run: reinforcement learning, supervised fine-tuning, or learning from pairs of answers."""
+    loop: Literal["rl", "sft", "preference", "reward_model"]
+    """What to run: reinforcement learning, supervised fine-tuning, learning from pairs of answers, or a model that
+    scores answers, learnt from such pairs."""
     seed: NonNegativeInt = 0
     """Decides data order, sampling and initialisation."""
     runs_folder: str = "runs"
@@ -363,8 +236,10 @@ class Recipe(Section):
     """What is good."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and loss (rl)."""
+    critic: CriticConfig = CriticConfig()
+    """The critic (rl with advantage gae)."""
     preference: PreferenceConfig = PreferenceConfig()
-    """Loss (preference)."""
+    """Loss (preference, reward_model)."""
     train: TrainConfig = TrainConfig()
     """Batch sizes and length of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -382,9 +257,19 @@ class Recipe(Section):
         return self.loop == "preference" and self.preference.loss in ("dpo", "ipo", "kto")
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.loop == "rl" and self.algorithm.advantage == "gae"
+
+    @property
+    def frozen_steps(self) -> int:
+        """First steps in which the policy is not trained."""
+        return self.critic.warmup_steps if self.has_critic else 0
+
+    @property
     def answers_together(self) -> int:
         """Sequences that share a row because the loss compares them."""
-        return 2 if self.loop == "preference" and self.preference.loss != "kto" else 1
+        return 2 if self.loop == "reward_model" or (self.loop == "preference" and self.preference.loss != "kto") else 1
 
     @property
     def has_engine(self) -> bool:

@@ -1,60 +1,16 @@
-"""What several fields, the model folder and the data decide together, checked before any process starts.
-
-One page of errors for the recipe, else one for the files: a recipe that cannot run is told first.
-"""
+"""What of a recipe's sizes does not fit: ranks, batches, lengths, the model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
-from megarl.model_folder import check_model_folder
-from megarl.model_shape import ModelShape, read_model_shape
+from megarl.model_shape import ModelShape
 from megarl.parallel_layout import ParallelLayout
-from megarl.recipe import error_page
-from megarl.types import ConfigError, DataError, Problem, TrainingSequence
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from megarl.data.preferences import Answers
 
 
-def check(recipe: Recipe) -> ParallelLayout:
-    """The layout of a recipe that can run. Raises one ConfigError, or else one DataError, that lists all faults."""
-    layout = _layout(recipe)
-    wrong = [*_machines(recipe), *_ranks(recipe), *_batches(recipe, layout.dp)]
-    wrong += [*_lengths(recipe), *_optimizer(recipe), *_rewards(recipe), *_algorithm(recipe)]
-    broken = [*check_model_folder(recipe.model.path), *_data_files(recipe)]
-    if Path(recipe.model.path).is_dir():
-        try:
-            shape = read_model_shape(recipe.model.path)
-            wrong += [*_model_fit(recipe, shape), *_positions(recipe, shape), *_expert_fit(recipe, shape)]
-            layout = layout if wrong else _aligned(recipe, shape, layout)
-        except DataError as error:
-            broken.insert(0, str(error))
-    if wrong:
-        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-    if broken:
-        raise DataError(error_page(f"files of recipe {recipe.name}", broken))
-    return layout
-
-
-def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelLayout]:
-    """Shape and layout of a recipe whose weights can be planned: of the model folder, config.json is enough.
-
-    Raises DataError for that file, or one ConfigError that lists all sizes that do not fit.
-    """
-    shape = read_model_shape(recipe.model.path)
-    if wrong := [*_ranks(recipe), *_model_fit(recipe, shape)]:
-        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-    return shape, _aligned(recipe, shape, _layout(recipe))
-
-
-def _layout(recipe: Recipe) -> ParallelLayout:
+def layout_of(recipe: Recipe) -> ParallelLayout:
     trainer = recipe.trainer
     return ParallelLayout(
         **trainer.model_dump(include={"tp", "pp", "cp", "vpp", "ep", "etp"}),
@@ -65,66 +21,13 @@ def _layout(recipe: Recipe) -> ParallelLayout:
     )
 
 
-def count_records(recipe: Recipe) -> dict[str, int]:
-    """Records of each data file, `train` and the validation names, parsed and rendered as the run will.
-
-    Raises one DataError with the first faulty line of each file.
-    """
-    from megarl.data.chat import load_tokenizer
-
-    tokenizer = load_tokenizer(recipe.model.path)
-    files = {"train": recipe.data.train, **recipe.data.validation}
-    counts, broken = {}, []
-    for name, path in files.items():
-        try:
-            if recipe.loop == "preference":
-                counts[name] = len(read_preferences(recipe, tokenizer, path))
-            elif name == "train" and recipe.loop == "sft":
-                counts[name] = len(read_conversations(recipe, tokenizer))
-            else:
-                counts[name] = len(read_problems(recipe, tokenizer, path))
-        except DataError as error:
-            broken.append(str(error))
-    if broken:
-        raise DataError(error_page(f"data of recipe {recipe.name}", broken))
-    return counts
-
-
-def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Problem]:
-    """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line."""
-    from megarl.data import problems
-
-    settings = recipe.data.model_dump(include={"answer_field", "system_prompt", "max_prompt_tokens"})
-    return problems.read_problems(path, tokenizer, **settings)
-
-
-def read_conversations(recipe: Recipe, tokenizer: Tokenizer) -> list[TrainingSequence]:
-    """The training conversations of a recipe, each fitting a padded row."""
-    from megarl.data import conversations
-
-    longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
-    return conversations.read_conversations(
-        recipe.data.train, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest
-    )
-
-
-def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Answers]:
-    """The pairs of a data file, or for kto its judged answers, each fitting a row however it is padded."""
-    from megarl.data import preferences
-
-    multiple = row_multiple(recipe)
-    longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
-    read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
-    return read(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
-
-
 def row_multiple(recipe: Recipe) -> int:
     """A row's tokens are padded to a multiple of this: two chunks a context rank, equal parts for tensor ranks."""
     trainer = recipe.trainer
-    return _layout(recipe).sequence_multiple * (trainer.tp if trainer.sequence_parallel is not False else 1)
+    return layout_of(recipe).sequence_multiple * (trainer.tp if trainer.sequence_parallel is not False else 1)
 
 
-def _aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:
+def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:
     if not recipe.trainer.align_ranks:
         return layout
     from megarl.weights.forecast import align
@@ -132,7 +35,7 @@ def _aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> Paral
     return align(shape, layout, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
-def _machines(recipe: Recipe) -> Iterator[str]:
+def machines(recipe: Recipe) -> Iterator[str]:
     cluster = recipe.cluster
     if cluster.launcher == "local" and cluster.nodes > 1:
         yield (
@@ -141,7 +44,7 @@ def _machines(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _ranks(recipe: Recipe) -> Iterator[str]:
+def ranks(recipe: Recipe) -> Iterator[str]:
     cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.cluster.world_size
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
     model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
@@ -175,7 +78,7 @@ def _ranks(recipe: Recipe) -> Iterator[str]:
         yield "trainer.sequence_parallel = True: needs trainer.tp > 1, which is 1; leave it out or raise trainer.tp"
 
 
-def _batches(recipe: Recipe, dp: int) -> Iterator[str]:
+def batches(recipe: Recipe, dp: int) -> Iterator[str]:
     train, trainer, is_rl = recipe.train, recipe.trainer, recipe.loop == "rl"
     updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_rl else (1, 1)
     parts, sequences = updates * dp, train.prompts_per_step * samples
@@ -185,6 +88,12 @@ def _batches(recipe: Recipe, dp: int) -> Iterator[str]:
             f"train.prompts_per_step = {train.prompts_per_step}: {made} not divide by "
             f"{f'train.updates_per_step {updates} * ' if is_rl else ''}the data-parallel size {dp} (trainer.dp); "
             f"use {_around(train.prompts_per_step, parts // math.gcd(parts, samples))}"
+        )
+    critic = recipe.critic.updates_per_step if recipe.has_critic else 1
+    if not sequences % dp and sequences % (critic * dp):
+        yield (
+            f"critic.updates_per_step = {critic}: times the data-parallel size {dp} does not divide the {sequences} "
+            f"completions of a step; use {_one_of(_divisors(sequences // dp))}"
         )
     if trainer.vpp > 1 and sequences // parts < trainer.pp:
         yield (
@@ -196,7 +105,7 @@ def _batches(recipe: Recipe, dp: int) -> Iterator[str]:
         yield f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several; use 2 or more"
 
 
-def _lengths(recipe: Recipe) -> Iterator[str]:
+def lengths(recipe: Recipe) -> Iterator[str]:
     if recipe.loop != "rl":
         return
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
@@ -213,39 +122,7 @@ def _lengths(recipe: Recipe) -> Iterator[str]:
         yield "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any above 0"
 
 
-def _optimizer(recipe: Recipe) -> Iterator[str]:
-    optimizer, train = recipe.optimizer, recipe.train
-    updates = train.steps * (train.updates_per_step if recipe.loop == "rl" else 1)
-    if optimizer.warmup_steps > updates:
-        yield f"optimizer.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates; use no more"
-    if optimizer.name == "sgd" and recipe.trainer.distributed_optimizer:
-        yield "optimizer.name = sgd: has no state to shard; set trainer.distributed_optimizer=false"
-    low, high = optimizer.min_learning_rate, optimizer.learning_rate
-    if low > high:
-        yield f"optimizer.min_learning_rate = {low}: is above optimizer.learning_rate {high}; lower it"
-
-
-def _rewards(recipe: Recipe) -> Iterator[str]:
-    from megarl.rewards import locate
-
-    for name in recipe.reward.functions:
-        try:
-            locate(name)
-        except ConfigError as error:
-            yield str(error)
-
-
-def _data_files(recipe: Recipe) -> Iterator[str]:
-    data = recipe.data
-    files = [("train", data.train), *((f"validation.{name}", path) for name, path in data.validation.items())]
-    for field, path in files:
-        if not Path(path).is_file():
-            yield f"{path}: data.{field} is not there; give the path of a JSONL file"
-        elif not Path(path).stat().st_size:
-            yield f"{path}: data.{field} is empty; write one JSON record a line"
-
-
-def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
     whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
     splits = {"trainer.tp": (trainer.tp, True), "rollout.tp": (rollout.tp, whole_experts)}
@@ -277,33 +154,7 @@ def _model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
-def _algorithm(recipe: Recipe) -> Iterator[str]:
-    algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
-    if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
-        yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
-    if recipe.loop != "rl":
-        return
-    if algorithm.correction and algorithm.old_logprobs == "rollout":
-        yield (
-            f"algorithm.correction = {algorithm.correction}: corrects from the engine to the trainer, but the ratio "
-            "starts from the engine's log-probs; set algorithm.old_logprobs=trainer"
-        )
-    if algorithm.correction and algorithm.correction_low >= algorithm.correction_high:
-        yield f"algorithm.correction_low = {algorithm.correction_low}: set it below {algorithm.correction_high} (_high)"
-    if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
-        yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
-    for name in ("dual_clip", "largest_ratio"):
-        if getattr(algorithm, name) is not None and algorithm.policy_loss != "clipped":
-            yield f"algorithm.{name}: policy_loss {algorithm.policy_loss} has none; leave it out"
-    if (allowed := algorithm.filter_range) and not 0 <= allowed[0] < allowed[1] <= 1:
-        yield f"algorithm.filter_range = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
-    if algorithm.oversampling > 1 and not allowed:
-        yield f"algorithm.oversampling = {algorithm.oversampling}: without algorithm.filter_range nothing is filtered"
-    if algorithm.kl_target and not algorithm.kl_coefficient:
-        yield f"algorithm.kl_target = {algorithm.kl_target}: adapts algorithm.kl_coefficient, which is 0; raise that"
-
-
-def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
     if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
         yield f"trainer.sequence_parallel = False: experts at trainer.tp {trainer.tp} need it; leave it out"
@@ -313,7 +164,7 @@ def _expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
 
 
-def _positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     room = shape.max_position_embeddings - recipe.data.max_prompt_tokens
     samplings = {"rollout.sampling": recipe.rollout.sampling, "evaluation.sampling": recipe.evaluation_sampling}
     for field, sampling in samplings.items():

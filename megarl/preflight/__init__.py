@@ -1,0 +1,93 @@
+"""What several fields, the model folder and the data decide together, checked before any process starts.
+
+One page of errors for the recipe, else one for the files: a recipe that cannot run is told first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.model_folder import check_model_folder
+from megarl.model_shape import ModelShape, read_model_shape
+from megarl.parallel_layout import ParallelLayout
+from megarl.preflight import learning, sizes
+from megarl.preflight.files import count_records, data_files, read_conversations, read_preferences, read_problems
+from megarl.preflight.sizes import row_multiple
+from megarl.recipe import error_page
+from megarl.types import ConfigError, DataError
+
+__all__ = [
+    "check",
+    "check_plan",
+    "count_records",
+    "read_conversations",
+    "read_preferences",
+    "read_problems",
+    "row_multiple",
+]
+
+
+def check(recipe: Recipe) -> ParallelLayout:
+    """The layout of a recipe that can run. Raises one ConfigError, or else one DataError, that lists all faults."""
+    layout = sizes.layout_of(recipe)
+    wrong = [*sizes.machines(recipe), *sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
+    wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
+    broken = [*check_model_folder(recipe.model.path), *data_files(recipe)]
+    if Path(recipe.model.path).is_dir():
+        try:
+            shape = read_model_shape(recipe.model.path)
+            wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
+            wrong += [*sizes.expert_fit(recipe, shape), *learning.head(recipe, shape)]
+            further = [*_further_models(recipe, shape)]
+            wrong += [text for text in further if not isinstance(text, DataError)]
+            broken += [str(error) for error in further if isinstance(error, DataError)]
+            layout = layout if wrong else sizes.aligned(recipe, shape, layout)
+        except DataError as error:
+            broken.insert(0, str(error))
+    if wrong:
+        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+    if broken:
+        raise DataError(error_page(f"files of recipe {recipe.name}", broken))
+    return layout
+
+
+def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelLayout]:
+    """Shape and layout of a recipe whose weights can be planned: of the model folder, config.json is enough.
+
+    Raises DataError for that file, or one ConfigError that lists all sizes that do not fit.
+    """
+    shape = read_model_shape(recipe.model.path)
+    if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
+        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+    return shape, sizes.aligned(recipe, shape, sizes.layout_of(recipe))
+
+
+def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataError]:
+    """What is wrong with the folders of critic and reward model: with the recipe a text, with their files an error."""
+    folders = {
+        "critic.path": recipe.critic.path if recipe.has_critic else None,
+        "reward.model": recipe.reward.model if recipe.loop == "rl" else None,
+    }
+    for field, folder in folders.items():
+        if folder is None:
+            continue
+        if problems := check_model_folder(folder):
+            yield from (DataError(f"{field}: {problem}") for problem in problems)
+            continue
+        try:
+            shape = read_model_shape(folder)
+        except DataError as error:
+            yield error
+            continue
+        yield from (f"{field} = {folder}: {text}" for text in sizes.model_fit(recipe, shape))
+        if shape.vocab_size != policy.vocab_size:
+            yield (
+                f"{field} = {folder}: has {shape.vocab_size} tokens, the policy {policy.vocab_size}; both must read "
+                "the same tokens, take a model of the same family"
+            )
+        if bool(shape.num_experts) != bool(policy.num_experts):
+            yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
+        if field == "reward.model" and not shape.has_value_head:
+            yield f"{field} = {folder}: is a language model; give one that was trained with loop: reward_model"

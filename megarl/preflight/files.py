@@ -1,0 +1,93 @@
+"""A recipe's data files: whether they are there, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config import Recipe
+from megarl.preflight.sizes import row_multiple
+from megarl.recipe import error_page
+from megarl.types import DataError, Problem, TrainingSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from megarl.data.preferences import Answers
+
+
+def count_records(recipe: Recipe) -> dict[str, int]:
+    """Records of each data file, `train` and the validation names, parsed and rendered as the run will.
+
+    Raises one DataError with the first faulty line of each file.
+    """
+    from megarl.data.chat import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.model.path)
+    data = recipe.data
+    files = {"train": data.train, **data.validation, **({"ptx": data.ptx} if data.ptx else {})}
+    files |= {f"{name} (conversations)": path for name, path in data.validation_conversations.items()}
+    conversations = {data.ptx, *data.validation_conversations.values(), data.train if recipe.loop == "sft" else None}
+    counts, broken = {}, []
+    for name, path in files.items():
+        try:
+            if recipe.loop in ("preference", "reward_model"):
+                counts[name] = len(read_preferences(recipe, tokenizer, path))
+            elif path in conversations:
+                counts[name] = len(read_conversations(recipe, tokenizer, path))
+            else:
+                counts[name] = len(read_problems(recipe, tokenizer, path))
+        except DataError as error:
+            broken.append(str(error))
+    if broken:
+        raise DataError(error_page(f"data of recipe {recipe.name}", broken))
+    return counts
+
+
+def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Problem]:
+    """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line."""
+    from megarl.data import problems
+
+    settings = recipe.data.model_dump(include={"answer_field", "system_prompt", "max_prompt_tokens"})
+    return problems.read_problems(path, tokenizer, **settings)
+
+
+def read_conversations(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[TrainingSequence]:
+    """The conversations of a data file, each fitting a padded row."""
+    from megarl.data import conversations
+
+    longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
+    return conversations.read_conversations(
+        path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest
+    )
+
+
+def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Answers]:
+    """The pairs of a data file, or for kto its judged answers, each fitting a row however it is padded.
+
+    For a reward model, sequences whose last place alone counts (`data.preferences.scored`).
+    """
+    from megarl.data import preferences
+
+    multiple = row_multiple(recipe)
+    longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
+    if recipe.loop == "reward_model":
+        pairs = preferences.read_preferences(
+            path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest - 2
+        )
+        return [(preferences.scored(chosen), preferences.scored(rejected)) for chosen, rejected in pairs]
+    read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
+    return read(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
+
+
+def data_files(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    files = [("train", data.train), *((f"validation.{name}", path) for name, path in data.validation.items())]
+    files += [(f"validation_conversations.{name}", path) for name, path in data.validation_conversations.items()]
+    files += [("ptx", data.ptx)] if data.ptx else []
+    for field, path in files:
+        if not Path(path).is_file():
+            yield f"{path}: data.{field} is not there; give the path of a JSONL file"
+        elif not Path(path).stat().st_size:
+            yield f"{path}: data.{field} is empty; write one JSON record a line"

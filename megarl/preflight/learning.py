@@ -1,0 +1,89 @@
+"""What of a recipe's learning does not go together: optimizer, algorithm, critic, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import OptimizerConfig, Recipe
+from megarl.model_shape import ModelShape
+from megarl.types import ConfigError
+
+
+def optimizers(recipe: Recipe) -> Iterator[str]:
+    """The policy's settings and the critic's."""
+    train, critic, is_rl = recipe.train, recipe.critic, recipe.loop == "rl"
+    updates = (train.steps - recipe.frozen_steps) * (train.updates_per_step if is_rl else 1)
+    yield from _optimizer("optimizer", recipe.optimizer, updates, recipe.trainer.distributed_optimizer)
+    if not recipe.has_critic:
+        return
+    updates = train.steps * critic.updates_per_step
+    yield from _optimizer("critic.optimizer", critic.optimizer, updates, recipe.trainer.distributed_optimizer)
+    if critic.warmup_steps >= train.steps:
+        yield f"critic.warmup_steps = {critic.warmup_steps}: leaves none of train.steps {train.steps} to the policy"
+
+
+def _optimizer(field: str, optimizer: OptimizerConfig, updates: int, is_distributed: bool) -> Iterator[str]:
+    if optimizer.warmup_steps > max(updates, 0):
+        yield f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates; use no more"
+    if optimizer.name == "sgd" and is_distributed:
+        yield f"{field}.name = sgd: has no state to shard; set trainer.distributed_optimizer=false"
+    low, high = optimizer.min_learning_rate, optimizer.learning_rate
+    if low > high:
+        yield f"{field}.min_learning_rate = {low}: is above {field}.learning_rate {high}; lower it"
+
+
+def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """A policy must be able to say something."""
+    if shape.has_value_head and recipe.loop != "reward_model":
+        yield (
+            f"model.path = {recipe.model.path}: is a reward model, which has no words; give a language model, "
+            "and this one as reward.model or critic.path"
+        )
+
+
+def rewards(recipe: Recipe) -> Iterator[str]:
+    from megarl.rewards import locate
+
+    reward = recipe.reward
+    if recipe.has_engine and not reward.functions:
+        yield "reward.functions = []: something must say what is right; beside a reward model it may weigh nothing"
+    if reward.function_weight != 1 and not reward.model:
+        yield f"reward.function_weight = {reward.function_weight}: weighs against reward.model, which is not given"
+    for name in reward.functions:
+        try:
+            locate(name)
+        except ConfigError as error:
+            yield str(error)
+
+
+def algorithm(recipe: Recipe) -> Iterator[str]:
+    algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
+    if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
+        yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
+    if recipe.loop != "rl":
+        return
+    if algorithm.correction and algorithm.old_logprobs == "rollout":
+        yield (
+            f"algorithm.correction = {algorithm.correction}: corrects from the engine to the trainer, but the ratio "
+            "starts from the engine's log-probs; set algorithm.old_logprobs=trainer"
+        )
+    if algorithm.correction and algorithm.correction_low >= algorithm.correction_high:
+        yield f"algorithm.correction_low = {algorithm.correction_low}: set it below {algorithm.correction_high} (_high)"
+    if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
+        yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
+    for name in ("dual_clip", "largest_ratio"):
+        if getattr(algorithm, name) is not None and algorithm.policy_loss != "clipped":
+            yield f"algorithm.{name}: policy_loss {algorithm.policy_loss} has none; leave it out"
+    if (allowed := algorithm.filter_range) and not 0 <= allowed[0] < allowed[1] <= 1:
+        yield f"algorithm.filter_range = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+    if algorithm.oversampling > 1 and not allowed:
+        yield f"algorithm.oversampling = {algorithm.oversampling}: without algorithm.filter_range nothing is filtered"
+    if bool(algorithm.ptx_coefficient) != bool(recipe.data.ptx):
+        yield (
+            f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one is nothing "
+            "without the other; give both or neither"
+        )
+    if recipe.data.ptx and recipe.trainer.router_replay:
+        yield "trainer.router_replay = True: no engine chose experts for the conversations of data.ptx; leave one out"
+    if algorithm.kl_target and not algorithm.kl_coefficient:
+        yield f"algorithm.kl_target = {algorithm.kl_target}: adapts algorithm.kl_coefficient, which is 0; raise that"

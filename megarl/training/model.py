@@ -1,0 +1,202 @@
+"""A model's shard on one rank, and Megatron's schedules over packed rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megarl.config import Recipe
+from megarl.model_shape import ModelShape
+from megarl.models.configuration import transformer_config
+from megarl.models.policy import PackedModel, PolicyModel, ValueModel
+from megarl.parallel_layout import ParallelLayout
+from megarl.platform import device
+from megarl.platform.megatron_ranks import ranks_dealt
+from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
+from megarl.types import TrainingSequence
+from megarl.weights.layouts.megatron import chunk_prefix
+
+Row = Sequence[TrainingSequence]
+LoadWeights = Callable[[Mapping[str, Tensor]], None]
+"""Fills a model's parameters, given by name, in place."""
+
+
+class ModelShard:
+    """This stage's parts of a model: `chunks`, one unless `layout.vpp` says otherwise.
+
+    Built on all ranks together, the first one joins them into Megatron's groups; every method is a collective over the
+    trainer's ranks. `load_weights` fills the parameters.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: ParallelLayout,
+        shape: ModelShape,
+        load_weights: LoadWeights,
+        *,
+        router_replay: bool = False,
+    ) -> None:
+        self.recipe, self.layout, self.shape = recipe, layout, shape
+        self.device = device.current()
+        self.dtype = getattr(torch, recipe.model.dtype)
+        self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
+        _join_ranks(recipe.seed, layout, shape)
+        self.config = transformer_config(
+            shape,
+            layout,
+            dtype=self.dtype,
+            sequence_parallel=self.sequence_parallel,
+            recompute=recipe.trainer.recompute,
+            router_replay=router_replay,
+            overrides=recipe.trainer.megatron,
+        )
+        self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
+        self.models: Sequence[torch.nn.Module] = self.chunks
+        """What passes go through: the chunks, or what is wrapped around them."""
+        for name, parameter in self.parameters.items():
+            if ".experts." in name:
+                # Megatron takes experts for replicas over the dense ranks unless expert parallelism splits them, also
+                # where their tensor parallelism is another than the rest's.
+                parameter.allreduce = False  # type: ignore[attr-defined]
+        load_weights(self.parameters)
+
+    def _build(self, index: int) -> PackedModel:
+        recipe, vp_stage = self.recipe, index if self.layout.vpp > 1 else None
+        if self.shape.has_value_head:
+            return ValueModel(self.config, self.shape, vp_stage=vp_stage)
+        return PolicyModel(
+            self.config,
+            self.shape,
+            temperature=recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0,
+            logprob_chunk_tokens=recipe.trainer.logprob_chunk_tokens,
+            trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
+            vp_stage=vp_stage,
+        )
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The live parameters on this rank, by the names that Megatron's layout gives them."""
+        return {
+            chunk_prefix(index, len(self.chunks)) + name: parameter
+            for index, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank holds results of its replica: the last stage's first tensor rank, of every context part."""
+        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def forward(self, rows: Sequence[Row]) -> list[list[np.ndarray]] | None:
+        """Log-probs of every token of this replica's rows, or the values before each, as the model stands.
+
+        Returns, on the ranks that report, one float32 [tokens] array per sequence of each row; elsewhere None.
+        """
+        outputs = self._run(rows, lambda output, batch: (output[0], batch), forward_only=True)
+        if not self.reports:
+            return None
+        return [unpack_row(whole_row(values, batch.row), batch.lengths, batch.padded) for values, batch in outputs]
+
+    @property
+    def _multiple(self) -> int:
+        """A rank's tokens of a row are a multiple of this."""
+        return self.layout.tp if self.sequence_parallel else 1
+
+    def _run(
+        self, rows: Sequence[Row], reduce: Callable[[Tensor, Microbatch], Any], *, forward_only: bool
+    ) -> list[Any]:
+        """Run Megatron's schedule over the rows; on the last stage, one result of `reduce` a row."""
+        batches = [
+            pack_row(
+                row,
+                multiple=self._multiple,
+                qkv_format=self.chunks[0].qkv_format,
+                device=self.device,
+                cp=self.layout.cp,
+                cp_rank=parallel_state.get_context_parallel_rank(),
+            )
+            for row in rows
+        ]
+
+        def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            batch: Microbatch = next(iterator)
+            if batch.routes is not None and self.config.moe_enable_routing_replay:
+                parts = self._multiple
+                routes = batch.routes.chunk(parts)[parallel_state.get_tensor_model_parallel_rank() % parts]
+                get_attr_wrapped_model(chunk, "replay_routes")(routes)  # type: ignore[operator]
+            output = chunk(
+                input_ids=batch.input_ids,
+                position_ids=None,
+                attention_mask=None,
+                labels=batch.labels,
+                packed_seq_params=batch.row,
+            )
+            return output, partial(_collect, batch=batch, reduce=reduce)
+
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(batches) for _ in self.models],
+                model=list(self.models),
+                num_microbatches=len(rows),
+                seq_length=self.recipe.trainer.max_tokens_per_microbatch,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+
+class FrozenModel(ModelShard):
+    """A model that is only asked, a reference or a reward model: between its passes it waits in host memory."""
+
+    def __init__(self, recipe: Recipe, layout: ParallelLayout, shape: ModelShape, load_weights: LoadWeights) -> None:
+        super().__init__(recipe, layout, shape, load_weights)
+        for chunk in self.chunks:
+            chunk.cpu()
+
+    def forward(self, rows: Sequence[Row]) -> list[list[np.ndarray]] | None:
+        """As of any model."""
+        for chunk in self.chunks:
+            chunk.to(self.device)
+        found = super().forward(rows)
+        for chunk in self.chunks:
+            chunk.cpu()
+        return found
+
+
+def _join_ranks(seed: int, layout: ParallelLayout, shape: ModelShape) -> None:
+    """Make Megatron's groups of ranks and seed what draws; the models of a rank share both."""
+    if parallel_state.model_parallel_is_initialized():
+        return
+    with ranks_dealt(layout.rank_of_part):
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp if shape.num_experts else None,
+            order=layout.order,
+            create_gloo_process_groups=False,
+        )
+    model_parallel_cuda_manual_seed(seed)
+    # Nothing here draws from these two; what a library draws shall not differ from run to run.
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _collect(
+    output: Tensor, batch: Microbatch, reduce: Callable[[Tensor, Microbatch], Any], non_loss_data: bool = False
+) -> Any:
+    return reduce(output, batch)

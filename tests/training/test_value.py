@@ -1,0 +1,272 @@
+"""Critics and reward models: values against transformers' sequence classification, updates, export, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config import Recipe
+from megarl.data.packing import pack
+from megarl.data.preferences import scored
+from megarl.parallel_layout import ParallelLayout
+from megarl.testing import RankPool
+from megarl.tracking.metrics import merge, values
+from megarl.types import DataError, TrainingSequence
+
+LENGTHS = (5, 12, 7, 9)
+ROLES = ("policy", "critic")
+LAYOUTS = {
+    "one rank": {},
+    "tp2": {"tp": 2},
+    "tp2 without sp": {"tp": 2},
+    "pp2": {"pp": 2},
+    "cp2 dp2": {"cp": 2, "dp": 2},
+}
+
+
+def recipe_of(folder: Path, **sections: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "values",
+            "loop": "rl",
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "unused"},
+            "trainer": {"max_tokens_per_microbatch": 64},
+            "optimizer": {"learning_rate": 3e-3},
+            "critic": {"optimizer": {"learning_rate": 5e-3}, "clip": None},
+            "algorithm": {"advantage": "gae"},
+            "train": {"steps": 10},
+        }
+        | sections
+    )
+
+
+def layout_of(name: str) -> ParallelLayout:
+    return ParallelLayout(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **LAYOUTS[name]})
+
+
+def answers(vocab_size: int) -> list[TrainingSequence]:
+    random = np.random.default_rng(3)
+    made = []
+    for length in LENGTHS:
+        mask = np.arange(length) >= 2
+        made.append(
+            TrainingSequence(
+                random.integers(1, vocab_size, size=length),
+                mask,
+                token_weights=mask / np.float32(sum(LENGTHS) - 2 * len(LENGTHS)),
+                values=random.normal(size=length).astype(np.float32),
+                returns=random.normal(size=length).astype(np.float32),
+            )
+        )
+    return made
+
+
+def build(recipe: Recipe, layout: ParallelLayout, folder: Path, role: Any) -> tuple[Any, Any]:
+    from megarl.model_shape import padded_vocab_size, read_model_shape
+    from megarl.training.engine import TrainingEngine
+    from megarl.weights.layouts import safetensors
+    from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+
+    shape = read_model_shape(folder)
+    shape = shape.with_value_head() if role == "critic" else shape
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+
+    def load(parameters: Mapping[str, torch.Tensor]) -> None:
+        check_against(parameter_shapes(layouts, layout.coordinates(dist.get_rank())), parameters)
+        safetensors.load(folder, layouts[dist.get_rank()], parameters)
+
+    return TrainingEngine(recipe, layout, shape, load, role=role), layouts
+
+
+def own_rows(sequences: Sequence[TrainingSequence], layout: ParallelLayout) -> list[list[int]]:
+    rows = pack(
+        [len(s) for s in sequences],
+        max_tokens=64,
+        num_ranks=layout.dp,
+        multiple=layout.sequence_multiple * layout.tp,
+        rows_multiple=layout.rows_multiple,
+    )
+    return rows[layout.coordinates(dist.get_rank()).dp]
+
+
+def train_and_export(
+    recipe: Recipe, layout: ParallelLayout, folder: Path, sequences: list[TrainingSequence], out: Path
+) -> dict[str, Any]:
+    """Two updates of a critic, its values before and after, and its export."""
+    from megarl.weights.layouts import safetensors
+
+    engine, layouts = build(recipe, layout, folder, "critic")
+    indices = own_rows(sequences, layout)
+    rows = [[sequences[i] for i in row] for row in indices]
+    before = engine.forward(rows)
+    updates = [engine.update(rows) for _ in range(2)]
+    ends = [scored(sequence) for sequence in sequences]
+    end_indices = own_rows(ends, layout)
+    after = engine.forward([[ends[i] for i in row] for row in end_indices])
+    safetensors.export(
+        out,
+        folder,
+        engine.shape,
+        layouts,
+        dist.get_rank(),
+        engine.parameters,
+        dtype=torch.float32,
+        bucket_bytes=1 << 20,
+    )
+    zeros = before is None or all((part == 0).all() for row in before for part in row)
+    last = {
+        index: float(found[-1])
+        for row, found_row in zip(end_indices, after or (), strict=False)
+        for index, found in zip(row, found_row, strict=True)
+    }
+    return {"before_is_zero": zeros, "updates": updates, "scores": last}
+
+
+@pytest.fixture(scope="module")
+def alone(
+    ranks: RankPool, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, float]], dict[int, float]]:
+    folder = tiny_model(num_layers=2, num_kv_heads=2)
+    return train_on(ranks, folder, "one rank", tmp_path_factory.mktemp("critic") / "out")
+
+
+def train_on(
+    ranks: RankPool, folder: Path, name: str, out: Path
+) -> tuple[Path, list[dict[str, float]], dict[int, float]]:
+    layout = layout_of(name)
+    trainer = {"max_tokens_per_microbatch": 64}
+    if name == "tp2 without sp":
+        trainer["sequence_parallel"] = False
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    results = ranks.run(
+        train_and_export,
+        recipe_of(folder, trainer=trainer), layout, folder, answers(vocab_size), out,
+        world_size=layout.world_size,
+    )  # fmt: skip
+    assert all(result["before_is_zero"] for result in results), "a new head says nothing"
+    updates = [
+        values(merge(part for part in step if part)) for step in zip(*(r["updates"] for r in results), strict=True)
+    ]
+    scores: dict[int, float] = {}
+    for result in results:
+        scores |= result["scores"]
+    return out, updates, scores
+
+
+def test_the_first_loss_is_that_of_nothing(alone: Any) -> None:
+    _, updates, _ = alone
+    sequences = answers(10)
+    returns = np.concatenate([s.returns[s.loss_mask] for s in sequences if s.returns is not None])
+    assert updates[0]["train/loss"] == pytest.approx(float((returns**2 / 2).mean()), rel=1e-5)
+    assert updates[1]["train/loss"] < updates[0]["train/loss"] and updates[0]["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one rank"])
+def test_layouts_train_alike(ranks: RankPool, tiny_model: Any, alone: Any, name: str, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    out, updates, scores = train_on(ranks, tiny_model(num_layers=2, num_kv_heads=2), name, tmp_path / "out")
+    for own, reference in zip(updates, alone[1], strict=True):
+        for metric in ("train/loss", "train/grad_norm"):
+            assert own[metric] == pytest.approx(reference[metric], rel=1e-5)
+    assert scores == pytest.approx(alone[2], abs=1e-5)
+    ours, theirs = load_file(out / "model.safetensors"), load_file(alone[0] / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert np.abs(ours[key] - value).max() < 5e-4, key
+
+
+def test_the_export_is_a_sequence_classifier(alone: Any, tiny_model: Any) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    out, _, scores = alone
+    model = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32).eval()
+    assert type(model).__name__ == "Qwen3ForSequenceClassification" and model.config.num_labels == 1
+    vocab_size = model.config.vocab_size
+    sequences = answers(vocab_size)
+    padding = model.config.pad_token_id
+    assert padding is not None
+    rows = torch.full((len(sequences), max(LENGTHS)), padding)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = torch.from_numpy(np.where(sequence.token_ids == padding, 1, sequence.token_ids))
+    with torch.no_grad():
+        found = model(rows, attention_mask=(rows != padding).long()).logits[:, 0]
+        alone_found = [model(torch.from_numpy(s.token_ids)[None]).logits[0, 0].item() for s in sequences]
+    assert len(set(scores.values())) == len(scores) == len(sequences)
+    assert [scores[i] for i in range(len(sequences))] == pytest.approx(alone_found, abs=2e-6)
+    kept = [i for i, s in enumerate(sequences) if padding not in s.token_ids]
+    assert [scores[i] for i in kept] == pytest.approx([found[i].item() for i in kept], abs=2e-6) and kept
+
+
+def test_a_classifier_of_several_labels_is_refused(alone: Any, tmp_path: Path) -> None:
+    from megarl.model_shape import read_model_shape
+
+    config = json.loads((alone[0] / "config.json").read_text())
+    assert read_model_shape(alone[0]).has_value_head
+    config["id2label"] = {"0": "a", "1": "b"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="with 2 labels is not supported; a reward model has one"):
+        read_model_shape(tmp_path)
+
+
+def save_or_restore(
+    recipe: Recipe, layout: ParallelLayout, folders: tuple[Path, Path], into: Path | None, out: Path
+) -> Any:
+    """Policy and critic, trained and saved; or restored from there and trained on."""
+    from megarl.training import checkpoint
+
+    policy, critic = (build(recipe, layout, folder, role)[0] for folder, role in zip(folders, ROLES, strict=True))
+    engines = {"": policy, "critic": critic}
+    sequences = answers(recipe_vocab(folders[0]))
+    rows = [[sequences[i] for i in row] for row in own_rows(sequences, layout)]
+    policy_rows = [[replace(s, values=None, advantages=s.returns, returns=None) for s in row] for row in rows]
+
+    def update() -> list[dict[str, Any]]:
+        return [policy.update(policy_rows), critic.update(rows)]
+
+    if into is not None:
+        update()
+        save = checkpoint.stage(into, engines, str(layout))
+        save.write(asynchronous=False)
+        save.finish()
+    else:
+        checkpoint.restore(out, engines, str(layout))
+    metrics = update()
+    return metrics, {
+        name: {n: p.detach().numpy().copy() for n, p in e.parameters.items()} for name, e in engines.items()
+    }
+
+
+def recipe_vocab(folder: Path) -> int:
+    return json.loads((folder / "config.json").read_text())["vocab_size"]
+
+
+@pytest.mark.parametrize("second", ["tp2", "pp2"])
+def test_policy_and_critic_share_a_checkpoint(
+    ranks: RankPool, tiny_model: Any, alone: Any, tmp_path: Path, second: str
+) -> None:
+    folders = tiny_model(num_layers=2, num_kv_heads=2), alone[0]
+    recipe, layout = recipe_of(folders[0]), layout_of("tp2")
+    home = tmp_path / "checkpoint"
+    home.mkdir()
+    saved = ranks.run(save_or_restore, recipe, layout, folders, home, home, world_size=2)
+    restored = ranks.run(save_or_restore, recipe, layout_of(second), folders, None, home, world_size=2)
+    both = []
+    for results in (saved, restored):
+        both.append([values(merge(r[0][i] for r in results if r[0][i])) for i in range(2)])
+    for own, reference in zip(*both, strict=True):
+        assert own["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-5)
+        assert own["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-5, abs=1e-6)
+    if second == "tp2":
+        for (_, own), (_, reference) in zip(saved, restored, strict=True):
+            for name, parameters in reference.items():
+                assert all(np.array_equal(own[name][n], value) for n, value in parameters.items()), name
