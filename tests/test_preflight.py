@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.config import Recipe
@@ -54,6 +56,7 @@ def test_sizes_that_fit(
     assert check(recipe(cluster={"ranks_per_node": ranks}, trainer={"tp": tp, "pp": pp}, rollout=rollout)) == layout
 
 
+PPO = {"preset": "ppo"}
 RANKS_4 = {"ranks_per_node": 4}
 WRONG = [
     pytest.param(
@@ -137,6 +140,26 @@ WRONG = [
     ),
     pytest.param({"train": {"samples_per_prompt": 1}}, ["train.samples_per_prompt = 1", "use 2 or more"], id="group"),
     pytest.param(
+        {"algorithm": {"ptx_coefficient": 0.1}}, ["algorithm.ptx_coefficient = 0.1", "give both"], id="ptx without data"
+    ),
+    pytest.param({"reward": {"functions": []}}, ["reward.functions = []"], id="nothing is right"),
+    pytest.param({"reward": {"function_weight": 0}}, ["reward.function_weight = 0.0", "not given"], id="no reward"),
+    pytest.param(
+        {"algorithm": PPO, "critic": {"warmup_steps": 10}, "train": {"steps": 10}},
+        ["critic.warmup_steps = 10: leaves none of train.steps 10"],
+        id="nothing but warm-up",
+    ),
+    pytest.param(
+        {"algorithm": PPO, "critic": {"updates_per_step": 3}},
+        ["critic.updates_per_step = 3", "256 completions", "use 1, 2, 4"],
+        id="critic's updates",
+    ),
+    pytest.param(
+        {"algorithm": PPO, "critic": {"optimizer": {"name": "sgd"}}},
+        ["critic.optimizer.name = sgd"],
+        id="critic's optimizer",
+    ),
+    pytest.param(
         {"trainer": {"max_tokens_per_microbatch": 63}},
         ["trainer.max_tokens_per_microbatch = 63", "max_prompt_tokens 40", "max_new_tokens 24", "raise it to 64"],
         id="microbatch",
@@ -212,6 +235,8 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
         pytest.param({"trainer": {"max_tokens_per_microbatch": 64}}, id="microbatch of one sequence"),
         pytest.param({"evaluation": {"sampling": {"max_new_tokens": 2008}}}, id="all positions"),
         pytest.param({"optimizer": {"warmup_steps": 20}, "train": {"steps": 10, "updates_per_step": 2}}, id="warm-up"),
+        pytest.param({"algorithm": PPO, "train": {"samples_per_prompt": 1}}, id="no group with a critic"),
+        pytest.param({"critic": {"warmup_steps": 1000, "updates_per_step": 3}}, id="critic's without a critic"),
     ],
 )
 def test_the_limits_themselves_are_allowed(recipe: Callable[..., Recipe], changed: dict[str, Any]) -> None:
@@ -237,10 +262,56 @@ def test_config_errors_come_together_and_before_broken_files(recipe: Callable[..
         assert words in str(told.value)
 
 
+def with_value_head(model: Path, target: Path) -> Path:
+    """A reward model's folder made of a language model's."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(model, target)
+    config = json.loads((target / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "good"}}
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = load_file(target / "model.safetensors")
+    tensors["score.weight"] = np.ones((1, config["hidden_size"]), np.float32)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, target / "model.safetensors"
+    )
+    return target
+
+
+def test_the_models_beside_the_policy_are_looked_at(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    language = str(tiny_model())
+    reward = str(with_value_head(tiny_model(), tmp_path / "reward"))
+    assert check(recipe(reward={"model": reward}, algorithm=PPO, critic={"path": language})).world_size == 1
+    other = str(tiny_model(vocab_size=433))
+    experts = str(tiny_model(family="qwen3_moe", num_layers=6, num_kv_heads=2))
+    for changed, told in (
+        ({"reward": {"model": language}}, f"reward.model = {language}: is a language model; give one that was trained"),
+        ({"algorithm": PPO, "critic": {"path": other}}, f"critic.path = {other}: has 433 tokens, the policy"),
+        ({"algorithm": PPO, "critic": {"path": experts}}, "must both have experts, or neither"),
+        ({"model": {"path": reward}}, f"model.path = {reward}: is a reward model, which has no words"),
+        (
+            {"algorithm": PPO, "critic": {"path": language}, "cluster": RANKS_4, "trainer": {"pp": 3}},
+            f"critic.path = {language}: trainer.pp = 3",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check(recipe(**changed))
+        assert told in str(caught.value)
+    with pytest.raises(DataError, match=r"reward\.model: absent: model folder not found"):
+        check(recipe(reward={"model": "absent"}))
+    assert check(recipe(loop="reward_model", model={"path": reward})).world_size == 1
+
+
 def test_records_are_counted_by_file(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text(json.dumps(RECORD) + "\n\n" + json.dumps(RECORD) + "\n")
     assert count_records(recipe(data={"validation": {"easy": str(held_out)}})) == {"train": 3, "easy": 2}
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text(json.dumps({"prompt": "1 + 2", "response": "3"}) + "\n")
+    beside = {"ptx": str(talk), "validation_conversations": {"talk": str(talk)}}
+    assert count_records(recipe(data=beside)) == {"train": 3, "ptx": 1, "talk (conversations)": 1}
 
 
 def test_the_first_faulty_line_of_each_file_is_told(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
