@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,7 @@ class Respondents:
     tokenizer: Tokenizer
     rewards: RewardPool
     max_running: int
+    is_abandoned: Callable[[], bool] = lambda: False
 
     async def answer(
         self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
@@ -58,7 +59,7 @@ class Respondents:
         """`samples_per_prompt` answers to each problem, grouped by problem in the given order.
 
         A completion's seed is a function of `seed`, the problem's index and the sample's number: not of which
-        engine draws it or when.
+        engine draws it or when. Raises AbandonedError where the run is to stop.
         """
         requests = [
             Request(f"{group}.{number}", problem.prompt_token_ids, sampling, _seed(seed, problem.index, number))
@@ -66,10 +67,10 @@ class Respondents:
             for number in range(samples_per_prompt)
         ]
         place = {request.request_id: index for index, request in enumerate(requests)}
-        scored = [
-            asyncio.create_task(self._score(completion, problems))
-            async for completion in sample(self.group, self.layout, requests, max_running=self.max_running)
-        ]
+        completions = sample(
+            self.group, self.layout, requests, max_running=self.max_running, is_abandoned=self.is_abandoned
+        )
+        scored = [asyncio.create_task(self._score(completion, problems)) async for completion in completions]
         return sorted(await asyncio.gather(*scored), key=lambda answered: place[answered.completion.request_id])
 
     async def _score(self, completion: Completion, problems: Sequence[Problem]) -> Answered:

@@ -48,6 +48,12 @@ class DiskFullError(MegarlError):
     exit_code = 74
 
 
+class StoppedError(MegarlError):
+    """The run was asked to stop and did; started again with --resume it goes on."""
+
+    exit_code = 75
+
+
 class PeerLostError(MegarlError):
     """A worker, an engine or a reward process died or stopped answering."""
 

@@ -14,7 +14,7 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.metrics import Sum
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, TrainingSequence
 from megarl.workers.batching import TrainerRanks
-from megarl.workers.sampling import sample
+from megarl.workers.sampling import AbandonedError, sample
 
 SAMPLING = SamplingSettings(max_new_tokens=8)
 
@@ -29,11 +29,15 @@ class Engines:
         self.most = 0
 
     async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
-        assert method == "advance" and len(per_rank) == self.world_size and args == (1.0,)
+        assert method == "advance" and len(per_rank) == self.world_size
+        assert args == ((0.0,) if any(aborts for _, aborts in per_rank) else (1.0,))
         results: list[Any] = [None] * self.world_size
         for rank, (new, aborts) in enumerate(per_rank):
-            assert not aborts and (rank in self.pace or not new), f"rank {rank} is no leader"
-            if rank in self.pace:
+            assert rank in self.pace or not (new or aborts), f"rank {rank} is no leader"
+            if aborts:
+                assert set(aborts) == {request.request_id for request in self.running[rank]} and not new
+                self.running[rank] = []
+            elif rank in self.pace:
                 self.running[rank] += new
                 self.seen[rank] += new
                 self.most = max(self.most, len(self.running[rank]))
@@ -88,6 +92,19 @@ def test_a_replica_holds_no_more_than_it_may() -> None:
     assert len(sampled(engines, 40, max_running=5)) == 40
     assert engines.most == 5
     assert len(engines.seen[1]) > 2 * len(engines.seen[0])
+
+
+def test_sampling_that_is_abandoned_leaves_no_request() -> None:
+    engines = Engines(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=1), {0: 1, 1: 1})
+    looks = iter([False, False, True])
+
+    async def collect() -> list[str]:
+        answers = sample(engines, engines.layout, requests(9), max_running=100, is_abandoned=lambda: next(looks))
+        return [completion.request_id async for completion in answers]
+
+    with pytest.raises(AbandonedError):
+        asyncio.run(collect())
+    assert engines.running == {0: [], 1: []}
 
 
 def test_no_requests_need_no_engine() -> None:

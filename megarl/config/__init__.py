@@ -43,6 +43,8 @@ class ClusterConfig(Section):
     """Give up if the ranks are not all connected after this long."""
     collective_timeout_seconds: PositiveFloat = 1800.0
     """A collective that waits longer than this ends the run."""
+    max_restarts: NonNegativeInt = 10
+    """Times that a run may be taken up again in a row without a step gained."""
 
     @property
     def world_size(self) -> int:

@@ -48,8 +48,16 @@ class Checkpoints:
             with self._tracker.phase("export"):
                 await self._ranks.call("export", self._folder.path / f"hf_step_{step:06d}")
         every = settings.every_steps
-        if not every or (step % every and step != self._recipe.train.steps):
-            return
+        if every and (step % every == 0 or step == self._recipe.train.steps):
+            await self._begin(step, save_driver, settings.asynchronous)
+
+    async def save(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
+        """Save the state after a step and wait for it, unless that is done already."""
+        if self._begun != step and not self._published(step).exists():
+            await self._begin(step, save_driver, False)
+        await self.complete(wait=True)
+
+    async def _begin(self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool) -> None:
         await self.complete(wait=True)
         partial = self._partial(step)
         shutil.rmtree(partial, ignore_errors=True)
@@ -59,7 +67,7 @@ class Checkpoints:
             with self._removed_when_full(), disk_full_named(partial, 0):
                 save_driver(partial)
         with self._tracker.phase("checkpoint"):
-            await self._of_ranks("save_checkpoint", partial, settings.asynchronous)
+            await self._of_ranks("save_checkpoint", partial, asynchronous)
 
     async def complete(self, *, wait: bool = False) -> None:
         """Make what was begun a checkpoint, if all ranks have written their share or after they have (`wait`)."""
@@ -82,7 +90,7 @@ class Checkpoints:
                 sync(path)
                 files[path.name] = file_record(path)
         write_manifest(partial, files, {"format": "torch_dist"})
-        target = home / partial.name[1 : -len(".partial")]
+        target = self._published(step)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         sync(home)
@@ -91,6 +99,9 @@ class Checkpoints:
             for older in _found(home)[self._recipe.checkpoint.keep :]:
                 # First it loses its name: half a checkpoint must not look like one.
                 shutil.rmtree(older.rename(home / f".{older.name}.removed"))
+
+    def _published(self, step: int) -> Path:
+        return self._folder.checkpoints_folder / f"step_{step:06d}"
 
     def _partial(self, step: int) -> Path:
         return self._folder.checkpoints_folder / f".step_{step:06d}.partial"

@@ -17,6 +17,7 @@ from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
 from megarl.evaluation import Answered, Respondents
 from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings
+from megarl.workers.sampling import AbandonedError
 
 Group = list[Answered]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
@@ -50,8 +51,17 @@ class Collection:
 
         Metrics, where groups are filtered: `rollout/attempts`, batches of prompts that were drawn; `rollout/kept`, the
         share of drawn groups that passed; `rollout/waited`, the share of answers from weights before the newest. Raises
-        MegarlError if `algorithm.max_attempts` batches do not fill a step.
+        MegarlError if `algorithm.max_attempts` batches do not fill a step, AbandonedError, everything as before, where
+        the run is to stop.
         """
+        before = self.drawn, self.waiting
+        try:
+            return await self._step()
+        except AbandonedError:
+            self.drawn, self.waiting = before
+            raise
+
+    async def _step(self) -> tuple[list[Answered], list[Answered], dict[str, float]]:
         recipe, wanted = self.recipe, self.recipe.train.prompts_per_step
         asked: list[Answered] = []
         attempts = passed = 0
@@ -73,7 +83,7 @@ class Collection:
             groups = [list(group) for _, group in groupby(answered, key=lambda a: a.group)]
             kept = [group for group in groups if teaches(group, recipe.algorithm.filter_range)]
             passed += len(kept)
-            self.waiting += kept
+            self.waiting = self.waiting + kept
         taken, self.waiting = self.waiting[:wanted], self.waiting[wanted:]
         answers = [replace(a, group=number) for number, group in enumerate(taken) for a in group]
         if recipe.algorithm.filter_range is None:

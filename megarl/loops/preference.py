@@ -40,6 +40,7 @@ async def train(session: Session) -> None:
         tracker.log(step, scalars)
         session.folder.set_status(step=step)
         await session.checkpoints.complete()
+        await session.stop_if_asked(step)
 
 
 async def with_reference(session: Session, answers: Sequence[Answers]) -> list[TrainingSequence]:

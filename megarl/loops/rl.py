@@ -18,6 +18,7 @@ from megarl.loops.collection import Collection
 from megarl.loops.session import Session, sampling_settings
 from megarl.preflight import read_conversations, read_problems
 from megarl.types import TrainingSequence
+from megarl.workers.sampling import AbandonedError
 
 
 async def train(session: Session) -> None:
@@ -34,8 +35,12 @@ async def train(session: Session) -> None:
     else:
         tracker.log(0, await session.evaluate(0))
     for step in session.steps:
-        with tracker.phase("rollout"):
-            answered, asked, scalars = await collection.step()
+        try:
+            with tracker.phase("rollout"):
+                answered, asked, scalars = await collection.step()
+        except AbandonedError:
+            await session.stop_if_asked(step - 1, collection.save)
+            raise
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
             sequences = await session.add_logprobs(to_sequences(answered, recipe))
@@ -66,6 +71,7 @@ async def train(session: Session) -> None:
         tracker.log(step, scalars)
         session.folder.set_status(step=step)
         await session.checkpoints.complete()
+        await session.stop_if_asked(step, collection.save)
 
 
 def _adapt(collection: Collection, scalars: dict[str, float], sequences: list[TrainingSequence]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from megarl.evaluation import Respondents
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
 from megarl.loops.session import Session
+from megarl.loops.stopping import StopRequest
 from megarl.model_shape import read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
@@ -23,6 +24,7 @@ from megarl.preflight import read_problems, row_multiple
 from megarl.rewards.scoring import RewardPool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
+from megarl.types import StoppedError
 from megarl.workers.batching import TrainerRanks
 from megarl.workers.process_group import ProcessGroup
 
@@ -51,14 +53,29 @@ def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
         console.print(f"resuming from {found}")
         if changed := changed_sections(found, recipe):
             console.print(f"warning: the recipe is not what it was then: {', '.join(changed)}", style="yellow")
-    folder.rewind(None if found is None else checkpoint_step(found))
+    folder.rewind(None if found is None else checkpoint_step(found), recipe.cluster.max_restarts)
     return found
 
 
 async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None) -> None:
+    stop = StopRequest()
+    try:
+        await _run_until(stop, recipe, layout, folder, checkpoint)
+    except asyncio.CancelledError:
+        if not stop.is_urgent:
+            raise
+        raise StoppedError(
+            f"{stop.by} and then another signal: left at once; go on with: megarl train {folder.path} --resume"
+        ) from None
+
+
+async def _run_until(
+    stop: StopRequest, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None
+) -> None:
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
+        stack.enter_context(stop.heard(tracker.notice))
         rewards = RewardPool(
             recipe.reward.functions,
             num_workers=recipe.reward.num_workers if recipe.has_engine else 0,
@@ -99,10 +116,11 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
                 attention_ratio(read_model_shape(recipe.model.path)),
                 together=recipe.answers_together,
             ),
-            respondents=Respondents(ranks, layout, tokenizer, rewards, max_running=2 * concurrent),
+            respondents=Respondents(ranks, layout, tokenizer, rewards, 2 * concurrent, lambda: bool(stop)),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
             checkpoints=Checkpoints(recipe, folder, tracker, ranks),
             checkpoint=checkpoint,
+            stop=stop,
         )
         if checkpoint:
             await ranks.call("sleep_engine")

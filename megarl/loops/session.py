@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,15 @@ from megarl.data.preferences import scored
 from megarl.evaluation import Answered, Respondents, accuracy
 from megarl.loops.batches import critic_batches
 from megarl.loops.checkpoints import Checkpoints
+from megarl.loops.stopping import StopRequest
 from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.metrics import merge, values
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import Problem, SamplingSettings, TrainingSequence
+from megarl.types import Problem, SamplingSettings, StoppedError, TrainingSequence
 from megarl.workers.batching import TrainerRanks
 from megarl.workers.process_group import ProcessGroup
+from megarl.workers.sampling import AbandonedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -42,6 +44,18 @@ class Session:
     checkpoints: Checkpoints
     checkpoint: Path | None
     """What the run goes on from."""
+    stop: StopRequest
+
+    async def stop_if_asked(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
+        """Save what `step` left and raise StoppedError, if a signal asked for it."""
+        if not self.stop:
+            return
+        saved = "there is nothing to save yet"
+        if step > 0:
+            await self.ranks.call("sleep_engine")
+            await self.checkpoints.save(step, save_driver)
+            saved = f"saved after step {step} of {self.recipe.train.steps}"
+        raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
     async def add_values(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         """The sequences with the critic's values before the update."""
@@ -104,7 +118,10 @@ class Session:
         sampling = sampling_settings(self.recipe.evaluation_sampling)
         with self.tracker.phase("evaluation"):
             for name, problems in self.validation.items():
-                measured, answered = await accuracy(self.respondents, problems, sampling)
+                try:
+                    measured, answered = await accuracy(self.respondents, problems, sampling)
+                except AbandonedError:
+                    break
                 scalars |= {f"val/{name}/{key}": value for key, value in measured.items()}
                 self.tracker.samples(step, [{"set": name} | answer.record() for answer in answered])
         return scalars

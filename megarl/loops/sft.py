@@ -40,6 +40,7 @@ async def train(session: Session) -> None:
         tracker.log(step, scalars)
         session.folder.set_status(step=step)
         await session.checkpoints.complete()
+        await session.stop_if_asked(step)
 
 
 async def _losses(session: Session, held_out: Mapping[str, Sequence[TrainingSequence]]) -> dict[str, float]:

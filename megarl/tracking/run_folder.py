@@ -13,9 +13,9 @@ from typing import Any, Literal, Self
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
-from megarl.types import ConfigError, MegarlError, RunFolderLockedError
+from megarl.types import ConfigError, MegarlError, RunFolderLockedError, StoppedError
 
-State = Literal["starting", "running", "done", "failed", "interrupted"]
+State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
 
 class RunFolder:
@@ -39,9 +39,12 @@ class RunFolder:
         self.logs_folder = self.path / "logs"
         self.resumed_step = 0
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
+        self._earlier: dict[str, Any] = {}
         self._lock = self._acquire()
         try:
-            if not resume:
+            if resume:
+                self._earlier = self._read_status()
+            else:
                 self._refuse_earlier_run()
             for folder in (self.samples_folder, self.logs_folder):
                 folder.mkdir(exist_ok=True)
@@ -68,9 +71,20 @@ class RunFolder:
         self._status |= {field: value for field, value in new.items() if value is not None}
         replace_text(self.path / "status.json", json.dumps(self._status) + "\n")
 
-    def rewind(self, step: int | None) -> None:
-        """Forget what was written after a step, for its checkpoint to be resumed; None forgets all."""
+    def rewind(self, step: int | None, most_restarts: int | None = None) -> None:
+        """Forget what was written after a step, for its checkpoint to be resumed; None forgets all.
+
+        Raises MegarlError if the run was taken up from there more than `most_restarts` times in a row.
+        """
         last = -1 if step is None else step
+        earlier = self._earlier
+        if earlier and (step or 0) <= earlier.get("resumed_step", 0):
+            self._status["restarts"] = earlier.get("restarts", 0) + 1
+            if most_restarts is not None and self._status["restarts"] > most_restarts:
+                raise MegarlError(
+                    f"{self.path} was taken up {most_restarts} times from step {step or 0} without a step gained; it "
+                    f"ended last with: {earlier.get('cause')}. Mend that, then raise cluster.max_restarts once."
+                )
         if step is None:
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
         else:
@@ -99,7 +113,8 @@ class RunFolder:
             else:
                 code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
                 rank = getattr(error, "rank", None)
-                self.set_status("failed", cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
+                state = "stopped" if isinstance(error, StoppedError) else "failed"
+                self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
         finally:
             self.close()
 
@@ -123,6 +138,12 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.write(lock, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode())
         return lock
+
+    def _read_status(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
 
     def _refuse_earlier_run(self) -> None:
         path = self.path / "status.json"

@@ -129,8 +129,47 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kil
     resumed_step = int(earlier[5:])
     done = {"state": "done", "step": STEPS, "cause": None, "exit_code": 0}
     assert runs.status("whole") == done
-    assert runs.status(name) == done | {"resumed_step": resumed_step}
+    # How often it was taken up again without a step gained is for the kills to say.
+    assert runs.status(name) | {"restarts": 0} == done | {"resumed_step": resumed_step, "restarts": 0}
     assert_bit_equal(runs.run(name), runs.run("whole"))
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(runs: Runs) -> None:
+    moments, name, seen = random.Random(11), "asked", []
+    for number, asked in enumerate((signal.SIGUSR1, signal.SIGTERM)):
+        driver = runs.start("recipe.yaml", f"name={name}", "--resume")
+        try:
+            await_moment(runs, name, driver, 3 + 4 * number, False)
+            time.sleep(moments.uniform(0, 0.7))
+            driver.send_signal(asked)
+            output, _ = driver.communicate(timeout=120)
+        finally:
+            driver.kill()
+        assert driver.returncode == 75, output
+        status = runs.status(name)
+        saved = f"{asked.name}: saved after step {status['step']} of {STEPS}; go on with: megarl train"
+        assert (status["state"], status["exit_code"]) == ("stopped", 75) and saved in status["cause"]
+        assert runs.checkpoints(name)[-1] == f"step_{status['step']:06d}"
+        seen.append(status["step"])
+    assert 3 <= seen[0] < seen[1] < STEPS
+    runs.train(f"runs/{name}", "--resume")
+    assert_bit_equal(runs.run(name), runs.run("whole"))
+
+
+def test_a_second_signal_ends_a_run_at_once(runs: Runs) -> None:
+    driver = runs.start("recipe.yaml", "name=urgent")
+    try:
+        await_moment(runs, "urgent", driver, 1, False)
+        driver.send_signal(signal.SIGUSR1)
+        while driver.poll() is None and "SIGUSR1: saving" not in (driver.stdout.readline() if driver.stdout else ""):
+            pass
+        driver.send_signal(signal.SIGUSR1)
+        started = time.monotonic()
+        output, _ = driver.communicate(timeout=60)
+    finally:
+        driver.kill()
+    assert driver.returncode == 75 and time.monotonic() - started < 15, output
+    assert runs.status("urgent")["state"] == "stopped" and not rank_processes(driver.pid)
 
 
 def await_moment(runs: Runs, name: str, driver: subprocess.Popen[str], last: int, during_save: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.recipe import load
 from megarl.tracking.run_folder import RunFolder
-from megarl.types import ConfigError, DataError, PeerLostError, RunFolderLockedError
+from megarl.types import ConfigError, DataError, MegarlError, PeerLostError, RunFolderLockedError
 
 OWNER = """
 import sys
@@ -141,6 +141,23 @@ def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe)
         assert folder.metrics_file.read_text() == '{"step": 0}\n{"step": 4, "x": 1}\n'
         left = sorted(path.name for path in folder.samples_folder.iterdir())
         assert left == ["step_000000.jsonl", "step_000004.jsonl"] and folder.tensorboard_folder.exists()
+    # Taken up from the same step again, and once more than is allowed.
+    with RunFolder(recipe, resume=True) as folder:
+        folder.rewind(4, most_restarts=2)
+        assert status(recipe)["restarts"] == 1
+        folder.set_status("failed", cause="a broken link")
+    with RunFolder(recipe, resume=True) as folder:
+        folder.rewind(4, most_restarts=2)
+    with (
+        pytest.raises(
+            MegarlError, match="taken up 2 times from step 4 without a step gained; it ended last with: None"
+        ),
+        RunFolder(recipe, resume=True) as folder,
+    ):
+        folder.rewind(4, most_restarts=2)
+    with RunFolder(recipe, resume=True) as folder:
+        folder.rewind(5, most_restarts=2)
+        assert "restarts" not in status(recipe)
     with RunFolder(recipe, resume=True) as folder:
         folder.rewind(None)
         assert "resumed_step" not in status(recipe)
