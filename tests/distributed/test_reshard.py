@@ -68,7 +68,7 @@ def update(worker: Any, layout: ParallelLayout) -> None:
     rows = [
         [
             TrainingSequence(
-                token_ids=rng.integers(0, worker.shape.vocab_size, 17),
+                token_ids=rng.integers(0, worker.trainer.shape.vocab_size, 17),
                 loss_mask=trained,
                 token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
             )
@@ -76,7 +76,7 @@ def update(worker: Any, layout: ParallelLayout) -> None:
         for _ in range(2)
     ]
     worker.trainer.onload()
-    worker.update(rows)
+    worker.update(rows, "policy")
 
 
 def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: str) -> list[str]:
