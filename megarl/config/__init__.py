@@ -10,13 +10,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.learning import PRESETS, AlgorithmConfig, CriticConfig, OptimizerConfig, PreferenceConfig
+from megarl.config.learning import (
+    PRESETS,
+    AlgorithmConfig,
+    CriticConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+)
 from megarl.config.section import Section
 
 __all__ = [
     "PRESETS",
     "AlgorithmConfig",
     "CriticConfig",
+    "LoraConfig",
     "OptimizerConfig",
     "PreferenceConfig",
     "Section",
@@ -230,6 +238,8 @@ class Recipe(Section):
     """The machines."""
     trainer: TrainerConfig = TrainerConfig()
     """Megatron: parallel sizes and memory."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters of the policy."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and its schedule."""
     rollout: RolloutConfig = RolloutConfig()

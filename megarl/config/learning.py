@@ -1,4 +1,4 @@
-"""The parts of a recipe that say how it learns: optimizer, algorithm, critic, preferences."""
+"""The parts of a recipe that say how it learns: adapters, optimizer, algorithm, critic, preferences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megarl.config.section import Section
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class LoraConfig(Section):
+    rank: NonNegativeInt = 0
+    """Rank of the adapters that are trained beside the frozen policy; 0: there are none, all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    dropout: Decay = 0.0
+    """Share of an adapter's inputs that an update's passes drop."""
+    targets: Annotated[tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...], Field(min_length=1)] = (
+        "qkv_proj",
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    )
+    """Projections that get adapters, those of experts included; fused ones share an A."""
+    export_adapter: bool = True
+    """Write the adapters too, as a PEFT folder adapter/ (adapter_step_NNNNNN/) beside hf/, the merged model."""
 
 
 class OptimizerConfig(Section):

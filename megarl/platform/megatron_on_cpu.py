@@ -58,6 +58,11 @@ def prepare() -> None:
 
     import megatron.core.tensor_parallel.random as megatron_random
 
+    # What would be a fault on an accelerator is how it must be here: its random numbers are the CPU's.
+    megatron_random.logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     _adapt_experts()

@@ -39,7 +39,11 @@ def check(recipe: Recipe) -> ParallelLayout:
         try:
             shape = read_model_shape(recipe.model.path)
             wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
-            wrong += [*sizes.expert_fit(recipe, shape), *learning.head(recipe, shape)]
+            wrong += [
+                *sizes.expert_fit(recipe, shape),
+                *learning.head(recipe, shape),
+                *learning.adapters(recipe, shape),
+            ]
             further = [*_further_models(recipe, shape)]
             wrong += [text for text in further if not isinstance(text, DataError)]
             broken += [str(error) for error in further if isinstance(error, DataError)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config import OptimizerConfig, Recipe
+from megarl.config import LoraConfig, OptimizerConfig, Recipe
 from megarl.model_shape import ModelShape
 from megarl.types import ConfigError
 
@@ -39,6 +39,20 @@ def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"model.path = {recipe.model.path}: is a reward model, which has no words; give a language model, "
             "and this one as reward.model or critic.path"
         )
+
+
+def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Of LoRA."""
+    lora = recipe.lora
+    if not lora.rank and lora != LoraConfig():
+        yield "lora.rank = 0: means no adapters, but other fields of lora are set; give a rank (16), or remove those"
+    narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
+    if lora.rank > narrowest:
+        yield f"lora.rank = {lora.rank}: exceeds the model's narrowest matrix, {narrowest}; lower it"
+    if lora.rank and recipe.loop == "reward_model":
+        yield f"lora.rank = {lora.rank}: a reward model's new head is trained with all its weights; set lora.rank=0"
+    if lora.rank and shape.num_experts and recipe.trainer.megatron.get("moe_shared_expert_overlap"):
+        yield "trainer.megatron.moe_shared_expert_overlap: does not pass through adapters; remove it or set lora.rank=0"
 
 
 def rewards(recipe: Recipe) -> Iterator[str]:

@@ -28,6 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 
+from megarl.models.adapters import sharded_state
 from megarl.platform import device
 from megarl.training.engine import TrainingEngine
 from megarl.weights.ledger import Ledger, check_space, disk_full_named
@@ -147,7 +148,7 @@ def restore(folder: Path, engines: Mapping[str, TrainingEngine], layout: str) ->
 
 def _restore_engine(engine: TrainingEngine, state: dict[str, Any]) -> None:
     for name, chunk in _named_chunks(engine).items():
-        chunk.load_state_dict(state[name])
+        chunk.load_state_dict(state[name], strict=not engine.is_adapted)
     leaves = engine.optimizer.chained_optimizers
     saved = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
     for optimizer, optimizer_state in zip(leaves, saved, strict=True):
@@ -175,7 +176,11 @@ def _sharded_states(engines: Mapping[str, TrainingEngine], *, is_loading: bool) 
 def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = _FORMAT | {"dp_cp_group": group}
-    models = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(engine).items()}
+    # Of a model with adapters, only those are trained; the rest is in the model's folder.
+    models = {
+        name: sharded_state(chunk) if engine.is_adapted else chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in _named_chunks(engine).items()
+    }
     for optimizer in engine.optimizer.chained_optimizers:
         _allocate_moments(optimizer)
     optimizer_state = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from megarl.algorithms.importance import gap_moments
 from megarl.config import OptimizerConfig, Recipe
 from megarl.model_shape import ModelShape
+from megarl.models import adapters
 from megarl.models.policy import PackedModel
 from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 from megarl.training.batch import Microbatch
+from megarl.training.merged import MergedWeights
 from megarl.training.model import LoadWeights, ModelShard, Row
 from megarl.training.objective import (
     Objective,
@@ -31,6 +34,7 @@ from megarl.training.objective import (
 from megarl.training.offload import Lent
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.types import MegarlError
+from megarl.weights.families.adapters import LINEARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,9 @@ class TrainingEngine(ModelShard):
         trainer, is_policy = recipe.trainer, role == "policy"
         super().__init__(recipe, layout, shape, load_weights, router_replay=trainer.router_replay and is_policy)
         self.role = role_of_policy(recipe) if is_policy else role_of_critic(recipe)
+        self.is_adapted = is_policy and recipe.lora.rank > 0
+        if self.is_adapted:
+            self._attach_adapters()
         self.models: list[DistributedDataParallel] = [self._wrap(chunk, i) for i, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self.role.optimizer, self.models, dtype=self.dtype, distributed=trainer.distributed_optimizer
@@ -89,11 +96,19 @@ class TrainingEngine(ModelShard):
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.config.finalize_model_grads_func = _sum_gradients
         self.skipped_in_a_row = 0
+        self._merged = MergedWeights(self.chunks, self.parameters)
         self._lent = {
             "parameters": Lent(lambda: self.parameters.values()),
             "gradients": Lent(self._gradients, keeps_values=False),
             "optimizer": Lent(self._optimizer_state),
         }
+
+    def _attach_adapters(self) -> None:
+        """Freeze the model beside new adapters: they are what learns."""
+        lora = self.recipe.lora
+        settings: dict[str, Any] = {"rank": lora.rank, "scale": lora.alpha / lora.rank, "dropout": lora.dropout}
+        for chunk in self.chunks:
+            adapters.attach(chunk, [LINEARS[name] for name in lora.targets], **settings, seed=self.recipe.seed)
 
     def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
@@ -132,6 +147,20 @@ class TrainingEngine(ModelShard):
                 t for t in tensors if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
             )
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What leaves for the engine and for model folders, by Megatron's names; values are there within `merged`."""
+        return self._merged.weights
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Within, `weights` hold the model of now, adapters merged in."""
+        return self._merged.filled()
+
+    def forward_frozen(self, rows: Sequence[Row]) -> list[list[np.ndarray]] | None:
+        """`forward` of the model that training started from: without adapters, and choosing its experts itself."""
+        with adapters.running(self.chunks, on=False, drops=False):
+            return self.forward([[replace(sequence, routed_experts=None) for sequence in row] for row in rows])
+
     def update(self, rows: Sequence[Row], kl: float | None = None) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
@@ -145,7 +174,8 @@ class TrainingEngine(ModelShard):
         if kl is None:
             kl = self.recipe.algorithm.kl_coefficient
         reduce = partial(_weighted_loss, objective=self.role.objective, kl=kl)
-        losses = self._run(rows, reduce, forward_only=False)
+        with adapters.running(self.chunks, on=True, drops=True):
+            losses = self._run(rows, reduce, forward_only=False)
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         finite = self._everywhere(all(np.isfinite(part["train/loss"].number) for part in losses))

@@ -24,7 +24,7 @@ from megarl.training import checkpoint
 from megarl.training.engine import TrainingEngine
 from megarl.training.model import FrozenModel, ModelShard, Row
 from megarl.types import Completion, Request
-from megarl.weights.layouts import safetensors
+from megarl.weights.layouts import peft, safetensors
 from megarl.weights.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.weights.layouts.vllm_computed import VllmLayouts
 from megarl.weights.ledger import disk_full_named
@@ -42,7 +42,7 @@ class Worker:
         # The engine first: what it needs of memory must be free before the trainer takes its share.
         self.engine = self._build_engine() if recipe.has_engine else None
         self.frozen: dict[str, FrozenModel] = {}
-        if recipe.has_reference:
+        if recipe.has_reference and not recipe.lora.rank:
             self.frozen["reference"] = self._build(FrozenModel, recipe.model.path)
         if recipe.loop == "rl" and recipe.reward.model:
             self.frozen["reward"] = self._build(FrozenModel, recipe.reward.model, has_value_head=True)
@@ -54,9 +54,11 @@ class Worker:
             self.critic = self._build(critic, recipe.critic.path or recipe.model.path, has_value_head=True)
             self.critic.offload()
         self.notices: list[str] = []
-        self.resharding = self._plan_reshard(self.engine) if self.engine else None
-        if self.engine and self.resharding:
-            self.resharding.self_test()
+        self.resharding = None
+        if self.engine:
+            with self.trainer.merged():
+                self.resharding = self._plan_reshard(self.engine)
+                self.resharding.self_test()
             self.engine.weights_updated()
             self.trainer.offload()
 
@@ -79,6 +81,8 @@ class Worker:
         """Log-probs or values of this replica's rows; see `ModelShard.forward`."""
         if of in self.frozen:
             return self.frozen[of].forward(rows)
+        if of == "reference":
+            return self.trainer.forward_frozen(rows)
         with self._learning(of) as model:
             return model.forward(rows)
 
@@ -107,32 +111,32 @@ class Worker:
         self.trainer.offload(but=("parameters",))
         self.trainer.onload(("parameters",))
         self.engine.wake(["weights"])
-        report = self.resharding.run()
-        if verify:
-            started = time.perf_counter()
-            self.resharding.verify()
-            report["verify_seconds"] = time.perf_counter() - started
+        with self.trainer.merged():
+            report = self.resharding.run()
+            if verify:
+                started = time.perf_counter()
+                self.resharding.verify()
+                report["verify_seconds"] = time.perf_counter() - started
         self.trainer.offload()
         self.engine.wake(["kv_cache"])
         self.engine.weights_updated()
         return report
 
     def export(self, folder: Path, of: str = "policy") -> None:
-        """Write a model's weights as a Hugging Face model folder."""
+        """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""
         self.trainer.onload(("parameters",))
+        source, lora, bucket_bytes = self.recipe.model.path, self.recipe.lora, self.recipe.weights.bucket_mib << 20
         with self._learning(of) as model:
-            parameters = model.parameters
-            with disk_full_named(folder, sum(parameter.nbytes for parameter in parameters.values())):
-                safetensors.export(
-                    folder,
-                    self.recipe.model.path,
-                    model.shape,
-                    self._layouts(model.shape),
-                    self.rank,
-                    parameters,
-                    dtype=model.dtype,
-                    bucket_bytes=self.recipe.weights.bucket_mib << 20,
-                )
+            settings: dict[str, Any] = {"dtype": model.dtype, "bucket_bytes": bucket_bytes}
+            layouts, weights = self._layouts(model.shape), model.weights
+            with disk_full_named(folder, sum(weight.nbytes for weight in weights.values())), model.merged():
+                safetensors.export(folder, source, model.shape, layouts, self.rank, weights, **settings)
+            if model.is_adapted and lora.export_adapter:
+                beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
+                cuts = peft.adapter_layouts(layouts, lora.targets, lora.rank)
+                config = peft.adapter_config(cuts, source, alpha=lora.alpha, dropout=lora.dropout)
+                with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
+                    peft.export(beside, config, cuts, self.rank, model.parameters, **settings)
 
     def save_checkpoint(self, folder: Path, asynchronous: bool) -> None:
         """Write the trainer's state into an empty folder; if `asynchronous`, only begin to."""
@@ -206,10 +210,10 @@ class Worker:
         recorded, refusal = record(engine.model, shape, self.trainer.dtype)
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
-            return GatheredReshard(layouts, shape, self.trainer.parameters, engine.load_tensors, **settings)
+            return GatheredReshard(layouts, shape, self.trainer.weights, engine.load_tensors, **settings)
         layout = self.layout
         computed = VllmLayouts(shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
-        return Reshard(layouts, computed, recorded, self.trainer.parameters, engine.model, **settings)
+        return Reshard(layouts, computed, recorded, self.trainer.weights, engine.model, **settings)
 
     def close(self) -> None:
         """End the engine and leave the world."""

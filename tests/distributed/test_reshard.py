@@ -68,14 +68,15 @@ def update(worker: Any, layout: ParallelLayout) -> None:
     rows = [
         [
             TrainingSequence(
-                token_ids=rng.integers(0, worker.shape.vocab_size, 17),
+                token_ids=rng.integers(0, worker.trainer.shape.vocab_size, 17),
                 loss_mask=trained,
                 token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
             )
         ]
         for _ in range(2)
     ]
-    worker.update(rows)
+    worker.trainer.onload()
+    worker.update(rows, "policy")
 
 
 def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: str) -> list[str]:
@@ -146,6 +147,39 @@ def test_live_parameters_equal_what_the_loader_makes(
         train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
     )
     assert results == [[]] * layout.world_size
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "dtype"),
+    [
+        pytest.param(
+            ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv below tp, tied, odd vocabulary", "float32"
+        ),
+        pytest.param(ParallelLayout(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "qwen3 kv equal tp, untied", "bfloat16"),
+        pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen2_moe", "float32"),
+    ],
+)
+def test_an_engine_gets_weights_with_adapters_merged_in(
+    layout: ParallelLayout,
+    model: str,
+    dtype: str,
+    pool_of: Callable[[int], RankPool],
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_of(tiny_model(num_layers=2 * layout.vpp, **MODELS[model]), layout)
+    offload = {"offload": ("optimizer", "gradients", "parameters")}
+    changed = {"lora": {"rank": 4}, "trainer": recipe.trainer.model_dump() | offload}
+    changed["model"] = recipe.model.model_dump() | {"dtype": dtype}
+    recipe = Recipe.model_validate(recipe.model_dump() | changed)
+    results = pool_of(layout.world_size).run(
+        train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
+    )
+    assert results == [[]] * layout.world_size
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
 
 def spoil_and_verify(recipe: Recipe, layout: ParallelLayout) -> list[str]:

@@ -6,7 +6,7 @@ A new family is one file and one line of FAMILIES.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megarl.model_shape import ModelShape
 from megarl.weights.families import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
@@ -39,9 +39,14 @@ def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def tensors_of(model: ModelShape) -> tuple[Tensor, ...]:
     """Every tensor of the model's checkpoint, in the order in which a plan counts them."""
+    return numbered(templates_of(model), model)
+
+
+def numbered(templates: Iterable[str], model: ModelShape) -> tuple[Tensor, ...]:
+    """The tensors of these kinds in all layers and experts, in order."""
     return in_order(
         Tensor(template, layer, expert)
-        for template in templates_of(model)
+        for template in templates
         for layer in (range(model.num_layers) if "{layer}" in template else (-1,))
         for expert in (range(model.num_experts) if "{expert}" in template else (0,))
     )

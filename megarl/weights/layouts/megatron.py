@@ -197,8 +197,9 @@ class MegatronLayouts(Layouts):
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):
             at = self.parallel.coordinates(rank)
-            for key in ((False, at.pp, 0, at.tp), (False, at.pp, 0, None), (True, at.pp, at.ep, at.etp)):
-                ranks.setdefault(key, []).append(rank)
+            for of_experts, ep, split in ((False, 0, at.tp), (True, at.ep, at.etp)):
+                for key in ((of_experts, at.pp, ep, split), (of_experts, at.pp, ep, None)):
+                    ranks.setdefault(key, []).append(rank)
         return {key: tuple(found) for key, found in ranks.items()}
 
 

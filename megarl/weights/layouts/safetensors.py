@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, cycle
 from math import prod
 from pathlib import Path
@@ -96,7 +96,6 @@ def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -
     Transport(plan, sources, parameters, dtype=torch.float32).reshard()
 
 
-@torch.no_grad()
 def export(
     folder: str | Path,
     source: str | Path,
@@ -114,12 +113,9 @@ def export(
     `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights come from the folder `source`.
     The folder appears, or is replaced, when it is complete. Raises OSError if the disk is full.
     """
-    folder = Path(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
     files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+
+    def write_others(partial: Path) -> None:
         for name, path in companions(source).items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             is_config = name == "config.json"
@@ -127,6 +123,33 @@ def export(
         if len(files) > 1:
             total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
             (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")
+
+    write_folder(folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)
+
+
+@torch.no_grad()
+def write_folder(
+    folder: str | Path,
+    files: Mapping[str, Mapping[str, tuple[int, ...]]],
+    write_others: Callable[[Path], None],
+    layouts: Sequence[Layout],
+    rank: int,
+    parameters: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+) -> None:
+    """Write `files` (name -> its tensors' shapes), each by one rank, from what all ranks' `parameters` hold of them.
+
+    Rank 0 adds the folder's other files. The folder appears, or is replaced, when it is complete; every rank calls
+    this. Raises OSError if the disk is full.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_others(partial)
     _barrier()
     destinations: dict[str, Tensor] = {}
     written: list[list[Piece]] = [[] for _ in layouts]

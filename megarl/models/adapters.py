@@ -1,0 +1,219 @@
+"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters beside Megatron's frozen linear layers, in every layout.
+
+y = W x + alpha / rank * B A dropout(x). A linear keeps its weight and its name; its adapter is a submodule of it, added
+to its output by a hook, so Megatron's local layers and Transformer Engine's are served alike. (The latter were not run
+yet.) Of the two matrices the one on the linear's split side is split as its weight is, the other is on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from torch import Tensor, nn
+
+from megarl.models.policy import PackedModel
+from megarl.types import ConfigError
+
+_COLUMN = ("linear_qkv", "linear_fc1")
+"""Linears that are split over their output features; the others are over their inputs."""
+_ALIKE, _APART = "adapters-alike", "adapters-apart"
+"""Random numbers of the dropout: equal and different on the tensor-parallel ranks of a replica."""
+
+
+class Adapter(nn.Module):
+    """What is added to a linear's output, from its input: scale * B A dropout(x).
+
+    `a` [rank, in] and `b` [out, rank] are this rank's parts; a gated linear's `b` is [2, out / 2, rank], so that each
+    half is split evenly. `key` names the linear among those of the whole model.
+    """
+
+    def __init__(self, linear: Any, key: str, *, rank: int, scale: float, dropout: float, seed: int) -> None:
+        super().__init__()
+        self.key, self.scale, self.dropout, self.is_on = key, scale, dropout, True
+        self.is_expert, self.is_column = ".experts." in key, key.endswith(_COLUMN)
+        self.sequence_parallel = linear.config.sequence_parallel
+        self.group: Any = (
+            parallel_state.get_expert_tensor_parallel_group()
+            if self.is_expert
+            else parallel_state.get_tensor_model_parallel_group()
+        )
+        # A fused norm takes the linear's input to what its weight sees. It stays the linear's: not registered here.
+        self.norm = (linear.layer_norm_weight, linear.eps) if hasattr(linear, "layer_norm_weight") else None
+        rows, columns = linear.weight.shape
+        splits, place = self.group.size(), self.group.rank()
+        a = _draw((rank, columns * (1 if self.is_column else splits)), f"{seed} {key}")
+        a = a if self.is_column else a.chunk(splits, dim=1)[place]
+        is_gated = key.endswith("linear_fc1")
+        self.a = nn.Parameter(a.to(linear.weight).contiguous())
+        self.b = nn.Parameter(linear.weight.new_zeros((2, rows // 2, rank) if is_gated else (rows, rank)))
+        self.split_dims = {"a": None, "b": int(is_gated)} if self.is_column else {"a": 1, "b": None}
+        for letter, dim in self.split_dims.items():
+            self._mark(getattr(self, letter), dim, place)
+
+    def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
+        """Tell Megatron how a parameter's gradient is reduced, and which of its copies counts in the norm."""
+        # What etp ranks hold alike is counted by its first: whether the copy counts otherwise depends on tp.
+        is_counted = dim is not None or self.is_expert
+        set_tensor_model_parallel_attributes(parameter, is_counted, dim if dim is not None else -1, 1)
+        parameter.allreduce = not self.is_expert
+        if self.is_expert:
+            parameter.shared = dim is None and place > 0
+        else:
+            parameter.sequence_parallel = dim is None and self.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in of this rank] -> [..., out of this rank], both as the linear has them."""
+        if self.norm is not None:
+            x = F.rms_norm(x, x.shape[-1:], *self.norm)
+        if self.dropout and self.training:
+            # Only where all ranks see the same features of the same tokens must they drop the same.
+            is_alike = self.is_column and not self.sequence_parallel
+            with get_cuda_rng_tracker().fork(_ALIKE if is_alike else _APART):  # type: ignore[union-attr]
+                x = F.dropout(x, self.dropout)
+        a, b = self.a, self.b.flatten(0, -2)
+        if self.is_expert:
+            # The dispatcher hands every rank all tokens and sums outputs, as it sums the gradients of inputs: what is
+            # left are the gradients of the matrix that all hold.
+            a, b = (self._copied(a), b) if self.is_column else (a, self._copied(b))
+            return F.linear(F.linear(x, a) * self.scale, b)
+        return F.linear(self._exchanged(F.linear(x, a)) * self.scale, b)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        """The same; its gradient is summed over the ranks."""
+        return copy_to_tensor_model_parallel_region(x, group=self.group)
+
+    def _exchanged(self, inner: Tensor) -> Tensor:
+        """A's output as B needs it: of all tokens (column), or summed over the ranks' features (row)."""
+        if self.is_column and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(inner, group=self.group)
+        if self.is_column:
+            return self._copied(inner)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
+        return reduce_from_tensor_model_parallel_region(inner, group=self.group)
+
+    def merge_into(self, weight: Tensor, merged: Tensor) -> None:
+        """merged = weight + scale * B A, computed in float32 and rounded once. Both are this rank's part."""
+        b = self.b.detach().flatten(0, -2).float()
+        merged.copy_(torch.addmm(weight.detach().float(), b, self.a.detach().float(), alpha=self.scale))
+
+
+def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: float, dropout: float, seed: int) -> None:
+    """Give a chunk's linears of these names adapters, that start as zero; everything else is frozen.
+
+    Needs the chunk's weights in place; before gradients and optimizer are made. Raises ConfigError for linears that
+    hold several experts' weights at once.
+    """
+    chunk.requires_grad_(False)
+    first_expert = 0
+    layers: Any = chunk.decoder.layers
+    for layer in layers:
+        for name, linear in list(layer.named_modules()):
+            if name.rpartition(".")[2] not in linears:
+                continue
+            if not isinstance(getattr(linear, "weight", None), Tensor):
+                raise ConfigError(
+                    "lora.targets: Transformer Engine's grouped experts cannot have adapters; leave gate_up_proj and "
+                    "down_proj out."
+                )
+            if (found := re.search(r"local_experts\.(\d+)", name)) is not None:
+                num_local = len(layer.mlp.experts.local_experts)
+                first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
+                name = name.replace(found[0], str(first_expert + int(found[1])))
+            key = f"decoder.layers.{layer.layer_number - 1}.{name}"
+            linear.adapter = Adapter(linear, key, rank=rank, scale=scale, dropout=dropout, seed=seed).eval()
+            linear.register_forward_hook(_add)
+    if chunk.pre_process:
+        # Layers that are computed anew get a gradient only if their input asks for one.
+        chunk.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_(torch.is_grad_enabled()))
+    _seed_dropout(seed)
+
+
+def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter]]:
+    """Chunk number, name and module of every adapter."""
+    for index, chunk in enumerate(chunks):
+        yield from ((index, name, module) for name, module in chunk.named_modules() if isinstance(module, Adapter))
+
+
+@contextmanager
+def running(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
+    """Passes within add what the adapters say, or are those of the frozen model; with or without dropout.
+
+    Outside, adapters are on and nothing is dropped.
+    """
+    adapters = [adapter for _, _, adapter in adapters_of(chunks)]
+    if not on:
+        # The frozen model chooses its experts itself.
+        RouterReplay.clear_global_router_replay_action()
+    for adapter in adapters:
+        adapter.is_on = on
+        adapter.train(drops)
+    yield
+    for adapter in adapters:
+        adapter.is_on = True
+        adapter.eval()
+
+
+def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
+    """What of a chunk is trained, by name, for Megatron's checkpoints: keys and cuts serve every layout."""
+    state = {}
+    for _, name, adapter in adapters_of([chunk]):
+        replica = (
+            parallel_state.get_expert_data_parallel_rank()
+            if adapter.is_expert
+            else parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        )
+        place, splits = adapter.group.rank(), adapter.group.size()
+        for letter, dim in adapter.split_dims.items():
+            cuts = [] if dim is None else [(dim, place, splits)]
+            state[f"{name}.{letter}"] = ShardedTensor.from_rank_offsets(
+                f"{adapter.key}.adapter.{letter}",
+                getattr(adapter, letter),
+                *cuts,
+                replica_id=(0, place if dim is None else 0, replica),
+            )
+    return state
+
+
+def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+    if not linear.adapter.is_on:
+        return None
+    return output[0] + linear.adapter(inputs[0]), output[1]
+
+
+def _draw(shape: tuple[int, int], name: str) -> Tensor:
+    """The whole matrix, kaiming-uniform as torch's linear layers, from its name alone: the same in every layout."""
+    generator = torch.Generator().manual_seed(_seed_of(name))
+    return torch.empty(shape, device="cpu").uniform_(-1, 1, generator=generator) * shape[1] ** -0.5
+
+
+def _seed_dropout(seed: int) -> None:
+    """Streams of random numbers that each replica and stage has for itself; Megatron's tracker keeps their state."""
+    tracker: Any = get_cuda_rng_tracker()
+    tp = parallel_state.get_tensor_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    for name, place in ((_ALIKE, ""), (_APART, tp)):
+        if name not in tracker.get_states():
+            tracker.add(name, _seed_of(f"{seed} {name} {replica} {stage} {place}"))
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

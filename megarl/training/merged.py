@@ -1,0 +1,42 @@
+"""The weights as the engine and a model folder get them: the trainer's own, or those with their adapters merged in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from megarl.models.adapters import Adapter, adapters_of
+from megarl.training.offload import Lent
+from megarl.weights.layouts.megatron import chunk_prefix
+
+
+class MergedWeights:
+    """`weights` are tensors by Megatron's names that a plan can be bound to; they hold values within `filled`.
+
+    A linear with an adapter has a tensor of its own here, whose memory exists within `filled` only; the frozen weight
+    is never written. Merging needs no other rank: adapters are cut as their weights are.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
+        self._adapters: dict[str, tuple[Adapter, Tensor]] = {}
+        for index, name, adapter in adapters_of(chunks):
+            weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"
+            self._adapters[weight] = adapter, parameters[weight]
+        merged = {name: torch.empty_like(weight) for name, (_, weight) in self._adapters.items()}
+        own = {name: value for name, value in parameters.items() if ".adapter." not in name}
+        self.weights: dict[str, Tensor] = own | merged
+        self._lent = Lent(merged.values, keeps_values=False)
+        self._lent.give()
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Weights as of now. The trainer's own must be on the device."""
+        self._lent.take()
+        with torch.no_grad():
+            for name, (adapter, weight) in self._adapters.items():
+                adapter.merge_into(weight, self.weights[name])
+        yield
+        self._lent.give()
