@@ -96,6 +96,37 @@ def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
     print(to_yaml(load(recipe, overrides or ()), comments=True), end="")
 
 
+slurm = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(slurm)
+
+
+@slurm.command()
+def render(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Print the batch script of a recipe."""
+    print(_batch_script(recipe, overrides or ()), end="")
+
+
+@slurm.command()
+def submit(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--sbatch", help="An option for sbatch; repeatable.", show_default=False)
+    ] = None,
+) -> None:
+    """Submit a recipe's job, after sbatch has found that it could run."""
+    from megarl.slurm import submit
+
+    print(submit(_batch_script(recipe, overrides or ()), option or ()))
+
+
+def _batch_script(recipe: str, overrides: Sequence[str]) -> str:
+    from megarl.recipe import load
+    from megarl.slurm import render
+
+    return render(load(recipe, overrides), [recipe, *overrides])
+
+
 convert = typer.Typer(
     name="convert",
     help="Convert weights between Hugging Face folders and Megatron's torch_dist checkpoints, on the CPU.",

@@ -41,8 +41,9 @@ class ModelConfig(Section):
 
 
 class ClusterConfig(Section):
-    launcher: Literal["local"] = "local"
-    """Who starts the ranks: `local` spawns them on this machine."""
+    launcher: Literal["local", "slurm"] = "local"
+    """Who starts the ranks: `local` spawns them on this machine; `slurm` has srun start a task for each, within a job
+    (launch/slurm/train.sbatch)."""
     nodes: PositiveInt = 1
     """Machines in the job."""
     ranks_per_node: PositiveInt = 1
@@ -51,6 +52,10 @@ class ClusterConfig(Section):
     """Give up if the ranks are not all connected after this long."""
     collective_timeout_seconds: PositiveFloat = 1800.0
     """A collective that waits longer than this ends the run."""
+    srun_options: tuple[str, ...] = ()
+    """Options of srun besides, such as a container's: --container-image=FILE, --container-mounts=FROM:TO."""
+    preflight: bool = True
+    """Look at every node before anything heavy starts there: folders, disk, GPUs, clock."""
     max_restarts: NonNegativeInt = 10
     """Times that a run may be taken up again in a row without a step gained."""
 

@@ -21,12 +21,15 @@ from megarl.model_shape import read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.preflight import read_problems, row_multiple
+from megarl.recipe import error_page
 from megarl.rewards.scoring import RewardPool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import StoppedError
+from megarl.types import ConfigError, StoppedError
 from megarl.workers.batching import TrainerRanks
+from megarl.workers.node_report import faults
 from megarl.workers.process_group import ProcessGroup
+from megarl.workers.srun_group import SrunGroup
 
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
@@ -69,6 +72,31 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         ) from None
 
 
+async def _start_ranks(recipe: Recipe, layout: ParallelLayout, folder: RunFolder) -> ProcessGroup:
+    """The ranks' processes, each on a node that was found fit. Raises ConfigError naming one that is not."""
+    cluster = recipe.cluster
+    group: type[ProcessGroup] = {"local": ProcessGroup, "slurm": SrunGroup}[cluster.launcher]
+    ranks = await group.start(
+        "megarl.workers.node_report:NodeReport",
+        {},
+        world_size=layout.world_size,
+        log_folder=folder.logs_folder,
+        start_timeout_seconds=cluster.start_timeout_seconds,
+        environment=device.rank_environment(cluster.ranks_per_node),
+        options=cluster.srun_options,
+    )
+    if not cluster.preflight:
+        return ranks
+    models = [recipe.model.path, recipe.reward.model, recipe.critic.path if recipe.has_critic else None]
+    run_folder = str(folder.path.absolute())
+    folders = [str(Path(model).absolute()) for model in models if model]
+    reports = await ranks.call("look", folders, run_folder)
+    if wrong := list(faults(reports, run_folder, cluster.ranks_per_node)):
+        await ranks.close()
+        raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
+    return ranks
+
+
 async def _run_until(
     stop: StopRequest, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None
 ) -> None:
@@ -87,15 +115,10 @@ async def _run_until(
         problems = recipe.data.validation if recipe.has_engine else {}
         validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
         with tracker.phase("start"):
-            ranks = await ProcessGroup.start(
-                "megarl.workers.worker:Worker",
-                {"recipe": recipe, "layout": layout},
-                world_size=layout.world_size,
-                log_folder=folder.logs_folder,
-                start_timeout_seconds=recipe.cluster.start_timeout_seconds,
-                environment=device.rank_environment(recipe.cluster.ranks_per_node),
-            )
-        stack.push_async_callback(ranks.close)
+            ranks = await _start_ranks(recipe, layout, folder)
+            stack.push_async_callback(ranks.close)
+            ranks.on_asked = stop.ask
+            await ranks.construct("megarl.workers.worker:Worker", {"recipe": recipe, "layout": layout})
         ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)

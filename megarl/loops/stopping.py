@@ -16,19 +16,28 @@ class StopRequest:
     def __init__(self) -> None:
         self.by: str | None = None
         self.is_urgent = False
+        self._notice: Callable[[str], object] = lambda text: None
 
     def __bool__(self) -> bool:
         return self.by is not None
+
+    def ask(self, signal_name: str) -> None:
+        """Have the run save and leave, if it is not doing so."""
+        if self.by is None:
+            self.by = signal_name
+            self._notice(
+                f"{signal_name}: saving as soon as this step lets go, then leaving; a second signal ends it now"
+            )
 
     @contextmanager
     def heard(self, notice: Callable[[str], object]) -> Iterator[None]:
         """Listen while the calling task runs; `notice` tells the terminal. A second signal cancels the task."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        self._notice = notice
 
         def hear(number: signal.Signals) -> None:
             if self.by is None:
-                self.by = number.name
-                notice(f"{number.name}: saving as soon as this step lets go, then leaving; a second signal ends it now")
+                self.ask(number.name)
             elif task is not None:
                 self.is_urgent = True
                 task.cancel()

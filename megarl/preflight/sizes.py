@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 
 from megarl.config import Recipe
@@ -37,6 +38,20 @@ def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> Parall
 
 def machines(recipe: Recipe) -> Iterator[str]:
     cluster = recipe.cluster
+    if cluster.launcher == "slurm":
+        nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
+        if nodes is None:
+            yield (
+                "cluster.launcher = slurm: this is no Slurm job; submit one with launch/slurm/train.sbatch, or set "
+                "cluster.launcher=local"
+            )
+        elif int(nodes) != cluster.nodes:
+            yield f"cluster.nodes = {cluster.nodes}: the job has {nodes}; set cluster.nodes={nodes}, or sbatch --nodes"
+        elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
+            yield (
+                f"cluster.ranks_per_node = {cluster.ranks_per_node}: the job has {tasks} tasks a node; set "
+                f"cluster.ranks_per_node={tasks}, or sbatch --ntasks-per-node"
+            )
     if cluster.launcher == "local" and cluster.nodes > 1:
         yield (
             f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only; "

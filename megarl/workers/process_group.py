@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +32,23 @@ _LOG_TAIL_LINES = 60
 class _RankError(Exception):
     """One rank's report; `echo` if it only tells that another rank broke a collective."""
 
-    def __init__(self, seat: _Seat, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, seat: Seat, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None) -> None:
         self.seat, self.at, self.echo, self.report = seat, at, echo, report
 
 
-class _Seat:
-    """The driver's end of one rank: its process, its socket, its log."""
+class Seat:
+    """The driver's end of one rank: its connection, its log. `died` is done when its process is known to have ended.
 
-    def __init__(self, rank: int, environment: Mapping[str, str], log: Path) -> None:
+    `asked` names a signal that the rank was sent to have the run stop.
+    """
+
+    socket: socket.socket
+    asked: str | None = None
+
+    def __init__(self, rank: int, log: Path) -> None:
         self.rank, self.log = rank, log
-        self.socket, theirs = socket.socketpair()
-        self.socket.setblocking(False)
-        with theirs, log.open("ab") as output:
-            self.log_start = output.tell()
-            number = theirs.fileno()
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megarl.workers.rank", str(number), str(os.getpid())],
-                env=environment,
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        loop = asyncio.get_running_loop()
-        self.died: asyncio.Future[float] = loop.create_future()
-        self._pidfd = os.pidfd_open(self.process.pid)
-        loop.add_reader(self._pidfd, self._notice_death)
-
-    def _notice_death(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self.died.set_result(time.time())
-        with contextlib.suppress(OSError):  # a child of the rank may hold the other end open: no end of file would come
-            self.socket.shutdown(socket.SHUT_RDWR)
+        self.log_start = log.stat().st_size if log.exists() else 0
+        self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     async def ask(self, message: bytes) -> Any:
         """Send one command and return what the rank answers.
@@ -74,7 +58,7 @@ class _Seat:
         try:
             await asyncio.get_running_loop().sock_sendall(self.socket, message)
             (size,) = HEAD.unpack(await self._read(HEAD.size))
-            answered, content = pickle.loads(await self._read(size))
+            answered, content, self.asked = pickle.loads(await self._read(size))
         except (OSError, EOFError):
             await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
             raise _RankError(self, self.died.result() if self.died.done() else time.time()) from None
@@ -93,45 +77,91 @@ class _Seat:
         return data
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal the rank and its children. The process is not reaped before, so the group id is still its own."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+        """Signal the rank and its children, if it still lives."""
+        raise NotImplementedError
 
     def release(self) -> None:
-        """Reap the process and close the socket."""
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self.process.poll()
-        os.close(self._pidfd)
+        """Give back what the seat holds."""
         self.socket.close()
 
-    def fate(self) -> str:
-        code = self.process.returncode
-        if code >= 0:
-            return f"exited with code {code}"
-        name = signal.Signals(-code).name
-        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    def fate(self, is_dead: bool) -> str:
+        """What became of the rank, in words that follow its name; `is_dead` if its process ended by itself."""
+        raise NotImplementedError
 
     def log_tail(self) -> str:
+        if not self.log.exists():
+            return f"{self.log} was not written."
         with self.log.open("rb") as file:
             file.seek(max(self.log_start, file.seek(0, os.SEEK_END) - 16384))
             lines = file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         return "\n".join([f"The end of {self.log}:", *lines]) if lines else f"{self.log} is empty."
 
 
+class _LocalSeat(Seat):
+    """A child process at the other end of a socket pair."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str], log: Path) -> None:
+        super().__init__(rank, log)
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        with theirs, log.open("ab") as output:
+            number = theirs.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megarl.workers.rank", str(number), str(os.getpid())],
+                env=environment,
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._pidfd = os.pidfd_open(self.process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._notice_death)
+
+    def _notice_death(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.died.set_result(time.time())
+        with contextlib.suppress(OSError):  # a child of the rank may hold the other end open: no end of file would come
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        # The process is not reaped before, so the group id is still its own.
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def release(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.process.poll()
+        os.close(self._pidfd)
+        super().release()
+
+    def fate(self, is_dead: bool) -> str:
+        code = self.process.returncode
+        if not is_dead:
+            return "lost its connection"
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
 class ProcessGroup:
     """The `WorkerGroup` of `world_size` processes on this machine. Make one with `start`.
 
-    `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever.
+    `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
+    a signal to stop that reached a rank.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.options: Sequence[str] = ()
         self._port = socket.socket()
         self.answer_timeout_seconds: float | None = None
-        self._seats: list[_Seat] = []
+        self._seats: list[Seat] = []
         self._turn = asyncio.Lock()
         self._over: Exception | None = None
+        self.on_asked: Callable[[str], object] = lambda signal_name: None
 
     @classmethod
     async def start(
@@ -143,25 +173,32 @@ class ProcessGroup:
         log_folder: Path,
         start_timeout_seconds: float = 300.0,
         environment: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
     ) -> ProcessGroup:
         """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each.
 
         `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
         `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` to that. Output goes to
-        `log_folder/rank_NNNN.log`. The ranks die with the thread that called this.
+        `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `options` are the launcher's.
         Errors are those of `WorkerGroup`; `start_timeout_seconds` is how long the interpreters may take to answer.
         """
         group = cls(world_size)
+        group.options = options
         try:
-            group._start_processes(log_folder, environment or {})
+            log_folder.mkdir(parents=True, exist_ok=True)
+            await group._start_processes(log_folder, environment or {}, start_timeout_seconds)
             group.answer_timeout_seconds = start_timeout_seconds
             await group._exchange("start", [b""] * world_size)  # each rank answers once unasked
             group.answer_timeout_seconds = None
-            await group.call("__init__", list(sys.path), worker, dict(kwargs))
+            await group.construct(worker, kwargs)
         except BaseException:
             await group._end()
             raise
         return group
+
+    async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
+        """Put a worker in place on every rank; see `start`. One that was there before is left to the collector."""
+        await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return await self._exchange(method, [pack((method, args, kwargs))] * self.world_size)
@@ -184,8 +221,7 @@ class ProcessGroup:
                 await asyncio.wait([seat.died for seat in self._seats], timeout=_LEAVE_SECONDS)
         await self._end()
 
-    def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        log_folder.mkdir(parents=True, exist_ok=True)
+    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> None:
         # Kept from others but not from rank 0: bound, address reusable, not listening.
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))
@@ -196,7 +232,7 @@ class ProcessGroup:
         }
         for rank in range(self.world_size):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._seats.append(_Seat(rank, own, log_folder / f"rank_{rank:04d}.log"))
+            self._seats.append(_LocalSeat(rank, own, log_folder / f"rank_{rank:04d}.log"))
 
     async def _exchange(self, method: str, messages: Sequence[bytes]) -> list[Any]:
         async with self._turn:
@@ -228,6 +264,8 @@ class ProcessGroup:
             raise next(error for error in errors if error not in failures)
         if failures:
             raise await self._fail(method, min(failures, key=lambda failure: (failure.echo, failure.at)))
+        if asked := next((seat.asked for seat in self._seats if seat.asked), None):
+            self.on_asked(asked)
         return [ask.result() for ask in asks]
 
     async def _fail(self, method: str, first: _RankError) -> Exception:
@@ -236,8 +274,7 @@ class ProcessGroup:
         await self._end()
         where = f"rank {seat.rank} of {self.world_size}"
         if report is None:
-            fate = seat.fate() if is_dead else "lost its connection"
-            error = RankFailedError(seat.rank, f"{where} {fate} during `{method}`", seat.log_tail())
+            error = RankFailedError(seat.rank, f"{where} {seat.fate(is_dead)} during `{method}`", seat.log_tail())
         elif report["megarl_class"]:
             error = getattr(types, report["megarl_class"])(report["message"])
             error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
@@ -247,7 +284,7 @@ class ProcessGroup:
         self._over = error
         return error
 
-    async def _fall_silent(self, what: str, silent: Sequence[_Seat]) -> Exception:
+    async def _fall_silent(self, what: str, silent: Sequence[Seat]) -> Exception:
         """End the group and return the error that shows where each silent rank stood."""
         for seat in silent:
             seat.kill(signal.SIGABRT)  # the rank's fault handler writes the stacks of all its threads to the log

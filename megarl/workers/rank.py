@@ -21,6 +21,8 @@ HEAD = struct.Struct("<Q")
 """What a message begins with: the bytes of the pickle that follows."""
 
 _PR_SET_PDEATHSIG = 1
+_asked: str | None = None
+"""The signal to stop that this process was sent last."""
 _ECHOES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
 
@@ -67,10 +69,10 @@ def _execute(worker: Any, command: bytes) -> tuple[Any, bytes]:
         method, args, kwargs = pickle.loads(command)
         if method == "__init__":
             worker = _construct(*args, **kwargs)
-            return worker, pack((True, None))
-        return worker, pack((True, getattr(worker, method)(*args, **kwargs)))
+            return worker, pack((True, None, _asked))
+        return worker, pack((True, getattr(worker, method)(*args, **kwargs), _asked))
     except Exception as error:
-        return worker, pack((False, _report(error)))
+        return worker, pack((False, _report(error), _asked))
 
 
 def die_with(parent: int) -> None:
@@ -80,15 +82,25 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def main() -> None:
-    """Serve the rank named by `RANK` until the driver closes its end; arguments are the socket and the driver's id."""
-    number, driver = map(int, sys.argv[1:])
-    die_with(driver)
+def note_signals() -> None:
+    """Outlive the signals that a scheduler has a whole job hear, and tell the driver of them with the next answer."""
+
+    def note(number: int, _: Any) -> None:
+        global _asked
+        _asked = signal.Signals(number).name
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, note)
+
+
+def serve(sock: socket.socket) -> None:
+    """Serve the rank named by `RANK` until the driver closes its end."""
     faulthandler.enable()
+    note_signals()
     worker: Any = None
-    with socket.socket(fileno=number) as sock, sock.makefile("rwb") as stream:
+    with sock, sock.makefile("rwb") as stream:
         sock.set_inheritable(False)
-        answer = pack((True, None))
+        answer = pack((True, None, None))
         while True:
             stream.write(answer)
             stream.flush()
@@ -97,6 +109,13 @@ def main() -> None:
             worker, answer = _execute(worker, stream.read(*HEAD.unpack(head)))
     if hasattr(worker, "close"):
         worker.close()
+
+
+def main() -> None:
+    """A rank on the driver's machine; arguments are its socket and the driver's process id."""
+    number, driver = map(int, sys.argv[1:])
+    die_with(driver)
+    serve(socket.socket(fileno=number))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""A recipe as a Slurm job: `launch/slurm/train.sbatch` with the recipe's sizes, shown or submitted."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.types import ConfigError
+
+TEMPLATE = Path(__file__).resolve().parents[1] / "launch/slurm/train.sbatch"
+
+
+def render(recipe: Recipe, arguments: Sequence[str]) -> str:
+    """The batch script of a recipe; `arguments` are what `megarl train` gets: its file and the overrides.
+
+    Jobs of one name wait for each other, so that two never write one run's folder. Raises ConfigError where megarl is
+    not installed from its repository.
+    """
+    try:
+        template = TEMPLATE.read_text(encoding="utf-8")
+    except OSError:
+        raise ConfigError(f"{TEMPLATE}: not found; install megarl from its repository (launch/setup.sh)") from None
+    per_node = recipe.cluster.ranks_per_node
+    values = {
+        "job-name": recipe.name,
+        "nodes": recipe.cluster.nodes,
+        "ntasks-per-node": per_node,
+        "gpus-per-node": per_node,
+    }
+    lines = []
+    for line in template.splitlines():
+        option = line.removeprefix("#SBATCH --").partition("=")[0]
+        is_ours = line.startswith("#SBATCH") and option in values
+        lines.append(f"#SBATCH --{option}={values[option]}" if is_ours else line)
+        if line.startswith("set -"):
+            lines.append(f"set -- {shlex.join(arguments)}")
+    return "\n".join(lines) + "\n"
+
+
+def submit(script: str, options: Sequence[str]) -> str:
+    """Hand a batch script to sbatch, `options` on top, after a trial of it; what sbatch said.
+
+    Raises ConfigError with sbatch's words where it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")
+    for trial in (["--test-only"], []):
+        done = subprocess.run(["sbatch", *trial, *options], input=script, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"sbatch refuses the job: {done.stderr.strip()}")
+    return done.stdout.strip()
