@@ -41,9 +41,11 @@ class ModelConfig(Section):
 
 
 class ClusterConfig(Section):
-    launcher: Literal["local", "slurm"] = "local"
+    launcher: Literal["local", "slurm", "ray"] = "local"
     """Who starts the ranks: `local` spawns them on this machine; `slurm` has srun start a task for each, within a job
-    (launch/slurm/train.sbatch)."""
+    (launch/slurm/train.sbatch); `ray` has a Ray cluster place them."""
+    ray_address: str = "auto"
+    """Where the Ray cluster answers: HOST:PORT, or `auto` for the one that this machine belongs to."""
     nodes: PositiveInt = 1
     """Machines in the job."""
     ranks_per_node: PositiveInt = 1

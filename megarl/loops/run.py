@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.config import Recipe
+from megarl.config import ClusterConfig, Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.packing import attention_ratio
 from megarl.evaluation import Respondents
@@ -72,10 +72,21 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         ) from None
 
 
+def _launcher(cluster: ClusterConfig) -> tuple[type[ProcessGroup], tuple[str, ...]]:
+    """What starts the ranks, and its options."""
+    if cluster.launcher == "slurm":
+        return SrunGroup, cluster.srun_options
+    if cluster.launcher == "ray":
+        from megarl.workers.ray_group import RayGroup
+
+        return RayGroup, (cluster.ray_address, str(cluster.ranks_per_node))
+    return ProcessGroup, ()
+
+
 async def _start_ranks(recipe: Recipe, layout: ParallelLayout, folder: RunFolder) -> ProcessGroup:
     """The ranks' processes, each on a node that was found fit. Raises ConfigError naming one that is not."""
     cluster = recipe.cluster
-    group: type[ProcessGroup] = {"local": ProcessGroup, "slurm": SrunGroup}[cluster.launcher]
+    group, options = _launcher(cluster)
     ranks = await group.start(
         "megarl.workers.node_report:NodeReport",
         {},
@@ -83,7 +94,7 @@ async def _start_ranks(recipe: Recipe, layout: ParallelLayout, folder: RunFolder
         log_folder=folder.logs_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
         environment=device.rank_environment(cluster.ranks_per_node),
-        options=cluster.srun_options,
+        options=options,
     )
     if not cluster.preflight:
         return ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 
 from megarl.config import Recipe
 from megarl.model_shape import ModelShape
@@ -52,6 +53,8 @@ def machines(recipe: Recipe) -> Iterator[str]:
                 f"cluster.ranks_per_node = {cluster.ranks_per_node}: the job has {tasks} tasks a node; set "
                 f"cluster.ranks_per_node={tasks}, or sbatch --ntasks-per-node"
             )
+    if cluster.launcher == "ray" and find_spec("ray") is None:
+        yield "cluster.launcher = ray: Ray is not installed; run launch/setup.sh ray, or set cluster.launcher=local"
     if cluster.launcher == "local" and cluster.nodes > 1:
         yield (
             f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only; "

@@ -1,0 +1,135 @@
+"""A worker group on a Ray cluster: Ray places the ranks and starts their processes; they connect back to the driver.
+
+Ray carries no command and no tensor, so a run on Ray is the run that it is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.types import ConfigError, PeerLostError
+from megarl.workers.connected_group import Address, ConnectedGroup, connect
+
+
+class _Process:
+    """An actor that becomes one rank."""
+
+    def look(self) -> tuple[list[int], str, int]:
+        """The GPUs that Ray gave it on its node, the node's address, and a port there that is kept for this process."""
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("", 0))
+        gpus = [int(number) for number in ray.get_gpu_ids()]
+        return gpus, ray.util.get_node_ip_address(), self._port.getsockname()[1]
+
+    def serve(self, folder: str, environment: dict[str, str], log: str, address: Address, key: bytes) -> None:
+        """Be a rank, in the driver's current `folder`, until the driver lets go; output goes to `log`."""
+        os.chdir(folder)
+        os.environ.update(environment)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        connect(address, key, ray.util.get_node_ip_address())
+
+
+class RayGroup(ConnectedGroup):
+    """The `WorkerGroup` of one Ray actor for each rank. Make one with `start`; `options` are (address, ranks a node).
+
+    The ranks of a node are consecutive. Raises ConfigError where the cluster has too little, saying what there is.
+    """
+
+    def host(self) -> str:
+        self._join()
+        return ray.util.get_node_ip_address()
+
+    def _join(self) -> None:
+        if ray.is_initialized():
+            return
+        address = self.options[0]
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"cluster.ray_address = {address}: no Ray cluster answers there ({error}); start one with "
+                "`ray start --head`, or set cluster.launcher=local"
+            ) from None
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self._actors: list[Any] = []
+        self._served: list[Any] = []
+        self._placed: Any = None
+
+    async def launch(
+        self, log_folder: Path, environment: Mapping[str, str], address: tuple[str, int], key: bytes
+    ) -> None:
+        per_node = int(self.options[1])
+        nodes = self.world_size // per_node
+        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        kind = "GPU" if any(node.get("GPU") for node in alive) else "CPU"
+        have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
+        if sum(count >= per_node for count in have) < nodes:
+            raise ConfigError(
+                f"cluster.nodes = {nodes}: needs {nodes} nodes with {per_node} {kind}s each, the Ray cluster has nodes "
+                f"with {have}; add nodes or lower cluster.nodes, cluster.ranks_per_node"
+            )
+        self._placed = placement_group([{kind: per_node}] * nodes, strategy="STRICT_SPREAD")
+        await self._answer(self._placed.ready(), "place its ranks")
+        own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
+        actors = [
+            ray.remote(_Process)
+            .options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placed, rank // per_node),
+                runtime_env={"env_vars": dict(environment)},
+                **own,
+            )
+            .remote()
+            for rank in range(self.world_size)
+        ]
+        self._actors = actors
+        given = await self._answer([actor.look.remote() for actor in actors], "start its ranks")
+        # Rank 0 may be on another node than the driver.
+        shared = {**environment, "MASTER_ADDR": given[0][1], "MASTER_PORT": str(given[0][2])}
+        for rank, actor in enumerate(actors):
+            neighbours = given[rank - rank % per_node :][:per_node]
+            gpus = [number for numbers, *_ in neighbours for number in numbers]
+            local = {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+            # Every rank sees all GPUs of its node's ranks, as elsewhere.
+            local |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+            log = str(log_folder.absolute() / f"rank_{rank:04d}.log")
+            self._served.append(actor.serve.remote(os.getcwd(), {**shared, **local}, log, address, key))
+
+    async def _answer(self, references: Any, what: str) -> Any:
+        try:
+            return await asyncio.to_thread(ray.get, references, timeout=60.0)
+        except RayError as error:
+            raise PeerLostError(f"Ray did not {what}: {error}") from None
+
+    async def await_end(self) -> str:
+        failed = ""
+        for reference in self._served:
+            try:
+                await asyncio.to_thread(ray.get, reference)
+            except RayError as error:
+                failed = f": {str(error).splitlines()[0]}"
+        return f"Ray's actors ended{failed}"
+
+    def end_processes(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._placed is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._placed)
+            self._placed = None
