@@ -30,6 +30,7 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         "nodes": recipe.cluster.nodes,
         "ntasks-per-node": per_node,
         "gpus-per-node": per_node,
+        "signal": f"B:USR1@{recipe.cluster.signal_seconds}",
     }
     lines = []
     for line in template.splitlines():

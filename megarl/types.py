@@ -54,6 +54,12 @@ class StoppedError(MegarlError):
     exit_code = 75
 
 
+class EndedError(MegarlError):
+    """The run was ended from outside without a save."""
+
+    exit_code = 130
+
+
 class PeerLostError(MegarlError):
     """A worker, an engine or a reward process died or stopped answering."""
 

@@ -143,6 +143,34 @@ WRONG = [
         {"algorithm": {"ptx_coefficient": 0.1}}, ["algorithm.ptx_coefficient = 0.1", "give both"], id="ptx without data"
     ),
     pytest.param({"reward": {"functions": []}}, ["reward.functions = []"], id="nothing is right"),
+    pytest.param(
+        {"critic": {"warmup_steps": 1}},
+        ["critic: is used in loop: rl with algorithm.advantage gae only"],
+        id="no critic",
+    ),
+    pytest.param(
+        {"data": {"validation_conversations": {"easy": __file__}}},
+        ["data.validation_conversations: is used in loop: sft only"],
+        id="conversations in rl",
+    ),
+    pytest.param(
+        {
+            "data": {"ptx": __file__},
+            "algorithm": {"ptx_coefficient": 0.1, "ptx_conversations": 1},
+            "train": {"updates_per_step": 2},
+        },
+        ["algorithm.ptx_conversations = 1", "raise it"],
+        id="too few conversations",
+    ),
+    pytest.param(
+        {
+            "data": {"ptx": __file__},
+            "algorithm": {"ptx_coefficient": 0.1},
+            "rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0.7}},
+        },
+        ["rollout.sampling.temperature = 0.7", "use 1.0"],
+        id="conversations at another temperature",
+    ),
     pytest.param({"reward": {"function_weight": 0}}, ["reward.function_weight = 0.0", "not given"], id="no reward"),
     pytest.param(
         {"algorithm": PPO, "critic": {"warmup_steps": 10}, "train": {"steps": 10}},
@@ -243,7 +271,6 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
         pytest.param({"evaluation": {"sampling": {"max_new_tokens": 2008}}}, id="all positions"),
         pytest.param({"optimizer": {"warmup_steps": 20}, "train": {"steps": 10, "updates_per_step": 2}}, id="warm-up"),
         pytest.param({"algorithm": PPO, "train": {"samples_per_prompt": 1}}, id="no group with a critic"),
-        pytest.param({"critic": {"warmup_steps": 1000, "updates_per_step": 3}}, id="critic's without a critic"),
     ],
 )
 def test_the_limits_themselves_are_allowed(recipe: Callable[..., Recipe], changed: dict[str, Any]) -> None:
@@ -291,11 +318,13 @@ def test_the_models_beside_the_policy_are_looked_at(
     language = str(tiny_model())
     reward = str(with_value_head(tiny_model(), tmp_path / "reward"))
     assert check(recipe(reward={"model": reward}, algorithm=PPO, critic={"path": language})).world_size == 1
-    other = str(tiny_model(vocab_size=433))
+    other = str(shutil.copytree(tiny_model(), tmp_path / "other"))
+    tokenizer = (tmp_path / "other/tokenizer.json").read_text()
+    (tmp_path / "other/tokenizer.json").write_text(tokenizer.replace('"<|im_end|>"', '"<|end|>"'))
     experts = str(tiny_model(family="qwen3_moe", num_layers=6, num_kv_heads=2))
     for changed, told in (
         ({"reward": {"model": language}}, f"reward.model = {language}: is a language model; give one that was trained"),
-        ({"algorithm": PPO, "critic": {"path": other}}, f"critic.path = {other}: has 433 tokens, the policy"),
+        ({"algorithm": PPO, "critic": {"path": other}}, f"critic.path = {other}: its tokenizer is not the policy's"),
         ({"algorithm": PPO, "critic": {"path": experts}}, "must both have experts, or neither"),
         ({"model": {"path": reward}}, f"model.path = {reward}: is a reward model, which has no words"),
         (

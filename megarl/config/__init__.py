@@ -54,6 +54,8 @@ class ClusterConfig(Section):
     """Give up if the ranks are not all connected after this long."""
     collective_timeout_seconds: PositiveFloat = 1800.0
     """A collective that waits longer than this ends the run."""
+    signal_seconds: PositiveInt = 300
+    """How long before its time limit a Slurm job is told to save: longer than updates and a checkpoint take."""
     srun_options: tuple[str, ...] = ()
     """Options of srun besides, such as a container's: --container-image=FILE, --container-mounts=FROM:TO."""
     preflight: bool = True

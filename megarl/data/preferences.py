@@ -75,7 +75,8 @@ def read_judged(path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | 
 
 def scored(sequence: TrainingSequence) -> TrainingSequence:
     """The sequence up to the end of its answer, and one more place: a value there is a score of all before it."""
-    length = int(sequence.loss_mask.nonzero()[0][-1]) + 1
+    answer = sequence.loss_mask.nonzero()[0]
+    length = int(answer[-1]) + 1 if len(answer) else len(sequence)
     # Which token stands at the end nobody sees.
     tokens = np.append(sequence.token_ids[:length], sequence.token_ids[0])
     return TrainingSequence(tokens, np.arange(length + 1) == length)

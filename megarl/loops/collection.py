@@ -54,12 +54,16 @@ class Collection:
         MegarlError if `algorithm.max_attempts` batches do not fill a step, AbandonedError, everything as before, where
         the run is to stop.
         """
-        before = self.drawn, self.waiting
+        self._before = self.drawn, self.waiting
         try:
             return await self._step()
         except AbandonedError:
-            self.drawn, self.waiting = before
+            self.forget_step()
             raise
+
+    def forget_step(self) -> None:
+        """As if the newest step's answers had not been drawn."""
+        self.drawn, self.waiting = self._before
 
     async def _step(self) -> tuple[list[Answered], list[Answered], dict[str, float]]:
         recipe, wanted = self.recipe, self.recipe.train.prompts_per_step

@@ -49,6 +49,10 @@ async def train(session: Session) -> None:
                 asked, scalars = answered, scalars | scores
             if recipe.has_critic:
                 sequences = await session.add_values(sequences)
+        if session.stop:
+            # Nothing has changed yet.
+            collection.forget_step()
+            await session.stop_if_asked(step - 1, collection.save)
         sequences, known = add_advantages(sequences, answered, recipe, collection.kl_coefficient)
         if recipe.algorithm.correction:
             sequences, corrected = add_corrections(sequences, recipe.algorithm)

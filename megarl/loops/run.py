@@ -16,7 +16,7 @@ from megarl.evaluation import Respondents
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
 from megarl.loops.session import Session
-from megarl.loops.stopping import StopRequest
+from megarl.loops.stopping import StopRequest, stopping_at_once
 from megarl.model_shape import read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
@@ -25,7 +25,7 @@ from megarl.recipe import error_page
 from megarl.rewards.scoring import RewardPool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import ConfigError, StoppedError
+from megarl.types import ConfigError, EndedError
 from megarl.workers.batching import TrainerRanks
 from megarl.workers.node_report import faults
 from megarl.workers.process_group import ProcessGroup
@@ -41,7 +41,7 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 
 def run(recipe: Recipe, layout: ParallelLayout, *, resume: bool = False) -> None:
     """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model."""
-    with RunFolder(recipe, resume=resume) as folder:
+    with RunFolder(recipe, resume=resume) as folder, stopping_at_once():
         checkpoint = _rewind(recipe, folder) if resume else None
         asyncio.run(_run(recipe, layout, folder, checkpoint))
 
@@ -67,7 +67,7 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
     except asyncio.CancelledError:
         if not stop.is_urgent:
             raise
-        raise StoppedError(
+        raise EndedError(
             f"{stop.by} and then another signal: left at once; go on with: megarl train {folder.path} --resume"
         ) from None
 
@@ -161,6 +161,7 @@ async def _run_until(
             await ranks.call("load_checkpoint", checkpoint)
         await LOOPS[recipe.loop](session)
         await session.checkpoints.complete(wait=True)
+        await ranks.call("sleep_engine")
         await ranks.call("export", folder.model_folder)
         if recipe.has_critic:
             await ranks.call("export", folder.path / "hf_critic", "critic")

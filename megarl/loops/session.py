@@ -67,7 +67,9 @@ class Session:
     ) -> tuple[list[Answered], dict[str, float]]:
         """The answers with the reward model's scores in their rewards; `reward/model`, `_std`: of its bare scores."""
         reward = self.recipe.reward
-        found = await self.trainer.forward([scored(sequence) for sequence in sequences], of="reward")
+        # All of an answer is scored, whatever of it is trained.
+        whole = [TrainingSequence(s.token_ids, np.ones(len(s), np.bool_)) for s in sequences]
+        found = await self.trainer.forward([scored(sequence) for sequence in whole], of="reward")
         scores = np.array([of_tokens[-1] for of_tokens in found], np.float64)
         metrics = {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
         held = scores if reward.model_clip is None else scores.clip(-reward.model_clip, reward.model_clip)

@@ -7,7 +7,10 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megarl.types import StoppedError
+
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+_ONE_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
@@ -33,14 +36,15 @@ class StopRequest:
     def heard(self, notice: Callable[[str], object]) -> Iterator[None]:
         """Listen while the calling task runs; `notice` tells the terminal. A second signal cancels the task."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        self._notice = notice
+        self._notice, heard_at = notice, [float("inf")]
 
         def hear(number: signal.Signals) -> None:
-            if self.by is None:
-                self.ask(number.name)
-            elif task is not None:
+            # One request may come twice, to the batch script and to its processes, or by way of a rank.
+            if loop.time() - heard_at[0] > _ONE_REQUEST_SECONDS and task is not None:
                 self.is_urgent = True
                 task.cancel()
+            heard_at[0] = min(heard_at[0], loop.time())
+            self.ask(number.name)
 
         for number in SIGNALS:
             loop.add_signal_handler(number, hear, number)
@@ -49,3 +53,18 @@ class StopRequest:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+@contextmanager
+def stopping_at_once() -> Iterator[None]:
+    """Within, until a `StopRequest` listens, a signal raises StoppedError: nothing is under way that could be lost."""
+
+    def leave(number: int, _: object) -> None:
+        raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
+
+    earlier = {number: signal.signal(number, leave) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config import Recipe
-from megarl.model_folder import check_model_folder
+from megarl.model_folder import check_model_folder, read_object
 from megarl.model_shape import ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.preflight import learning, sizes
@@ -34,6 +34,7 @@ def check(recipe: Recipe) -> ParallelLayout:
     layout = sizes.layout_of(recipe)
     wrong = [*sizes.machines(recipe), *sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
+    wrong += learning.unused(recipe)
     broken = [*check_model_folder(recipe.model.path), *data_files(recipe)]
     if Path(recipe.model.path).is_dir():
         try:
@@ -85,13 +86,20 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         except DataError as error:
             yield error
             continue
-        yield from (f"{field} = {folder}: {text}" for text in sizes.model_fit(recipe, shape))
-        if shape.vocab_size != policy.vocab_size:
-            yield (
-                f"{field} = {folder}: has {shape.vocab_size} tokens, the policy {policy.vocab_size}; both must read "
-                "the same tokens, take a model of the same family"
-            )
+        fit = (*sizes.model_fit(recipe, shape, is_sampled=False), *sizes.positions(recipe, shape))
+        yield from (f"{field} = {folder}: {text}" for text in fit)
+        try:
+            if _tokens(folder) != _tokens(recipe.model.path):
+                yield f"{field} = {folder}: its tokenizer is not the policy's; take a model of the same family"
+        except DataError as error:
+            yield error
         if bool(shape.num_experts) != bool(policy.num_experts):
             yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
         if field == "reward.model" and not shape.has_value_head:
             yield f"{field} = {folder}: is a language model; give one that was trained with loop: reward_model"
+
+
+def _tokens(folder: str) -> tuple[object, object]:
+    """What a folder's tokenizer calls its numbers. Sizes of embeddings tell nothing: they are padded."""
+    tokenizer = read_object(Path(folder) / "tokenizer.json")
+    return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config import LoraConfig, OptimizerConfig, Recipe
+from megarl.config import CriticConfig, LoraConfig, OptimizerConfig, Recipe
 from megarl.model_shape import ModelShape
 from megarl.types import ConfigError
 
@@ -55,6 +55,19 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.megatron.moe_shared_expert_overlap: does not pass through adapters; remove it or set lora.rank=0"
 
 
+def unused(recipe: Recipe) -> Iterator[str]:
+    """What is set and would do nothing."""
+    data, is_rl = recipe.data, recipe.loop == "rl"
+    for field, is_set, needs, is_used in (
+        ("data.validation_conversations", bool(data.validation_conversations), "loop: sft", recipe.loop == "sft"),
+        ("data.ptx", bool(data.ptx), "loop: rl", is_rl),
+        ("reward.model", bool(recipe.reward.model), "loop: rl", is_rl),
+        ("critic", recipe.critic != CriticConfig(), "loop: rl with algorithm.advantage gae", recipe.has_critic),
+    ):
+        if is_set and not is_used:
+            yield f"{field}: is used in {needs} only; leave it out"
+
+
 def rewards(recipe: Recipe) -> Iterator[str]:
     from megarl.rewards import locate
 
@@ -96,6 +109,16 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         yield (
             f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one is nothing "
             "without the other; give both or neither"
+        )
+    if recipe.data.ptx and algorithm.ptx_conversations < recipe.train.updates_per_step:
+        yield (
+            f"algorithm.ptx_conversations = {algorithm.ptx_conversations}: every one of train.updates_per_step "
+            f"{recipe.train.updates_per_step} updates needs some; raise it"
+        )
+    if recipe.data.ptx and recipe.rollout.sampling.temperature != 1:
+        yield (
+            f"rollout.sampling.temperature = {recipe.rollout.sampling.temperature}: conversations of data.ptx would be "
+            "learnt at it too; use 1.0 with them"
         )
     if recipe.data.ptx and recipe.trainer.router_replay:
         yield "trainer.router_replay = True: no engine chose experts for the conversations of data.ptx; leave one out"

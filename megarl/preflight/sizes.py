@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
@@ -41,7 +42,7 @@ def machines(recipe: Recipe) -> Iterator[str]:
     cluster = recipe.cluster
     if cluster.launcher == "slurm":
         nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
-        if nodes is None:
+        if nodes is None or shutil.which("srun") is None:
             yield (
                 "cluster.launcher = slurm: this is no Slurm job; submit one with launch/slurm/train.sbatch, or set "
                 "cluster.launcher=local"
@@ -127,7 +128,8 @@ def lengths(recipe: Recipe) -> Iterator[str]:
     if recipe.loop != "rl":
         return
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
-    longest = recipe.data.max_prompt_tokens + sampling.max_new_tokens
+    # A reward model's score has a place of its own.
+    longest = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
     multiple = row_multiple(recipe)
     padded = -(-longest // multiple) * multiple
     if trainer.max_tokens_per_microbatch < padded:
@@ -140,10 +142,12 @@ def lengths(recipe: Recipe) -> Iterator[str]:
         yield "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any above 0"
 
 
-def model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
     whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
-    splits = {"trainer.tp": (trainer.tp, True), "rollout.tp": (rollout.tp, whole_experts)}
+    splits = {"trainer.tp": (trainer.tp, True)}
+    if is_sampled:
+        splits["rollout.tp"] = rollout.tp, whole_experts
     for field, (tp, is_dense) in splits.items():
         if misfits := _tp_misfits(shape, tp, is_dense):
             fitting = [size for size in range(1, shape.num_heads + 1) if not _tp_misfits(shape, size, is_dense)]
@@ -168,7 +172,7 @@ def model_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
         elif whole % size:
             yield f"{field} = {size}: does not divide the model's {whole} {name}; use {_one_of(_divisors(whole))}"
-    if 0 < shape.num_experts < rollout.tp:
+    if is_sampled and 0 < shape.num_experts < rollout.tp:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
@@ -183,7 +187,7 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    room = shape.max_position_embeddings - recipe.data.max_prompt_tokens
+    room = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
     samplings = {"rollout.sampling": recipe.rollout.sampling, "evaluation.sampling": recipe.evaluation_sampling}
     for field, sampling in samplings.items():
         if sampling.max_new_tokens > room:

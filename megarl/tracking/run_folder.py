@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
-from megarl.types import ConfigError, MegarlError, RunFolderLockedError, StoppedError
+from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
@@ -44,6 +44,9 @@ class RunFolder:
         try:
             if resume:
                 self._earlier = self._read_status()
+                # Known to the next start even if this one does not come to its checkpoint.
+                kept = {"resumed_step", "restarts"} & self._earlier.keys()
+                self._status |= {field: self._earlier[field] for field in kept}
             else:
                 self._refuse_earlier_run()
             for folder in (self.samples_folder, self.logs_folder):
@@ -77,14 +80,15 @@ class RunFolder:
         Raises MegarlError if the run was taken up from there more than `most_restarts` times in a row.
         """
         last = -1 if step is None else step
-        earlier = self._earlier
-        if earlier and (step or 0) <= earlier.get("resumed_step", 0):
-            self._status["restarts"] = earlier.get("restarts", 0) + 1
-            if most_restarts is not None and self._status["restarts"] > most_restarts:
+        restarts = self._status.pop("restarts", 0)
+        if self._earlier and (step or 0) <= self._status.pop("resumed_step", 0):
+            if most_restarts is not None and restarts >= most_restarts:
+                self._status |= {"restarts": restarts, "resumed_step": step or 0}
                 raise MegarlError(
-                    f"{self.path} was taken up {most_restarts} times from step {step or 0} without a step gained; it "
-                    f"ended last with: {earlier.get('cause')}. Mend that, then raise cluster.max_restarts once."
+                    f"{self.path} was taken up {restarts} times from step {step or 0} without a step gained; see logs/ "
+                    f"for why it ended. Mend that, then set cluster.max_restarts={restarts + 1}."
                 )
+            self._status["restarts"] = restarts + 1
         if step is None:
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
         else:
@@ -113,7 +117,8 @@ class RunFolder:
             else:
                 code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
                 rank = getattr(error, "rank", None)
-                state = "stopped" if isinstance(error, StoppedError) else "failed"
+                ends: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
+                state = ends.get(type(error), "failed")
                 self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
         finally:
             self.close()

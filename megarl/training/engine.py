@@ -46,6 +46,8 @@ class Role:
     num_updates: int
     skip_ratio: float | None = None
     """An update is skipped if the mean ratio of its tokens is above."""
+    field: str = "optimizer"
+    """Where the recipe has the optimizer's settings."""
 
 
 def role_of_policy(recipe: Recipe) -> Role:
@@ -65,7 +67,8 @@ def role_of_policy(recipe: Recipe) -> Role:
 def role_of_critic(recipe: Recipe) -> Role:
     """The model whose values are the policy's baseline."""
     critic = recipe.critic
-    return Role(critic_objective(critic), critic.optimizer, recipe.train.steps * critic.updates_per_step)
+    updates = recipe.train.steps * critic.updates_per_step
+    return Role(critic_objective(critic), critic.optimizer, updates, field="critic.optimizer")
 
 
 class TrainingEngine(ModelShard):
@@ -185,7 +188,8 @@ class TrainingEngine(ModelShard):
         if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
             raise MegarlError(
                 f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. "
-                "Lower optimizer.learning_rate, look at this step's data, or raise optimizer.max_skipped_updates."
+                f"Lower {self.role.field}.learning_rate, look at this step's data, or raise {self.role.field}"
+                ".max_skipped_updates."
             )
         if not self.reports:
             return {}

@@ -24,6 +24,7 @@ from megarl.workers.process_group import ProcessGroup, Seat
 from megarl.workers.rank import serve
 
 _INTRODUCTION_SECONDS = 10
+_END_SECONDS = 60.0
 
 Address = tuple[str, int]
 """Host and port."""
@@ -39,7 +40,10 @@ class _RemoteSeat(Seat):
         self.socket.setblocking(False)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        self._group.end_processes()
+        if number == signal.SIGABRT:
+            self._group.show_stacks()
+        else:
+            self._group.end_processes()
 
     def fate(self, is_dead: bool) -> str:
         return f"on node {self.node} ended or lost its connection"
@@ -66,6 +70,9 @@ class ConnectedGroup(ProcessGroup):
     @abstractmethod
     def end_processes(self) -> None:
         """Have the launcher kill what still runs; may be called again."""
+
+    def show_stacks(self) -> None:
+        """Have the processes write to their logs where each of their threads is, if the launcher can reach them."""
 
     def host(self) -> str:
         """How other nodes reach this one."""
@@ -105,9 +112,12 @@ class ConnectedGroup(ProcessGroup):
         assert ended is not None
         while len(self._seated) < self.world_size:
             accepted = asyncio.ensure_future(loop.sock_accept(server))
-            await asyncio.wait([accepted, ended], return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait([accepted, ended], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not accepted.done():
+                    accepted.cancel()
             if ended.done():
-                accepted.cancel()
                 logs = sorted(log_folder.glob("rank_*.log"))[:1]
                 tail = "\n".join(logs[0].read_text(errors="replace").splitlines()[-20:]) if logs else ""
                 raise PeerLostError(f"{ended.result()} before all ranks connected\n{tail}".rstrip())
@@ -117,13 +127,14 @@ class ConnectedGroup(ProcessGroup):
                 continue
             rank, node = known
             self._seated.append(_RemoteSeat(rank, node, connected, log_folder / f"rank_{rank:04d}.log", self))
-        self._seats = sorted(self._seated, key=lambda seat: seat.rank)
+            self._seats = sorted(self._seated, key=lambda seat: seat.rank)
 
     async def _end(self) -> None:
         await super()._end()
         self.end_processes()
         if self._ended is not None:
-            await self._ended
+            # A scheduler that does not answer shall not keep the driver.
+            await asyncio.wait([self._ended], timeout=_END_SECONDS)
 
 
 def connect(address: Address, key: bytes, node: str) -> None:
@@ -145,5 +156,5 @@ def _introduced(connected: socket.socket, key: bytes) -> tuple[int, str] | None:
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             return connection.recv()
-    except (AuthenticationError, OSError, EOFError):
+    except (AuthenticationError, OSError, EOFError, ValueError):
         return None

@@ -96,6 +96,7 @@ def note_signals() -> None:
 def serve(sock: socket.socket) -> None:
     """Serve the rank named by `RANK` until the driver closes its end."""
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     note_signals()
     worker: Any = None
     with sock, sock.makefile("rwb") as stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -46,6 +47,10 @@ class SrunGroup(ConnectedGroup):
     async def await_end(self) -> str:
         assert self._srun is not None
         return f"srun ended with {await self._srun.wait()}"
+
+    def show_stacks(self) -> None:
+        if self._srun is not None and self._srun.returncode is None:
+            self._srun.send_signal(signal.SIGUSR2)  # srun passes it on
 
     def end_processes(self) -> None:
         # What srun does when it is asked to terminate: Slurm kills all tasks.

@@ -51,8 +51,10 @@ class Worker:
         self.critic: TrainingEngine | None = None
         if recipe.has_critic:
             critic = partial(TrainingEngine, role="critic")
+            self.trainer.offload()
             self.critic = self._build(critic, recipe.critic.path or recipe.model.path, has_value_head=True)
             self.critic.offload()
+            self.trainer.onload(("parameters",))
         self.notices: list[str] = []
         self.resharding = None
         if self.engine:
@@ -93,14 +95,16 @@ class Worker:
 
     @contextmanager
     def _learning(self, name: str) -> Iterator[TrainingEngine]:
-        """The policy; or the critic, which has its memory for as long as it is needed."""
+        """The policy; or the critic, which has the trainer's memory for as long as it is needed."""
         if name == "policy":
             yield self.trainer
             return
         assert self.critic is not None
+        self.trainer.offload()
         self.critic.onload()
         yield self.critic
         self.critic.offload()
+        self.trainer.onload()
 
     def reshard(self, verify: bool = False) -> dict[str, float]:
         """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.
@@ -125,7 +129,8 @@ class Worker:
     def export(self, folder: Path, of: str = "policy") -> None:
         """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""
         self.trainer.onload(("parameters",))
-        source, lora, bucket_bytes = self.recipe.model.path, self.recipe.lora, self.recipe.weights.bucket_mib << 20
+        recipe, lora, bucket_bytes = self.recipe, self.recipe.lora, self.recipe.weights.bucket_mib << 20
+        source = recipe.model.path if of == "policy" else recipe.critic.path or recipe.model.path
         with self._learning(of) as model:
             settings: dict[str, Any] = {"dtype": model.dtype, "bucket_bytes": bucket_bytes}
             layouts, weights = self._layouts(model.shape), model.weights
@@ -162,8 +167,9 @@ class Worker:
         if self.critic is None:
             yield {"": self.trainer}
             return
-        with self._learning("critic") as critic:
-            yield {"": self.trainer, "critic": critic}
+        self.critic.onload()
+        yield {"": self.trainer, "critic": self.critic}
+        self.critic.offload()
 
     def _build_engine(self) -> RolloutEngine:
         recipe = self.recipe

@@ -149,9 +149,7 @@ def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe)
     with RunFolder(recipe, resume=True) as folder:
         folder.rewind(4, most_restarts=2)
     with (
-        pytest.raises(
-            MegarlError, match="taken up 2 times from step 4 without a step gained; it ended last with: None"
-        ),
+        pytest.raises(MegarlError, match="taken up 2 times from step 4 without a step gained"),
         RunFolder(recipe, resume=True) as folder,
     ):
         folder.rewind(4, most_restarts=2)
