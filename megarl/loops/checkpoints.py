@@ -49,15 +49,17 @@ class Checkpoints:
                 await self._ranks.call("export", self._folder.path / f"hf_step_{step:06d}")
         every = settings.every_steps
         if every and (step % every == 0 or step == self._recipe.train.steps):
-            await self._begin(step, save_driver, settings.asynchronous)
+            await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
 
     async def save(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Save the state after a step and wait for it, unless that is done already."""
+        """Save the state after a step, reshard and all, and wait for it, unless that is done already."""
         if self._begun != step and not self._published(step).exists():
-            await self._begin(step, save_driver, False)
+            await self._begin(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
 
-    async def _begin(self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool) -> None:
+    async def _begin(
+        self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool, *, is_resharded: bool
+    ) -> None:
         await self.complete(wait=True)
         partial = self._partial(step)
         shutil.rmtree(partial, ignore_errors=True)
@@ -67,7 +69,7 @@ class Checkpoints:
             with self._removed_when_full(), disk_full_named(partial, 0):
                 save_driver(partial)
         with self._tracker.phase("checkpoint"):
-            await self._of_ranks("save_checkpoint", partial, asynchronous)
+            await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
     async def complete(self, *, wait: bool = False) -> None:
         """Make what was begun a checkpoint, if all ranks have written their share or after they have (`wait`)."""

@@ -91,6 +91,7 @@ class RunFolder:
             self._status["restarts"] = restarts + 1
         if step is None:
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
+            self.set_status()
         else:
             self.resumed_step = self._status["resumed_step"] = step
             self.set_status(step=step)

@@ -143,9 +143,12 @@ class Worker:
                 with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
                     peft.export(beside, config, cuts, self.rank, model.parameters, **settings)
 
-    def save_checkpoint(self, folder: Path, asynchronous: bool) -> None:
-        """Write the trainer's state into an empty folder; if `asynchronous`, only begin to."""
-        version = self.engine.weight_version if self.engine else 0
+    def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
+        """Write the trainer's state into an empty folder; if `asynchronous`, only begin to.
+
+        `is_resharded` says that the engine has these weights already, as it will have only after a resume's reshard.
+        """
+        version = self.engine.weight_version - is_resharded if self.engine else 0
         with self._everything_learning() as models:
             self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
             self._save.write(asynchronous=asynchronous)
