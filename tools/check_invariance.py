@@ -6,7 +6,7 @@ Three steps of plain gradient descent in float32 on real ranks, on a dense and a
 supervised loss, the clipped policy loss in every aggregation, every other policy loss, one with all that may be added
 to it (KL, entropy bonus, corrected tokens) and one with conversations beside; pairs; critic and reward model. Gradients
 are clipped to one small norm, so that every loss moves the weights equally far, and far enough to stand clear of
-float32's grain. A parameter's difference counts relative to how far training moved it. Exits
+float32's grain. A parameter's difference, less one rounding, counts relative to how far training moved it. Exits
 with 1 if a difference is above its limit.
 """
 
@@ -153,7 +153,7 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
             sequences.append(
                 TrainingSequence(
                     token_ids=random.integers(1, vocab_size, size=length),
-                    loss_mask=np.arange(length) >= (length - 1 if objective == "reward model" else prompt),
+                    loss_mask=np.arange(length) >= prompt,
                     **({} if objective in ("sft", "reward model") else policy),
                 )
             )
@@ -166,7 +166,7 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
 
 def value_head(hidden_size: int) -> np.ndarray:
     """Weights of a value head in no order that a layout could hide: [1, hidden_size]."""
-    return 0.02 * np.sin(np.arange(1.0, hidden_size + 1, dtype=np.float32))[None]
+    return 3.0 * np.sin(np.arange(1.0, hidden_size + 1, dtype=np.float32))[None]
 
 
 def build(recipe: Recipe, layout: ParallelLayout, has_value_head: bool) -> tuple[Any, Callable[..., None], Any]:
@@ -180,7 +180,10 @@ def build(recipe: Recipe, layout: ParallelLayout, has_value_head: bool) -> tuple
     from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 
     shape = read_model_shape(recipe.model.path)
-    shape = shape.with_value_head() if has_value_head else shape
+    if has_value_head:
+        # All tokens pull one head the same way: steps as long as a policy's would throw it about.
+        shorter = recipe.optimizer.model_copy(update={"learning_rate": 20.0})
+        shape, recipe = shape.with_value_head(), recipe.model_copy(update={"optimizer": shorter})
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
     rank = dist.get_rank()
 
@@ -224,7 +227,7 @@ def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> d
             # So small a beta that no pair is decided already: its gradient would be what cancellation leaves.
             "dpo": preference_objective(PreferenceConfig(beta=0.05)),
             "critic": critic_objective(CriticConfig()),
-            "reward model": reward_objective(PreferenceConfig(margin=20.0)),
+            "reward model": reward_objective(PreferenceConfig(margin=1000.0)),
         }
         engine.role = replace(engine.role, objective=others.get(objective) or policy_objective(algorithm))
         metrics, together = [], 2 if objective in IN_PAIRS else 1
@@ -281,10 +284,12 @@ def compare(
         pairs = [(a[metric], b[metric]) for a, b in zip(own[0], alone[0], strict=True)]
         return max(abs(a - b) / abs(b) for a, b in pairs)
 
-    parameters = {
-        name: float(np.linalg.norm(own[1][name] - value) / np.linalg.norm(value - before[name]))
-        for name, value in alone[1].items()
-    }
+    def moved_apart(name: str, value: np.ndarray) -> float:
+        # However the two were added up, each element was rounded to float32.
+        rounding = np.finfo(np.float32).eps / 2 * np.linalg.norm(value)
+        return float(max(np.linalg.norm(own[1][name] - value) - rounding, 0) / np.linalg.norm(value - before[name]))
+
+    parameters = {name: moved_apart(name, value) for name, value in alone[1].items()}
     name = max(parameters, key=lambda key: parameters[key])
     loss, grad_norm = worst("train/loss"), worst("train/grad_norm")
     return {
