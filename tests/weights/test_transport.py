@@ -81,7 +81,7 @@ def round_trip(source: str, target: str, model: ModelShape, first: tuple, second
     """Files -> one Megatron layout -> another -> files."""
     here, there = (ParallelLayout(tp=tp, pp=pp, dp=dp, rollout_tp=1) for tp, pp, dp in (first, second))
     layouts, parameters, rank = shards_of(model, here, dtype)
-    load(source, model, layouts[rank], parameters)
+    load(source, layouts[rank], parameters)
     other_layouts, other, _ = shards_of(model, there, dtype)
     plan = make_plan(layouts, other_layouts, itemsize=dtype.itemsize, bucket_bytes=4096)
     transport = Transport(plan.for_rank(rank), parameters, other, dtype=dtype)
@@ -120,7 +120,7 @@ def test_loading_casts_to_the_parameter(tmp_path: Path) -> None:
     model = small_model()
     source = write_folder(tmp_path / "source", model, torch.bfloat16)
     layouts, parameters, rank = shards_of(model, ParallelLayout(1, 1, 1, 1), torch.float32)
-    load(source, model, layouts[rank], parameters)
+    load(source, layouts[rank], parameters)
     stored = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
     assert torch.equal(parameters["decoder.final_layernorm.weight"], stored["model.norm.weight"].float())
     head = parameters["output_layer.weight"]
