@@ -58,8 +58,15 @@ def write_folder(folder: Path, model: ModelShape, dtype: torch.dtype = torch.flo
         save_file({name: tensors[name] for name in held}, folder / file)
     index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+    for file in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
         (folder / file).write_bytes(f'{{"file":   "{file}"}}\r\n'.encode())
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": model.hidden_size, "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads,
+        "vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_word_embeddings,
+    }  # fmt: skip
+    (folder / "config.json").write_bytes(json.dumps(config).replace(": ", ":   ").encode() + b"\r\n")
     return folder
 
 
