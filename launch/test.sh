@@ -9,7 +9,7 @@ unset PYTHONDONTWRITEBYTECODE
 
 # The tests of Slurm bring up a cluster of their own. Where its programs are missing and cannot be installed, they say so.
 if ! command -v sbatch >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-    (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+    (timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -qq -y --no-install-recommends \
         slurm-wlm munge iproute2 shellcheck) >/dev/null 2>&1 || echo "no Slurm here: its tests are left out"
 fi
 
