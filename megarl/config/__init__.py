@@ -283,6 +283,15 @@ class Recipe(Section):
         return self.loop == "rl" and self.algorithm.advantage == "gae"
 
     @property
+    def further_models(self) -> dict[str, str]:
+        """Folders of the models beside the policy's, by the fields that name them."""
+        folders = {
+            "critic.path": self.critic.path if self.has_critic else None,
+            "reward.model": self.reward.model if self.loop == "rl" else None,
+        }
+        return {field: folder for field, folder in folders.items() if folder}
+
+    @property
     def frozen_steps(self) -> int:
         """First steps in which the policy is not trained."""
         return self.critic.warmup_steps if self.has_critic else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -49,8 +48,7 @@ async def with_reference(session: Session, answers: Sequence[Answers]) -> list[T
     if not session.recipe.has_reference:
         return sequences
     with session.tracker.phase("logprobs"):
-        reference = await session.trainer.forward(sequences, of="reference")
-    return [replace(s, reference_logprobs=r) for s, r in zip(sequences, reference, strict=True)]
+        return await session.add("reference_logprobs", sequences, of="reference")
 
 
 async def _divergence(session: Session, batch: Sequence[TrainingSequence]) -> float:

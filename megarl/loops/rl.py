@@ -48,7 +48,7 @@ async def train(session: Session) -> None:
                 answered, scores = await session.add_scores(answered, sequences)
                 asked, scalars = answered, scalars | scores
             if recipe.has_critic:
-                sequences = await session.add_values(sequences)
+                sequences = await session.add("values", sequences, of="critic")
         if session.stop:
             # Nothing has changed yet.
             collection.forget_step()

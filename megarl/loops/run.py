@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -72,21 +73,21 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         ) from None
 
 
-def _launcher(cluster: ClusterConfig) -> tuple[type[ProcessGroup], tuple[str, ...]]:
-    """What starts the ranks, and its options."""
+def _launcher(cluster: ClusterConfig) -> tuple[type[ProcessGroup], dict[str, Any]]:
+    """What starts the ranks, and its settings."""
     if cluster.launcher == "slurm":
-        return SrunGroup, cluster.srun_options
+        return SrunGroup, {"options": cluster.srun_options}
     if cluster.launcher == "ray":
         from megarl.workers.ray_group import RayGroup
 
-        return RayGroup, (cluster.ray_address, str(cluster.ranks_per_node))
-    return ProcessGroup, ()
+        return RayGroup, {"address": cluster.ray_address, "ranks_per_node": cluster.ranks_per_node}
+    return ProcessGroup, {}
 
 
 async def _start_ranks(recipe: Recipe, layout: ParallelLayout, folder: RunFolder) -> ProcessGroup:
     """The ranks' processes, each on a node that was found fit. Raises ConfigError naming one that is not."""
     cluster = recipe.cluster
-    group, options = _launcher(cluster)
+    group, settings = _launcher(cluster)
     ranks = await group.start(
         "megarl.workers.node_report:NodeReport",
         {},
@@ -94,15 +95,14 @@ async def _start_ranks(recipe: Recipe, layout: ParallelLayout, folder: RunFolder
         log_folder=folder.logs_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
         environment=device.rank_environment(cluster.ranks_per_node),
-        options=options,
+        **settings,
     )
     if not cluster.preflight:
         return ranks
-    models = [recipe.model.path, recipe.reward.model, recipe.critic.path if recipe.has_critic else None]
     run_folder = str(folder.path.absolute())
-    folders = [str(Path(model).absolute()) for model in models if model]
+    folders = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
     reports = await ranks.call("look", folders, run_folder)
-    if wrong := list(faults(reports, run_folder, cluster.ranks_per_node)):
+    if wrong := list(faults([report for report in reports if report], run_folder, cluster.ranks_per_node)):
         await ranks.close()
         raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
     return ranks

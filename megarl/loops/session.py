@@ -57,10 +57,10 @@ class Session:
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
-    async def add_values(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """The sequences with the critic's values before the update."""
-        found = await self.trainer.forward(sequences, of="critic")
-        return [replace(s, values=v) for s, v in zip(sequences, found, strict=True)]
+    async def add(self, name: str, sequences: list[TrainingSequence], *, of: str = "policy") -> list[TrainingSequence]:
+        """The sequences with what a model says of their tokens now, in the array of that name."""
+        found = await self.trainer.forward(sequences, of=of)
+        return [replace(s, **{name: said}) for s, said in zip(sequences, found, strict=True)]
 
     async def add_scores(
         self, answered: Sequence[Answered], sequences: Sequence[TrainingSequence]
@@ -90,11 +90,9 @@ class Session:
         if algorithm.old_logprobs == "rollout":
             sequences = [replace(s, old_logprobs=s.rollout_logprobs) for s in sequences]
         elif self.recipe.train.updates_per_step > 1 or asks_trainer:
-            old = await self.trainer.forward(sequences)
-            sequences = [replace(s, old_logprobs=o) for s, o in zip(sequences, old, strict=True)]
+            sequences = await self.add("old_logprobs", sequences)
         if algorithm.kl_coefficient:
-            reference = await self.trainer.forward(sequences, of="reference")
-            sequences = [replace(s, reference_logprobs=r) for s, r in zip(sequences, reference, strict=True)]
+            sequences = await self.add("reference_logprobs", sequences, of="reference")
         return sequences
 
     async def reshard(self, step: int) -> dict[str, float]:

@@ -36,14 +36,15 @@ class StopRequest:
     def heard(self, notice: Callable[[str], object]) -> Iterator[None]:
         """Listen while the calling task runs; `notice` tells the terminal. A second signal cancels the task."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        self._notice, heard_at = notice, [float("inf")]
+        self._notice, first_at = notice, float("inf")
 
         def hear(number: signal.Signals) -> None:
+            nonlocal first_at
             # One request may come twice, to the batch script and to its processes, or by way of a rank.
-            if loop.time() - heard_at[0] > _ONE_REQUEST_SECONDS and task is not None:
+            if loop.time() - first_at > _ONE_REQUEST_SECONDS and task is not None:
                 self.is_urgent = True
                 task.cancel()
-            heard_at[0] = min(heard_at[0], loop.time())
+            first_at = min(first_at, loop.time())
             self.ask(number.name)
 
         for number in SIGNALS:

@@ -71,13 +71,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelLayout]:
 
 def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataError]:
     """What is wrong with the folders of critic and reward model: with the recipe a text, with their files an error."""
-    folders = {
-        "critic.path": recipe.critic.path if recipe.has_critic else None,
-        "reward.model": recipe.reward.model if recipe.loop == "rl" else None,
-    }
-    for field, folder in folders.items():
-        if folder is None:
-            continue
+    for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
             yield from (DataError(f"{field}: {problem}") for problem in problems)
             continue

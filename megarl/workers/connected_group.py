@@ -20,7 +20,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from pathlib import Path
 
 from megarl.types import PeerLostError
-from megarl.workers.process_group import ProcessGroup, Seat
+from megarl.workers.process_group import ProcessGroup, Seat, log_tail
 from megarl.workers.rank import serve
 
 _INTRODUCTION_SECONDS = 10
@@ -58,9 +58,7 @@ class ConnectedGroup(ProcessGroup):
         self._ended: asyncio.Task[str] | None = None
 
     @abstractmethod
-    async def launch(
-        self, log_folder: Path, environment: Mapping[str, str], address: tuple[str, int], key: bytes
-    ) -> None:
+    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         """Start the processes, each to call `connect` with this address and key, its output in `log_folder`."""
 
     @abstractmethod
@@ -118,9 +116,8 @@ class ConnectedGroup(ProcessGroup):
                 if not accepted.done():
                     accepted.cancel()
             if ended.done():
-                logs = sorted(log_folder.glob("rank_*.log"))[:1]
-                tail = "\n".join(logs[0].read_text(errors="replace").splitlines()[-20:]) if logs else ""
-                raise PeerLostError(f"{ended.result()} before all ranks connected\n{tail}".rstrip())
+                tail = log_tail(log_folder / "rank_0000.log")
+                raise PeerLostError(f"{ended.result()} before all ranks connected\n{tail}")
             connected, _ = accepted.result()
             if (known := await loop.run_in_executor(None, _introduced, connected, key)) is None:
                 connected.close()

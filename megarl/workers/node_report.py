@@ -18,14 +18,17 @@ _LEAST_FREE_BYTES = 1 << 30
 class NodeReport:
     """A worker that only looks around."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, world_size: int) -> None: ...
 
-    def look(self, folders: Sequence[str], run_folder: str) -> dict[str, Any]:
-        """Of this rank's node: its name, which folders it cannot read, room in the run's folder, GPUs, clock."""
+    def look(self, folders: Sequence[str], run_folder: str) -> dict[str, Any] | None:
+        """Of this rank's node: its name, which folders it cannot read, room in the run's folder, GPUs, clock.
+
+        One rank of a node looks; None from the others.
+        """
+        if os.environ["LOCAL_RANK"] != "0":
+            return None
         writable = Path(run_folder)
         return {
-            "rank": self.rank,
             "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
             "unread": [folder for folder in folders if not os.access(folder, os.R_OK)],
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),

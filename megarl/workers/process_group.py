@@ -36,6 +36,16 @@ class _RankError(Exception):
         self.seat, self.at, self.echo, self.report = seat, at, echo, report
 
 
+def log_tail(log: Path, start: int = 0) -> str:
+    """The last lines of a rank's log, of those after byte `start`."""
+    if not log.exists():
+        return f"{log} was not written."
+    with log.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - 16384))
+        lines = file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+    return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} is empty."
+
+
 class Seat:
     """The driver's end of one rank: its connection, its log. `died` is done when its process is known to have ended.
 
@@ -89,12 +99,7 @@ class Seat:
         raise NotImplementedError
 
     def log_tail(self) -> str:
-        if not self.log.exists():
-            return f"{self.log} was not written."
-        with self.log.open("rb") as file:
-            file.seek(max(self.log_start, file.seek(0, os.SEEK_END) - 16384))
-            lines = file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "\n".join([f"The end of {self.log}:", *lines]) if lines else f"{self.log} is empty."
+        return log_tail(self.log, self.log_start)
 
 
 class _LocalSeat(Seat):
@@ -155,7 +160,6 @@ class ProcessGroup:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.options: Sequence[str] = ()
         self._port = socket.socket()
         self.answer_timeout_seconds: float | None = None
         self._seats: list[Seat] = []
@@ -173,17 +177,16 @@ class ProcessGroup:
         log_folder: Path,
         start_timeout_seconds: float = 300.0,
         environment: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
+        **launcher: Any,
     ) -> ProcessGroup:
         """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each.
 
         `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
         `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` to that. Output goes to
-        `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `options` are the launcher's.
+        `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's settings.
         Errors are those of `WorkerGroup`; `start_timeout_seconds` is how long the interpreters may take to answer.
         """
-        group = cls(world_size)
-        group.options = options
+        group = cls(world_size, **launcher)
         try:
             log_folder.mkdir(parents=True, exist_ok=True)
             await group._start_processes(log_folder, environment or {}, start_timeout_seconds)

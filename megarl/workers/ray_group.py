@@ -44,10 +44,17 @@ class _Process:
 
 
 class RayGroup(ConnectedGroup):
-    """The `WorkerGroup` of one Ray actor for each rank. Make one with `start`; `options` are (address, ranks a node).
+    """The `WorkerGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
 
     The ranks of a node are consecutive. Raises ConfigError where the cluster has too little, saying what there is.
     """
+
+    def __init__(self, world_size: int, address: str, ranks_per_node: int) -> None:
+        super().__init__(world_size)
+        self._address, self._ranks_per_node = address, ranks_per_node
+        self._actors: list[Any] = []
+        self._served: list[Any] = []
+        self._placed: Any = None
 
     def host(self) -> str:
         self._join()
@@ -56,7 +63,7 @@ class RayGroup(ConnectedGroup):
     def _join(self) -> None:
         if ray.is_initialized():
             return
-        address = self.options[0]
+        address = self._address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
@@ -66,16 +73,8 @@ class RayGroup(ConnectedGroup):
                 "`ray start --head`, or set cluster.launcher=local"
             ) from None
 
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self._actors: list[Any] = []
-        self._served: list[Any] = []
-        self._placed: Any = None
-
-    async def launch(
-        self, log_folder: Path, environment: Mapping[str, str], address: tuple[str, int], key: bytes
-    ) -> None:
-        per_node = int(self.options[1])
+    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
+        per_node = self._ranks_per_node
         nodes = self.world_size // per_node
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         kind = "GPU" if any(node.get("GPU") for node in alive) else "CPU"

@@ -8,10 +8,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.workers.connected_group import ConnectedGroup, connect
+from megarl.workers.connected_group import Address, ConnectedGroup, connect
 from megarl.workers.rank import die_with
 
 
@@ -21,17 +21,18 @@ class SrunGroup(ConnectedGroup):
     The key goes over standard input, which srun hands to every task: no other user sees it, and no file holds it.
     """
 
-    _srun: asyncio.subprocess.Process | None = None
+    def __init__(self, world_size: int, options: Sequence[str] = ()) -> None:
+        super().__init__(world_size)
+        self._options = options
+        self._srun: asyncio.subprocess.Process | None = None
 
-    async def launch(
-        self, log_folder: Path, environment: Mapping[str, str], address: tuple[str, int], key: bytes
-    ) -> None:
+    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
         per_node = self.world_size // nodes
         command = [
             "srun", f"--nodes={nodes}", f"--ntasks={self.world_size}", f"--ntasks-per-node={per_node}",
             "--distribution=block", "--kill-on-bad-exit=1", "--overlap", "--open-mode=append",
-            f"--output={log_folder.absolute()}/rank_%4t.log", *self.options,
+            f"--output={log_folder.absolute()}/rank_%4t.log", *self._options,
             sys.executable, "-P", "-m", "megarl.workers.srun_group", address[0], str(address[1]),
         ]  # fmt: skip
         self._srun = await asyncio.create_subprocess_exec(

@@ -44,8 +44,8 @@ class Worker:
         self.frozen: dict[str, FrozenModel] = {}
         if recipe.has_reference and not recipe.lora.rank:
             self.frozen["reference"] = self._build(FrozenModel, recipe.model.path)
-        if recipe.loop == "rl" and recipe.reward.model:
-            self.frozen["reward"] = self._build(FrozenModel, recipe.reward.model, has_value_head=True)
+        if (reward_model := recipe.further_models.get("reward.model")) is not None:
+            self.frozen["reward"] = self._build(FrozenModel, reward_model, has_value_head=True)
         is_reward_model = recipe.loop == "reward_model"
         self.trainer = self._build(TrainingEngine, recipe.model.path, has_value_head=is_reward_model)
         self.critic: TrainingEngine | None = None
