@@ -59,7 +59,9 @@ class ClusterConfig(Section):
     srun_options: tuple[str, ...] = ()
     """Options of srun besides, such as a container's: --container-image=FILE, --container-mounts=FROM:TO."""
     preflight: bool = True
-    """Look at every node before anything heavy starts there: folders, disk, GPUs, clock."""
+    """Look at every node before anything heavy starts there: folders, disk, GPUs, clock, ports, bandwidth."""
+    least_bandwidth: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
+    """Refuse a node where a rank's links carry less than this share of what the median rank's do."""
     max_restarts: NonNegativeInt = 10
     """Times that a run may be taken up again in a row without a step gained."""
 

@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from megarl.config import ClusterConfig, Recipe
+from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.packing import attention_ratio
 from megarl.evaluation import Respondents
@@ -20,7 +19,6 @@ from megarl.loops.session import Session
 from megarl.loops.stopping import StopRequest, stopping_at_once
 from megarl.model_shape import read_model_shape
 from megarl.parallel_layout import ParallelLayout
-from megarl.platform import device
 from megarl.preflight import read_problems, row_multiple
 from megarl.recipe import error_page
 from megarl.rewards.scoring import RewardPool
@@ -28,9 +26,9 @@ from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError, EndedError
 from megarl.workers.batching import TrainerRanks
-from megarl.workers.node_report import faults
+from megarl.workers.launchers import reward_workers, start_ranks
+from megarl.workers.nodes import inspect
 from megarl.workers.process_group import ProcessGroup
-from megarl.workers.srun_group import SrunGroup
 
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
@@ -73,44 +71,26 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         ) from None
 
 
-def _launcher(cluster: ClusterConfig) -> tuple[type[ProcessGroup], dict[str, Any]]:
-    """What starts the ranks, and its settings."""
-    if cluster.launcher == "slurm":
-        return SrunGroup, {"options": cluster.srun_options}
-    if cluster.launcher == "ray":
-        from megarl.workers.ray_group import RayGroup
-
-        return RayGroup, {"address": cluster.ray_address, "ranks_per_node": cluster.ranks_per_node}
-    return ProcessGroup, {}
-
-
-async def _start_ranks(recipe: Recipe, layout: ParallelLayout, folder: RunFolder) -> ProcessGroup:
-    """The ranks' processes, each on a node that was found fit. Raises ConfigError naming one that is not."""
+async def _check_nodes(recipe: Recipe, folder: RunFolder, ranks: ProcessGroup) -> list[str]:
+    """What is to be said of the ranks' nodes. Raises ConfigError naming those that are not fit."""
     cluster = recipe.cluster
-    group, settings = _launcher(cluster)
-    ranks = await group.start(
-        "megarl.workers.node_report:NodeReport",
-        {},
-        world_size=layout.world_size,
-        log_folder=folder.logs_folder,
-        start_timeout_seconds=cluster.start_timeout_seconds,
-        environment=device.rank_environment(cluster.ranks_per_node),
-        **settings,
+    models = (recipe.model.path, *recipe.further_models.values())
+    wrong, notices = await inspect(
+        ranks,
+        [str(Path(model).absolute()) for model in models],
+        str(folder.path.absolute()),
+        least_bandwidth=cluster.least_bandwidth,
+        timeout_seconds=cluster.collective_timeout_seconds,
     )
-    if not cluster.preflight:
-        return ranks
-    run_folder = str(folder.path.absolute())
-    folders = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
-    reports = await ranks.call("look", folders, run_folder)
-    if wrong := list(faults([report for report in reports if report], run_folder, cluster.ranks_per_node)):
-        await ranks.close()
+    if wrong:
         raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
-    return ranks
+    return notices
 
 
 async def _run_until(
     stop: StopRequest, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None
 ) -> None:
+    cluster = recipe.cluster
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
@@ -120,17 +100,24 @@ async def _run_until(
             num_workers=recipe.reward.num_workers if recipe.has_engine else 0,
             timeout_seconds=recipe.reward.timeout_seconds,
             correct_score=recipe.reward.correct_score,
+            make_worker=reward_workers(cluster),
         )
         stack.callback(rewards.close)
         tokenizer = load_tokenizer(recipe.model.path)
         problems = recipe.data.validation if recipe.has_engine else {}
         validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
         with tracker.phase("start"):
-            ranks = await _start_ranks(recipe, layout, folder)
+            ranks = await start_ranks(cluster, "megarl.workers.nodes:NodeReport", {}, folder.logs_folder)
             stack.push_async_callback(ranks.close)
             ranks.on_asked = stop.ask
-            await ranks.construct("megarl.workers.worker:Worker", {"recipe": recipe, "layout": layout})
-        ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
+            if cluster.preflight:
+                ranks.answer_timeout_seconds = cluster.start_timeout_seconds
+                for notice in await _check_nodes(recipe, folder, ranks):
+                    tracker.notice(notice)
+                ranks.answer_timeout_seconds = None
+            settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
+            await ranks.construct("megarl.workers.worker:Worker", settings)
+        ranks.answer_timeout_seconds = cluster.collective_timeout_seconds
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
         folder.set_status("running")

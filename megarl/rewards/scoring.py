@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.rewards import resolve
 from megarl.types import ConfigError, PeerLostError, Reward
@@ -34,23 +34,46 @@ _SPAWN = multiprocessing.get_context("spawn")
 _logger = logging.getLogger(__name__)
 
 
+class Scorer(Protocol):
+    """One reward process, somewhere."""
+
+    def ask(self, completion_text: str, answer: str) -> Reward:
+        """Its reward for a completion; TimeoutError or ScoringError mean that this completion has none."""
+        ...
+
+    def close(self) -> None:
+        """Kill it."""
+        ...
+
+
+MakeScorer = Callable[[Sequence[str], float, float], Scorer]
+"""Starts a process for reward functions, with the score of a right answer and the seconds for one completion."""
+
+
 class RewardPool:
     """Score completions in `num_workers` processes that live until `close`.
 
     A completion whose scoring takes more than `timeout_seconds`, raises, ends its process, or gives anything but a
     Reward with a finite score, is scored zero and counted in `num_timeouts` or `num_errors`. The clock starts when a
     process has imported the functions and takes the completion. Construction starts the processes without waiting
-    for them; the thread that constructs the pool must outlive it.
+    for them; the thread that constructs the pool must outlive it. `make_worker` says where the processes are.
     """
 
     def __init__(
-        self, functions: Sequence[str], *, num_workers: int, timeout_seconds: float, correct_score: float
+        self,
+        functions: Sequence[str],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        correct_score: float,
+        make_worker: MakeScorer | None = None,
     ) -> None:
         self.num_timeouts = 0
         self.num_errors = 0
         self._count_lock = threading.Lock()
-        self._workers = [_Worker(tuple(functions), correct_score, timeout_seconds) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        make = make_worker or RewardWorker
+        self._workers = [make(tuple(functions), correct_score, timeout_seconds) for _ in range(num_workers)]
+        self._idle: queue.SimpleQueue[Scorer] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
@@ -77,7 +100,7 @@ class RewardPool:
         except TimeoutError:
             with self._count_lock:
                 self.num_timeouts += 1
-        except _ScoringError as error:
+        except ScoringError as error:
             with self._count_lock:
                 self.num_errors += 1
                 level = logging.WARNING if self.num_errors == 1 else logging.DEBUG
@@ -87,21 +110,20 @@ class RewardPool:
         return _ZERO
 
 
-class _ScoringError(Exception):
+class ScoringError(Exception):
     """A function raised, ended its process, or returned no proper Reward."""
 
 
-class _Worker:
+class RewardWorker:
     """One process and the pipe to it; used by one thread at a time, but closed by any."""
 
-    def __init__(self, functions: tuple[str, ...], correct_score: float, timeout_seconds: float) -> None:
+    def __init__(self, functions: Sequence[str], correct_score: float, timeout_seconds: float) -> None:
         self._functions, self._correct_score, self._timeout_seconds = functions, correct_score, timeout_seconds
         self._lock = threading.Lock()
         self._is_closed = False
         self._start()
 
     def ask(self, completion_text: str, answer: str) -> Reward:
-        """The process's reward; TimeoutError or _ScoringError mean that this completion has none."""
         if not self._is_ready:
             self._wait_until_ready()
         try:
@@ -112,9 +134,9 @@ class _Worker:
             reply = self._connection.recv()
         except (EOFError, ConnectionError):
             self._restart()
-            raise _ScoringError("the reward process ended while scoring") from None
+            raise ScoringError("the reward process ended while scoring") from None
         if isinstance(reply, str):
-            raise _ScoringError(reply)
+            raise ScoringError(reply)
         return reply
 
     def close(self) -> None:

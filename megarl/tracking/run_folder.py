@@ -22,8 +22,9 @@ class RunFolder:
     """`RUNS_FOLDER/NAME/`, owned by this process until it closes the folder or dies.
 
     Holds `lock`, `config.yaml` (the recipe with every field; secrets hidden), `status.json`, `metrics.jsonl`,
-    `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model) and `logs/`. As a context manager it writes
-    the state the run ended in. `resumed_step` is the step after which it was taken up again, 0 for a new run.
+    `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model) and `logs/` (a folder for each attempt and a
+    link to the latest). As a context manager it writes the state the run ended in. `resumed_step` is the step after
+    which it was taken up again, 0 for a new run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
@@ -36,7 +37,6 @@ class RunFolder:
         self.samples_folder = self.path / "samples"
         self.model_folder = self.path / "hf"
         self.checkpoints_folder = self.path / "checkpoints"
-        self.logs_folder = self.path / "logs"
         self.resumed_step = 0
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
         self._earlier: dict[str, Any] = {}
@@ -49,8 +49,8 @@ class RunFolder:
                 self._status |= {field: self._earlier[field] for field in kept}
             else:
                 self._refuse_earlier_run()
-            for folder in (self.samples_folder, self.logs_folder):
-                folder.mkdir(exist_ok=True)
+            self.samples_folder.mkdir(exist_ok=True)
+            self.logs_folder = _new_attempt(self.path / "logs")
             replace_text(self.path / "config.yaml", to_yaml(recipe))
             self.set_status()
         except BaseException:
@@ -85,8 +85,8 @@ class RunFolder:
             if most_restarts is not None and restarts >= most_restarts:
                 self._status |= {"restarts": restarts, "resumed_step": step or 0}
                 raise MegarlError(
-                    f"{self.path} was taken up {restarts} times from step {step or 0} without a step gained; see logs/ "
-                    f"for why it ended. Mend that, then set cluster.max_restarts={restarts + 1}."
+                    f"{self.path} was taken up {restarts} times from step {step or 0} without a step gained; see "
+                    f"logs/ for why it ended. Mend that, then set cluster.max_restarts={restarts + 1}."
                 )
             self._status["restarts"] = restarts + 1
         if step is None:
@@ -164,6 +164,18 @@ class RunFolder:
             f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, continue this one with "
             "--resume, or remove the folder."
         )
+
+
+def _new_attempt(logs: Path) -> Path:
+    """The folder for the logs of this start of a run."""
+    logs.mkdir(exist_ok=True)
+    folder = logs / f"attempt_{1 + max((int(path.name[8:]) for path in logs.glob('attempt_*')), default=0)}"
+    folder.mkdir()
+    link = logs / ".latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(logs / "latest")
+    return folder
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -156,7 +156,7 @@ def reshard_plan(
         VllmLayouts(model, parallel.rollout_tp, parallel.world_size, parallel.rollout_ep),
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        nodes=[rank // ranks_per_node for rank in range(parallel.world_size)],
+        places=[(rank // ranks_per_node,) for rank in range(parallel.world_size)],
     )
 
 

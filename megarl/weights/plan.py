@@ -1,8 +1,8 @@
 """The plan: who copies which elements to whom, in which order, in which buckets. Integers and names, no torch.
 
 A plan is a function of two worlds of layouts. Each rank works out its own part, and its partners work out the same:
-the source of a piece is the rank itself, else a holder on its node, else one on another node; among equally near
-holders the takers are dealt out evenly, starting from another one for each tensor.
+the source of a piece is the rank itself, else a holder on its node, else one under the same switch, else any; among
+equally near holders the takers are dealt out evenly, starting from another one for each tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from megarl.weights.boxes import Layout
 from megarl.weights.join import Join, Mold
 from megarl.weights.world import Layouts, ListedLayouts, Tensor
+
+Places = Sequence[Sequence[int | str]]
+"""Each rank's node and the switches above it, nearest first, equally many for each."""
 
 
 class View(NamedTuple):
@@ -93,11 +96,17 @@ class Plan:
     """All transfers between two worlds of layouts, in execution order, cut into buckets; made by `make_plan`."""
 
     def __init__(
-        self, sources: Layouts, destinations: Layouts, *, itemsize: int, bucket_bytes: int, nodes: Sequence[int]
+        self,
+        sources: Layouts,
+        destinations: Layouts,
+        *,
+        itemsize: int,
+        bucket_bytes: int,
+        places: Places,
     ) -> None:
         self.sources, self.destinations = sources, destinations
         self.itemsize, self.bucket_bytes = itemsize, bucket_bytes
-        self.nodes = np.asarray(nodes, dtype=np.int64)
+        self._near = _numbered(places)
         self.steps: list[Step] = []
         self.exchanged: list[bool] = []
         self._chosen: dict[tuple[Sequence[int], Sequence[int], int], NDArray[np.int64]] = {}
@@ -105,7 +114,12 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return len(self.nodes)
+        return self._near.shape[1]
+
+    @property
+    def nodes(self) -> NDArray[np.int64]:
+        """The node of each rank, by number."""
+        return self._near[0]
 
     def for_rank(self, rank: int) -> RankPlan:
         """The part of the plan that one rank carries out; costs what the rank's own pieces cost."""
@@ -138,7 +152,7 @@ class Plan:
 
     def digest(self) -> str:
         """A fingerprint of all that the plan is made from: equal on all ranks, or their messages would not fit."""
-        digest = hashlib.sha256(repr((self.nodes.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
+        digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
         digest.update(repr([step.buckets for step in self.steps]).encode())
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
         return digest.hexdigest()
@@ -148,12 +162,13 @@ class Plan:
         key = (holders, takers, turn)
         if key not in self._chosen:
             ranks, who = np.asarray(holders), np.asarray(takers)
-            order = np.argsort(self.nodes[ranks], kind="stable")
-            ranks, at = ranks[order], self.nodes[ranks[order]]
-            first, last = (np.searchsorted(at, self.nodes[who], side) for side in ("left", "right"))
-            near, place = last - first, np.arange(len(who)) + turn
-            index = np.where(near > 0, first + place % np.maximum(near, 1), place % len(ranks))
-            self._chosen[key] = np.where(np.isin(who, ranks), who, ranks[index])
+            place, found = np.arange(len(who)) + turn, np.where(np.isin(who, ranks), who, -1)
+            for at in self._near:
+                order = np.argsort(at[ranks], kind="stable")
+                first, last = (np.searchsorted(at[ranks[order]], at[who], side) for side in ("left", "right"))
+                index = first + place % np.maximum(last - first, 1)
+                found = np.where((found < 0) & (last > first), ranks[order[index % len(ranks)]], found)
+            self._chosen[key] = found
         return self._chosen[key]
 
     def _copies(self, rank: int, join: Join, turn: int, num_slices: int) -> list[list[_Copies]]:
@@ -228,10 +243,22 @@ class Plan:
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
         """The most takers that one holder may send to, at any turn; 0 if all have the elements themselves."""
         who, source = np.asarray(takers), self.chosen(holders, takers, 0)
-        far = source != who
-        near = far & (self.nodes[source] == self.nodes[who])
-        # A turn shifts near and far choices each among their own holders, so that both maxima may meet.
-        return sum(int(np.bincount(source[part]).max()) for part in (near, far & ~near) if part.any())
+        most, is_left = 0, source != who
+        # A turn shifts the choices of each distance among their own holders, so that all maxima may meet.
+        for at in self._near:
+            is_near = is_left & (at[source] == at[who])
+            most += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
+            is_left &= ~is_near
+        return most
+
+
+def _numbered(places: Places) -> NDArray[np.int64]:
+    """A row of numbers for each class of links, nearest first: ranks of one number are joined by such a link."""
+    rows = []
+    for level in range(len(places[0]) + 1):
+        numbers: dict[tuple[int | str, ...], int] = {}
+        rows.append([numbers.setdefault(tuple(place[level:]), len(numbers)) for place in places])
+    return np.asarray(rows, dtype=np.int64)
 
 
 def make_plan(
@@ -240,13 +267,13 @@ def make_plan(
     *,
     itemsize: int,
     bucket_bytes: int,
-    nodes: Sequence[int] | None = None,
+    places: Places | None = None,
 ) -> Plan:
     """Join source with destination layouts, both by rank (an empty layout where a rank plays no part).
 
     `itemsize` is the size of an element on the wire, `bucket_bytes` bounds what one rank stages at once, sent and
-    received together; `nodes` is the node of each rank (left out: one node). Raises ValueError with the tensor's name
-    if a destination element has no source.
+    received together; `places` names each rank's node and the switches above it, nearest first (left out: one node).
+    Raises ValueError with the tensor's name if a destination element has no source.
     """
     if len(sources) != len(destinations):
         raise ValueError(f"{len(sources)} source layouts, {len(destinations)} destination layouts")
@@ -255,5 +282,5 @@ def make_plan(
         destinations if isinstance(destinations, Layouts) else ListedLayouts(destinations),
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        nodes=[0] * len(sources) if nodes is None else nodes,
+        places=[(0,)] * len(sources) if places is None else places,
     )

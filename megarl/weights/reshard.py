@@ -20,7 +20,7 @@ from megarl.weights.boxes import Layout
 from megarl.weights.families import hf_tensors
 from megarl.weights.layouts.safetensors import whole
 from megarl.weights.layouts.vllm import DirectWriteError, record_layout, zero_padding
-from megarl.weights.plan import Plan, make_plan
+from megarl.weights.plan import Places, Plan, make_plan
 from megarl.weights.staging import gathered
 from megarl.weights.transport import Transport
 from megarl.weights.verify import verify
@@ -61,14 +61,13 @@ class Reshard:
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
-        ranks_per_node: int,
+        places: Places,
     ) -> None:
         rank = dist.get_rank()
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
         self.is_computed = all(gathered(as_computed))
         wanted = destinations if self.is_computed and destinations is not None else gathered(recorded)
-        nodes = [r // ranks_per_node for r in range(dist.get_world_size())]
-        plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes)
+        plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, places=places)
         digests = gathered(plan.digest())
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
@@ -115,11 +114,10 @@ class GatheredReshard:
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
-        ranks_per_node: int,
+        places: Places,
     ) -> None:
         self._parameters, self._load, self._dtype = parameters, load, dtype
         world = dist.get_world_size()
-        nodes = [r // ranks_per_node for r in range(world)]
         groups: list[dict[str, tuple[int, ...]]] = []
         filled = bucket_bytes
         for name, size in hf_tensors(shape).items():
@@ -131,7 +129,7 @@ class GatheredReshard:
 
         def plan(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
             full = tuple(whole(name, size, name, 0) for name, size in tensors.items())
-            return make_plan(sources, [full] * world, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, nodes=nodes)
+            return make_plan(sources, [full] * world, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, places=places)
 
         self._groups = [(tensors, plan(tensors).for_rank(dist.get_rank())) for tensors in groups]
 

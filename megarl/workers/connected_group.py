@@ -1,7 +1,8 @@
 """A worker group whose ranks, wherever they were started, connect back to the driver.
 
 Connections prove on both sides that they know a key (HMAC, the standard library's). How processes are started, and
-what tells that they ended, is the launcher's part: `srun_group`, `ray_group`.
+what tells that they ended, is the launcher's part: `srun_group`, `ray_group`. A process says where it stands in the
+network and is told its rank: nodes of one switch get ranks that follow each other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import socket
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -22,6 +24,10 @@ from pathlib import Path
 from megarl.types import PeerLostError
 from megarl.workers.process_group import ProcessGroup, Seat, log_tail
 from megarl.workers.rank import serve
+from megarl.workers.topology import Introduction, environments, in_order, places
+
+START_LOG = "start.log"
+"""What processes write before they know their ranks."""
 
 _INTRODUCTION_SECONDS = 10
 _END_SECONDS = 60.0
@@ -59,7 +65,7 @@ class ConnectedGroup(ProcessGroup):
 
     @abstractmethod
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        """Start the processes, each to call `connect` with this address and key, its output in `log_folder`."""
+        """Start the processes, each to call `connect` with this address and key."""
 
     @abstractmethod
     async def await_end(self) -> str:
@@ -77,38 +83,59 @@ class ConnectedGroup(ProcessGroup):
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> None:
-        # Kept from others but not from rank 0 on this node: bound, address reusable, not listening.
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("", 0))
-        shared = {
-            "PYTHONUNBUFFERED": "1", **environment, "MASTER_ADDR": self.host(),
-            "MASTER_PORT": str(self._port.getsockname()[1]), "WORLD_SIZE": str(self.world_size),
-        }  # fmt: skip
         key = secrets.token_bytes(32)
+        met: dict[Introduction, socket.socket] = {}
         with socket.create_server(("", 0), backlog=self.world_size) as server:
             server.setblocking(False)
-            await self.launch(log_folder, shared, (self.host(), server.getsockname()[1]), key)
+            address = self.host(), server.getsockname()[1]
+            await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                await asyncio.wait_for(self._seat_all(server, key, log_folder), timeout_seconds)
+                await asyncio.wait_for(self._meet(met, server, key, log_folder), timeout_seconds)
             except TimeoutError:
-                present = {seat.rank for seat in self._seated}
-                absent = [rank for rank in range(self.world_size) if rank not in present]
+                present = Counter(process.node for process in met)
                 raise PeerLostError(
-                    f"ranks {absent} of {self.world_size} did not connect within {timeout_seconds:g} s; look at "
+                    f"{len(met)} of {self.world_size} ranks connected within {timeout_seconds:g} s "
+                    f"({', '.join(f'{count} on {node}' for node, count in present.items()) or 'none'}); look at "
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds"
                 ) from None
+            finally:
+                self._seat(met, log_folder)
+        await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met))
+
+    def _seat(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
+        self._seated = [
+            _RemoteSeat(rank, process.node, met[process], log_folder / f"rank_{rank:04d}.log", self)
+            for rank, process in enumerate(in_order(met))
+        ]
+        self._seats = list(self._seated)
+        if self._ended is not None and self._ended.done():
+            self._note_end()
+
+    def _tell_ranks(self, processes: Sequence[Introduction]) -> None:
+        self.hosts, self.places = [process.host for process in processes], places(processes)
+        for seat, environment in zip(self._seated, environments(processes), strict=True):
+            seat.socket.setblocking(True)
+            with Connection(os.dup(seat.socket.fileno())) as connection:
+                connection.send((environment, str(seat.log.absolute())))
+            seat.socket.setblocking(False)
+
+    def _note_end(self) -> None:
+        for seat in self._seated:
+            seat.died.set_result(time.time())
 
     async def _watch(self) -> str:
         how = await self.await_end()
-        for seat in self._seated:
-            seat.died.set_result(time.time())
+        self._note_end()
         return how
 
-    async def _seat_all(self, server: socket.socket, key: bytes, log_folder: Path) -> None:
+    async def _meet(
+        self, met: dict[Introduction, socket.socket], server: socket.socket, key: bytes, log_folder: Path
+    ) -> None:
+        """Wait until all processes have introduced themselves."""
         loop, ended = asyncio.get_running_loop(), self._ended
         assert ended is not None
-        while len(self._seated) < self.world_size:
+        while len(met) < self.world_size:
             accepted = asyncio.ensure_future(loop.sock_accept(server))
             try:
                 await asyncio.wait([accepted, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -116,15 +143,12 @@ class ConnectedGroup(ProcessGroup):
                 if not accepted.done():
                     accepted.cancel()
             if ended.done():
-                tail = log_tail(log_folder / "rank_0000.log")
-                raise PeerLostError(f"{ended.result()} before all ranks connected\n{tail}")
+                raise PeerLostError(f"{ended.result()} before all ranks connected\n{log_tail(log_folder / START_LOG)}")
             connected, _ = accepted.result()
-            if (known := await loop.run_in_executor(None, _introduced, connected, key)) is None:
+            if (process := await loop.run_in_executor(None, _introduced, connected, key)) is None:
                 connected.close()
-                continue
-            rank, node = known
-            self._seated.append(_RemoteSeat(rank, node, connected, log_folder / f"rank_{rank:04d}.log", self))
-            self._seats = sorted(self._seated, key=lambda seat: seat.rank)
+            else:
+                met[process] = connected
 
     async def _end(self) -> None:
         await super()._end()
@@ -134,17 +158,36 @@ class ConnectedGroup(ProcessGroup):
             await asyncio.wait([self._ended], timeout=_END_SECONDS)
 
 
-def connect(address: Address, key: bytes, node: str) -> None:
-    """In a rank's process: connect to the driver and serve it as the rank that `RANK` names, until it closes."""
-    with Client(address, authkey=key) as connection:
-        connection.send((int(os.environ["RANK"]), node))
+def connect(
+    address: Address,
+    key: bytes,
+    *,
+    turn: int,
+    node: str,
+    switches: Sequence[str] = (),
+    host: str,
+    gpus: Sequence[int] = (),
+) -> None:
+    """In a process: introduce it to the driver (see `Introduction`), take the rank that it gives, serve as that."""
+    with Client(address, authkey=key) as connection, socket.socket() as kept:
+        # Kept from others but not from this process's own store: bound, address reusable, not listening.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("", 0))
+        port = kept.getsockname()[1]
+        connection.send(Introduction(turn, node, tuple(switches), host, port, tuple(gpus)))
+        environment, log = connection.recv()
+        os.environ.update(environment)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(output, stream)
         sock = socket.socket(fileno=os.dup(connection.fileno()))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    serve(sock)
+        connection.close()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        serve(sock)
 
 
-def _introduced(connected: socket.socket, key: bytes) -> tuple[int, str] | None:
-    """Rank and node at the other end of a new connection; None of one that does not know the key."""
+def _introduced(connected: socket.socket, key: bytes) -> Introduction | None:
+    """What the process at the other end of a new connection says of itself; None of one that does not know the key."""
     connected.setblocking(True)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _INTRODUCTION_SECONDS, 0))
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -27,6 +27,7 @@ _REPORT_GRACE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
 _LOG_TAIL_LINES = 60
+_HOST = "127.0.0.1"
 
 
 class _RankError(Exception):
@@ -36,12 +37,12 @@ class _RankError(Exception):
         self.seat, self.at, self.echo, self.report = seat, at, echo, report
 
 
-def log_tail(log: Path, start: int = 0) -> str:
-    """The last lines of a rank's log, of those after byte `start`."""
+def log_tail(log: Path) -> str:
+    """The last lines of a rank's log."""
     if not log.exists():
         return f"{log} was not written."
     with log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - 16384))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
         lines = file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
     return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} is empty."
 
@@ -57,7 +58,6 @@ class Seat:
 
     def __init__(self, rank: int, log: Path) -> None:
         self.rank, self.log = rank, log
-        self.log_start = log.stat().st_size if log.exists() else 0
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     async def ask(self, message: bytes) -> Any:
@@ -99,7 +99,7 @@ class Seat:
         raise NotImplementedError
 
     def log_tail(self) -> str:
-        return log_tail(self.log, self.log_start)
+        return log_tail(self.log)
 
 
 class _LocalSeat(Seat):
@@ -155,11 +155,13 @@ class ProcessGroup:
     """The `WorkerGroup` of `world_size` processes on this machine. Make one with `start`.
 
     `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
-    a signal to stop that reached a rank.
+    a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `places` which node that is
+    and which switches are above it, nearest first.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.hosts, self.places = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
         self._port = socket.socket()
         self.answer_timeout_seconds: float | None = None
         self._seats: list[Seat] = []
@@ -227,10 +229,10 @@ class ProcessGroup:
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> None:
         # Kept from others but not from rank 0: bound, address reusable, not listening.
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("127.0.0.1", 0))
+        self._port.bind((_HOST, 0))
         shared = {
             **{"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.getsockname()[1])},
+            **{"MASTER_ADDR": _HOST, "MASTER_PORT": str(self._port.getsockname()[1])},
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
         for rank in range(self.world_size):

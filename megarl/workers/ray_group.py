@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,26 +20,36 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.types import ConfigError, PeerLostError
 from megarl.workers.connected_group import Address, ConnectedGroup, connect
 
+_SWITCHES_LABEL = "switches"
+"""Of a node: the switches above it from the network's root, joined by dots (ray start --labels)."""
+
 
 class _Process:
     """An actor that becomes one rank."""
 
-    def look(self) -> tuple[list[int], str, int]:
-        """The GPUs that Ray gave it on its node, the node's address, and a port there that is kept for this process."""
-        self._port = socket.socket()
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind(("", 0))
-        gpus = [int(number) for number in ray.get_gpu_ids()]
-        return gpus, ray.util.get_node_ip_address(), self._port.getsockname()[1]
-
-    def serve(self, folder: str, environment: dict[str, str], log: str, address: Address, key: bytes) -> None:
-        """Be a rank, in the driver's current `folder`, until the driver lets go; output goes to `log`."""
+    def serve(self, folder: str, address: Address, key: bytes, turn: int) -> None:
+        """Be a rank, in the driver's current `folder`, until the driver lets go."""
         os.chdir(folder)
-        os.environ.update(environment)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        connect(address, key, ray.util.get_node_ip_address())
+        here = ray.get_runtime_context()
+        switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
+        gpus = [int(number) for number in ray.get_gpu_ids()]
+        host = ray.util.get_node_ip_address()
+        node = f"{host} ({here.get_node_id()[:8]})"
+        connect(address, key, turn=turn, node=node, switches=[*filter(None, switches)], host=host, gpus=gpus)
+
+
+def join(address: str) -> None:
+    """Make this process a driver of the Ray cluster at an address. Raises ConfigError where none answers."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"cluster.ray_address = {address}: no Ray cluster answers there ({error}); start one with "
+            "`ray start --head` or launch/slurm/ray.sbatch, or set cluster.launcher=local"
+        ) from None
 
 
 class RayGroup(ConnectedGroup):
@@ -57,21 +66,8 @@ class RayGroup(ConnectedGroup):
         self._placed: Any = None
 
     def host(self) -> str:
-        self._join()
+        join(self._address)
         return ray.util.get_node_ip_address()
-
-    def _join(self) -> None:
-        if ray.is_initialized():
-            return
-        address = self._address
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"cluster.ray_address = {address}: no Ray cluster answers there ({error}); start one with "
-                "`ray start --head`, or set cluster.launcher=local"
-            ) from None
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         per_node = self._ranks_per_node
@@ -98,17 +94,8 @@ class RayGroup(ConnectedGroup):
             for rank in range(self.world_size)
         ]
         self._actors = actors
-        given = await self._answer([actor.look.remote() for actor in actors], "start its ranks")
-        # Rank 0 may be on another node than the driver.
-        shared = {**environment, "MASTER_ADDR": given[0][1], "MASTER_PORT": str(given[0][2])}
-        for rank, actor in enumerate(actors):
-            neighbours = given[rank - rank % per_node :][:per_node]
-            gpus = [number for numbers, *_ in neighbours for number in numbers]
-            local = {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
-            # Every rank sees all GPUs of its node's ranks, as elsewhere.
-            local |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-            log = str(log_folder.absolute() / f"rank_{rank:04d}.log")
-            self._served.append(actor.serve.remote(os.getcwd(), {**shared, **local}, log, address, key))
+        for turn, actor in enumerate(actors):
+            self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
 
     async def _answer(self, references: Any, what: str) -> Any:
         try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.workers.connected_group import Address, ConnectedGroup, connect
+from megarl.workers.connected_group import START_LOG, Address, ConnectedGroup, connect
 from megarl.workers.rank import die_with
 
 
@@ -31,13 +31,13 @@ class SrunGroup(ConnectedGroup):
         per_node = self.world_size // nodes
         command = [
             "srun", f"--nodes={nodes}", f"--ntasks={self.world_size}", f"--ntasks-per-node={per_node}",
-            "--distribution=block", "--kill-on-bad-exit=1", "--overlap", "--open-mode=append",
-            f"--output={log_folder.absolute()}/rank_%4t.log", *self._options,
+            "--distribution=block", "--kill-on-bad-exit=1", "--overlap",
+            f"--output={log_folder.absolute() / START_LOG}", *self._options,
             sys.executable, "-P", "-m", "megarl.workers.srun_group", address[0], str(address[1]),
         ]  # fmt: skip
         self._srun = await asyncio.create_subprocess_exec(
             *command,
-            env={**os.environ, **environment, "LOCAL_WORLD_SIZE": str(per_node)},
+            env={**os.environ, **environment},
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
@@ -65,8 +65,12 @@ def main() -> None:
     host, port = sys.argv[1:]
     die_with(os.getppid())
     key = bytes.fromhex(sys.stdin.readline())
-    os.environ["RANK"], os.environ["LOCAL_RANK"] = os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]
-    connect((host, int(port)), key, os.environ.get("SLURMD_NODENAME", socket.gethostname()))
+    # The switches above the node and its name, joined by dots, as many as the pattern has.
+    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    dots = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    switches = os.environ.get("SLURM_TOPOLOGY_ADDR", name).split(".", dots)[:-1]
+    turn = int(os.environ["SLURM_PROCID"])
+    connect((host, int(port)), key, turn=turn, node=name, switches=switches, host=socket.gethostname())
 
 
 if __name__ == "__main__":

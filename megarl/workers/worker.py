@@ -28,6 +28,7 @@ from megarl.weights.layouts import peft, safetensors
 from megarl.weights.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.weights.layouts.vllm_computed import VllmLayouts
 from megarl.weights.ledger import disk_full_named
+from megarl.weights.plan import Places
 from megarl.weights.reshard import GatheredReshard, Reshard, record
 
 Model = TypeVar("Model", bound=ModelShard)
@@ -36,8 +37,8 @@ Model = TypeVar("Model", bound=ModelShard)
 class Worker:
     """What the driver calls, on all ranks at once; see each part's own description."""
 
-    def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelLayout) -> None:
-        self.recipe, self.layout, self.rank = recipe, layout, rank
+    def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelLayout, places: Places) -> None:
+        self.recipe, self.layout, self.rank, self.places = recipe, layout, rank, places
         device.init_world(recipe.cluster.collective_timeout_seconds)
         # The engine first: what it needs of memory must be free before the trainer takes its share.
         self.engine = self._build_engine() if recipe.has_engine else None
@@ -212,7 +213,7 @@ class Worker:
         settings: dict[str, Any] = {
             "dtype": self.trainer.dtype,
             "bucket_bytes": self.recipe.weights.bucket_mib << 20,
-            "ranks_per_node": self.recipe.cluster.ranks_per_node,
+            "places": self.places,
         }
         shape = self.trainer.shape
         layouts = self._layouts(shape)

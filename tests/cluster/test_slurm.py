@@ -21,7 +21,7 @@ from megarl.config import Recipe
 from megarl.recipe import load
 from megarl.slurm import render
 from megarl.types import ConfigError
-from megarl.workers.node_report import faults
+from megarl.workers.nodes import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_CLUSTER = Path(__file__).with_name("slurm_local.sh")
@@ -246,7 +246,7 @@ GOOD = {"unread": [], "is_writable": True, "free_bytes": 1 << 40, "gpus": ["H200
     ],
 )
 def test_a_bad_node_is_named(changed: dict[str, Any], told: str | None) -> None:
-    reports = [GOOD | {"node": "n1"}, GOOD | {"node": "n2"} | changed, GOOD | {"node": "n3"}]
+    reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
     found = list(faults(reports, "/runs/a", 8))
     assert found == [] if told is None else len(found) == 1 and told in found[0]
 

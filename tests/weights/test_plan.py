@@ -204,7 +204,7 @@ def reshard_case(model: ModelShape, parallel: ParallelLayout, bucket_bytes: int 
     wanted = VllmLayouts(model, engine, parallel.world_size, ep)
     for rank in ranks:
         assert sorted(wanted[rank]) == sorted(layout_of(expected[rank], tensors))
-    plan = make_plan(sources, wanted, itemsize=8, bucket_bytes=bucket_bytes, nodes=[r // 4 for r in ranks])
+    plan = make_plan(sources, wanted, itemsize=8, bucket_bytes=bucket_bytes, places=[(r // 4,) for r in ranks])
     live = [{name: np.full_like(value, -1) for name, value in held.items()} for held in expected]
     execute(plan, shards, live)
     for held, got in zip(expected, live, strict=True):
@@ -319,17 +319,26 @@ def test_a_deal_saves_what_the_naive_order_loses() -> None:
     assert received == [2 * split // 2 + 2 * split // 4, 4 * split // 4]
 
 
-def test_nearest_replica_and_balanced_senders() -> None:
-    """Two nodes of two ranks hold the tensors twice; the third node takes from each of the two alike."""
+@pytest.mark.parametrize(
+    ("switches", "taken"),
+    [
+        pytest.param("aaa", {(0, 4): 40, (3, 4): 40, (0, 5): 40, (3, 5): 40}, id="one"),
+        pytest.param("abb", {(3, 4): 80, (3, 5): 80}, id="the second node's"),
+        pytest.param("abc", {(0, 4): 40, (3, 4): 40, (0, 5): 40, (3, 5): 40}, id="one each"),
+    ],
+)
+def test_nearest_replica_and_balanced_senders(switches: str, taken: dict[tuple[int, int], int]) -> None:
+    """Two nodes of two ranks hold the tensors twice; the third takes from the nearest, of equals alike."""
     boxes = [Box(f"layers.{i}.t", (0,), (10,)) for i in range(8)]
     holds = tuple(Piece(box, "s", 10 * i, (1,)) for i, box in enumerate(boxes))
     sources = [holds, (), (), holds, (), ()]
     wants = [(), holds, holds, (), holds, holds]
-    plan = make_plan(sources, wants, itemsize=2, bucket_bytes=1000, nodes=[0, 0, 1, 1, 2, 2])
-    taken: dict[tuple[int, int], int] = {}
+    places = [(node, switches[node]) for node in (0, 0, 1, 1, 2, 2)]
+    plan = make_plan(sources, wants, itemsize=2, bucket_bytes=1000, places=places)
+    found: dict[tuple[int, int], int] = {}
     for t in (t for bucket in transfers(plan) for t in bucket):
-        taken[t.source_rank, t.destination_rank] = taken.get((t.source_rank, t.destination_rank), 0) + t.numel
-    assert taken == {(0, 1): 80, (3, 2): 80, (0, 4): 40, (3, 4): 40, (0, 5): 40, (3, 5): 40}
+        found[t.source_rank, t.destination_rank] = found.get((t.source_rank, t.destination_rank), 0) + t.numel
+    assert found == {(0, 1): 80, (3, 2): 80} | taken
 
 
 def test_senders_share_the_load() -> None:
@@ -338,7 +347,7 @@ def test_senders_share_the_load() -> None:
     parallel = layout(tp=2, pp=2, dp=8, rollout_tp=4, ep=8, rollout_ep=True)
     plan = make_plan(
         megatron_layouts(model, parallel, padded_vocab_size=64), VllmLayouts(model, 4, 32, True),
-        itemsize=2, bucket_bytes=1 << 20, nodes=[rank // 8 for rank in range(32)],
+        itemsize=2, bucket_bytes=1 << 20, places=[(rank // 8,) for rank in range(32)],
     )  # fmt: skip
     traffic = count(plan)
     assert traffic.sent[1:].sum(0).max() < 1.1 * traffic.received[1:].sum(0).mean()
@@ -368,7 +377,7 @@ def test_recorded_and_computed_layouts_make_the_same_transfers() -> None:
     sources = megatron_layouts(model, parallel, padded_vocab_size=64)
     wanted = VllmLayouts(model, 4, 8)
     plans = [
-        make_plan(a, b, itemsize=2, bucket_bytes=4096, nodes=[0] * 8)
+        make_plan(a, b, itemsize=2, bucket_bytes=4096, places=[(0,)] * 8)
         for a, b in ((sources, wanted), (sources, [*wanted]), ([*sources], [*wanted]))
     ]
 

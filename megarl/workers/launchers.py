@@ -1,0 +1,45 @@
+"""Who starts a recipe's processes: this machine, srun, or Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config import ClusterConfig
+from megarl.platform import device
+from megarl.rewards.scoring import MakeScorer, RewardWorker
+from megarl.workers.process_group import ProcessGroup
+from megarl.workers.srun_group import SrunGroup
+
+
+async def start_ranks(cluster: ClusterConfig, worker: str, kwargs: Mapping[str, Any], log_folder: Path) -> ProcessGroup:
+    """The ranks of a cluster with a worker on each; see `ProcessGroup.start`."""
+    launcher: type[ProcessGroup] = ProcessGroup
+    settings: dict[str, Any] = {}
+    if cluster.launcher == "slurm":
+        launcher, settings = SrunGroup, {"options": cluster.srun_options}
+    elif cluster.launcher == "ray":
+        from megarl.workers.ray_group import RayGroup
+
+        launcher, settings = RayGroup, {"address": cluster.ray_address, "ranks_per_node": cluster.ranks_per_node}
+    return await launcher.start(
+        worker,
+        kwargs,
+        world_size=cluster.world_size,
+        log_folder=log_folder,
+        start_timeout_seconds=cluster.start_timeout_seconds,
+        environment=device.rank_environment(cluster.ranks_per_node),
+        **settings,
+    )
+
+
+def reward_workers(cluster: ClusterConfig) -> MakeScorer:
+    """What makes a process for reward functions: on this machine, or on any node of a Ray cluster."""
+    if cluster.launcher != "ray":
+        return RewardWorker
+    from megarl.rewards.on_ray import RayRewardWorker
+    from megarl.workers.ray_group import join
+
+    join(cluster.ray_address)
+    return RayRewardWorker

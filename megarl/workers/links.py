@@ -1,0 +1,109 @@
+"""What the links between ranks carry, measured in pairs: a slow one is told from its partners by their other pairs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megarl.platform import device
+
+WITHIN, ACROSS = "within nodes", "across nodes"
+
+_TRIALS = 5
+_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+
+
+class Links:
+    """A worker that exchanges with its neighbours on its node and its fellows on other nodes."""
+
+    def __init__(self, rank: int, world_size: int, places: Sequence[Sequence[str]], timeout_seconds: float) -> None:
+        device.init_world(timeout_seconds)
+        self._rank, self._rounds = rank, pairings([place[0] for place in places])
+        size = _BYTES[device.current().type]
+        self._mine, self._theirs = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
+
+    def measure(self) -> dict[str, float]:
+        """Bytes a second to and from the best partner of each kind, and of an all-reduce over all ranks."""
+        found: dict[str, float] = {}
+        world, size = dist.get_world_size(), self._mine.nbytes
+        # First of all the collective: a backend that joins ranks on first use then joins all of them.
+        seconds = min(self._timed(partial(dist.all_reduce, self._mine)) for _ in range(_TRIALS))
+        found["all-reduce"] = 2 * (world - 1) / world * size / seconds
+        for kind, partners in self._rounds:
+            exchange = partial(self._exchange, partners.get(self._rank))
+            seconds = min(self._timed(exchange) for _ in range(_TRIALS))
+            if self._rank in partners:
+                found[kind] = max(found.get(kind, 0.0), 2 * size / seconds)
+        return found
+
+    def _exchange(self, partner: int | None) -> None:
+        if partner is None:
+            return
+        both = [dist.P2POp(dist.isend, self._mine, partner), dist.P2POp(dist.irecv, self._theirs, partner)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    def _timed(self, exchange: Callable[[], object]) -> float:
+        dist.barrier()
+        self._theirs[-1].item()  # an accelerator works behind the clock's back
+        started = time.perf_counter()
+        exchange()
+        self._mine[-1].item()
+        self._theirs[-1].item()
+        return time.perf_counter() - started
+
+
+def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
+    """Rounds of pairs of ranks, of one kind each, by the node of each rank.
+
+    Neighbours on a node, then ranks of equal place on neighbouring nodes; where there are three or more, each has two
+    partners, so that one bad link is known from its neighbours.
+    """
+    on_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
+    within, across = [], []
+    for pairs in _rounds(max(map(len, on_node))):
+        within.append([(ranks[a], ranks[b]) for ranks in on_node for a, b in pairs if b < len(ranks)])
+    for pairs in _rounds(len(on_node)):
+        across.append([both for a, b in pairs for both in zip(on_node[a], on_node[b], strict=False)])
+    return [
+        (kind, {one: other for a, b in pairs for one, other in ((a, b), (b, a))})
+        for kind, rounds in ((WITHIN, within), (ACROSS, across))
+        for pairs in rounds
+        if pairs
+    ]
+
+
+def _rounds(size: int) -> list[list[tuple[int, int]]]:
+    """The pairs of neighbours in a ring, no one twice in a round."""
+    line = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
+    return [pairs for pairs in (*line, [(0, size - 1)] if size > 2 else []) if pairs]
+
+
+def slow_links(
+    places: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
+) -> Iterator[str]:
+    """The ranks whose links of a kind carry less than a share of what the median rank's do."""
+    for kind in (WITHIN, ACROSS):
+        if not (known := [speeds[kind] for speeds in measured if kind in speeds]):
+            continue
+        median = statistics.median(known)
+        for rank, speeds in enumerate(measured):
+            if (speed := speeds.get(kind, median)) < least_share * median:
+                yield (
+                    f"node {places[rank][0]}: rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank "
+                    f"{median / 1e9:.2f}; exclude the node, or lower cluster.least_bandwidth"
+                )
+
+
+def summary(measured: Sequence[Mapping[str, float]]) -> str:
+    """The median and the slowest rank's bandwidth of each kind, in a line."""
+    told = []
+    for kind in (WITHIN, ACROSS, "all-reduce"):
+        if known := [speeds[kind] for speeds in measured if kind in speeds]:
+            told.append(f"{kind} {statistics.median(known) / 1e9:.1f} GB/s (slowest rank {min(known) / 1e9:.1f})")
+    return f"links: {', '.join(told)}"
