@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from megarl.types import MegarlError
+from megarl.types import ConfigError, MegarlError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
+    from megarl.doctor import Finding
     from megarl.parallel_layout import ParallelLayout
     from megarl.weights.convert import Conversion
 
@@ -94,6 +96,32 @@ def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
     from megarl.recipe import load, to_yaml
 
     print(to_yaml(load(recipe, overrides or ()), comments=True), end="")
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="Look at all nodes that its launcher gives, and their links."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+) -> None:
+    """Show whether this environment's parts fit each other, and what will be used and why."""
+    from megarl.doctor import differences, examine, examine_nodes
+    from megarl.recipe import load
+
+    if recipe is None:
+        found, notices = {"here": examine()}, []
+    else:
+        found, notices = asyncio.run(examine_nodes(load(recipe, overrides or ())))
+    rows = differences(found)
+    if as_json:
+        print(json.dumps({"nodes": list(found), "notices": notices, "findings": [[n, *f] for n, f in rows]}))
+    else:
+        _print_findings(rows, notices, with_nodes=len(found) > 1)
+    if any(finding.state == "bad" for _, finding in rows):
+        raise typer.Exit(ConfigError.exit_code)
 
 
 slurm = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
@@ -215,9 +243,14 @@ def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]
     settings = recipe.train
     per_step = settings.prompts_per_step * (settings.samples_per_prompt if recipe.loop == "rl" else 1)
     updates = settings.updates_per_step if recipe.loop == "rl" else 1
+    nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
+    groups = {"trainer.tp": layout.tp, "rollout.tp": layout.rollout_tp}
+    spread = [f"{field} {tp}" for field, tp in groups.items() if nodes > 1 and size % tp]
     rows = {
         "model": f"{recipe.model.path}, {recipe.model.dtype}",
         "ranks": str(layout),
+        "nodes": f"{nodes} of {size} ranks, launcher {recipe.cluster.launcher}"
+        + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
         "steps": f"{settings.steps}, {settings.steps * settings.prompts_per_step / records['train']:.2f} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
@@ -238,6 +271,20 @@ def _print_conversion(done: Conversion) -> None:
         f"wrote {done.folder}: {done.num_tensors} tensors, {done.weight_bytes / 1e9:.2f} GB "
         f"in {done.seconds:.1f} s{verified}"
     )
+
+
+def _print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False)
+    styles = {"good": "green", "absent": "dim", "bad": "bold red"}
+    for nodes, finding in rows:
+        state = Text(finding.state, style=styles[finding.state])
+        table.add_row(*([nodes] if with_nodes else []), finding.topic, state, finding.text)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(table, *notices, sep="\n")
 
 
 def _print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.parallel_layout import ParallelLayout
 from megarl.rewards.scoring import RewardPool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings
-from megarl.workers.group import WorkerGroup
+from megarl.workers.process_group import ProcessGroup
 from megarl.workers.sampling import sample
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Answered:
 class Respondents:
     """Engines and reward processes together: problems in, answered problems out, scored while others are sampled."""
 
-    group: WorkerGroup
+    group: ProcessGroup
     layout: ParallelLayout
     tokenizer: Tokenizer
     rewards: RewardPool

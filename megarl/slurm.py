@@ -1,4 +1,4 @@
-"""A recipe as a Slurm job: `launch/slurm/train.sbatch` with the recipe's sizes, shown or submitted."""
+"""A recipe as a Slurm job: a script of `launch/slurm/` with the recipe's sizes, shown or submitted."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pathlib import Path
 from megarl.config import Recipe
 from megarl.types import ConfigError
 
-TEMPLATE = Path(__file__).resolve().parents[1] / "launch/slurm/train.sbatch"
+HOME = Path(__file__).resolve().parents[1]
 
 
 def render(recipe: Recipe, arguments: Sequence[str]) -> str:
-    """The batch script of a recipe; `arguments` are what `megarl train` gets: its file and the overrides.
+    """The batch script of a recipe, the one for its launcher; `arguments` are what `megarl train` gets besides.
 
     Jobs of one name wait for each other, so that two never write one run's folder. Raises ConfigError where megarl is
     not installed from its repository.
     """
+    script = HOME / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
     try:
-        template = TEMPLATE.read_text(encoding="utf-8")
+        template = script.read_text(encoding="utf-8")
     except OSError:
-        raise ConfigError(f"{TEMPLATE}: not found; install megarl from its repository (launch/setup.sh)") from None
+        raise ConfigError(f"{script}: not found; install megarl from its repository (launch/setup.sh)") from None
     per_node = recipe.cluster.ranks_per_node
     values = {
         "job-name": recipe.name,
@@ -37,7 +38,8 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         option = line.removeprefix("#SBATCH --").partition("=")[0]
         is_ours = line.startswith("#SBATCH") and option in values
         lines.append(f"#SBATCH --{option}={values[option]}" if is_ours else line)
-        if line.startswith("set -"):
+        if line.startswith("MEGARL_HOME="):
+            lines[-1] = f"MEGARL_HOME={shlex.quote(str(HOME))}"
             lines.append(f"set -- {shlex.join(arguments)}")
     return "\n".join(lines) + "\n"
 

@@ -46,7 +46,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         """Call `function(*args)` on the first `world_size` ranks, or all; results by rank.
 
         The function is one of a module's own (it travels as file and name); arguments and results are picklable.
-        Errors are those of `WorkerGroup.call`, a time-out among them.
+        Errors are those of `ProcessGroup.call`, a time-out among them.
         """
         if "<" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} is local: ranks can only run functions of a module's own")

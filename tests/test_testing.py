@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.testing import RankPool
-from megarl.workers.group import RankFailedError
+from megarl.workers.process_group import RankFailedError
 
 
 @dataclass

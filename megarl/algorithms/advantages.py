@@ -96,13 +96,7 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    mask: Tensor | None = None,
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float, gae_lambda: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates and returns of packed tokens: both [tokens].
 

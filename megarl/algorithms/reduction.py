@@ -7,13 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.sequences import sequence_of_tokens
 
-AGGREGATIONS = (
-    "token_mean",
-    "sequence_mean_token_mean",
-    "sequence_mean_token_sum",
-    "constant_length",
-    "sample_level",
-)
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level")
 
 
 def token_weights(cu_seqlens: Tensor, mask: Tensor, mode: str, *, constant_length: int | None = None) -> Tensor:

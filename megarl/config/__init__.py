@@ -10,25 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.learning import (
-    PRESETS,
-    AlgorithmConfig,
-    CriticConfig,
-    LoraConfig,
-    OptimizerConfig,
-    PreferenceConfig,
-)
+from megarl.config.learning import PRESETS as PRESETS
+from megarl.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, PreferenceConfig
 from megarl.config.section import Section
-
-__all__ = [
-    "PRESETS",
-    "AlgorithmConfig",
-    "CriticConfig",
-    "LoraConfig",
-    "OptimizerConfig",
-    "PreferenceConfig",
-    "Section",
-]
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
@@ -62,7 +46,7 @@ class ClusterConfig(Section):
     """Look at every node before anything heavy starts there: folders, disk, GPUs, clock, ports, bandwidth."""
     least_bandwidth: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
     """Refuse a node where a rank's links carry less than this share of what the median rank's do."""
-    max_restarts: NonNegativeInt = 10
+    max_restarts: NonNegativeInt = 5
     """Times that a run may be taken up again in a row without a step gained."""
 
     @property

@@ -6,14 +6,7 @@ import math
 
 from megarl.algorithms.kl import adapted
 from megarl.data.sampler import DataOrder
-from megarl.loops.batches import (
-    add_advantages,
-    add_corrections,
-    reward_metrics,
-    split,
-    to_sequences,
-    update_metrics,
-)
+from megarl.loops.batches import add_advantages, add_corrections, reward_metrics, split, to_sequences, update_metrics
 from megarl.loops.collection import Collection
 from megarl.loops.session import Session, sampling_settings
 from megarl.preflight import read_conversations, read_problems

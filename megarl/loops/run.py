@@ -71,26 +71,32 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         ) from None
 
 
-async def _check_nodes(recipe: Recipe, folder: RunFolder, ranks: ProcessGroup) -> list[str]:
-    """What is to be said of the ranks' nodes. Raises ConfigError naming those that are not fit."""
+async def _start(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, tracker: Tracker) -> ProcessGroup:
+    """The ranks, a `Worker` on each. Raises ConfigError naming nodes that are not fit."""
     cluster = recipe.cluster
-    models = (recipe.model.path, *recipe.further_models.values())
-    wrong, notices = await inspect(
-        ranks,
-        [str(Path(model).absolute()) for model in models],
-        str(folder.path.absolute()),
-        least_bandwidth=cluster.least_bandwidth,
-        timeout_seconds=cluster.collective_timeout_seconds,
-    )
-    if wrong:
-        raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
-    return notices
+    ranks = await start_ranks(cluster, "megarl.workers.nodes:NodeReport", {}, folder.logs_folder)
+    try:
+        if len(nodes := dict.fromkeys(place[0] for place in ranks.places)) > 1:
+            tracker.tell(f"ranks on {', '.join(nodes)}")
+        if cluster.preflight:
+            wrong, told = await inspect(ranks, recipe, folder.path.absolute())
+            if wrong:
+                raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
+            for line in told:
+                tracker.tell(line)
+        ranks.answer_timeout_seconds = None
+        settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
+        await ranks.construct("megarl.workers.worker:Worker", settings)
+    except BaseException:
+        await ranks.close()
+        raise
+    ranks.answer_timeout_seconds = cluster.collective_timeout_seconds
+    return ranks
 
 
 async def _run_until(
     stop: StopRequest, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None
 ) -> None:
-    cluster = recipe.cluster
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
@@ -100,24 +106,16 @@ async def _run_until(
             num_workers=recipe.reward.num_workers if recipe.has_engine else 0,
             timeout_seconds=recipe.reward.timeout_seconds,
             correct_score=recipe.reward.correct_score,
-            make_worker=reward_workers(cluster),
+            make_worker=reward_workers(recipe.cluster),
         )
         stack.callback(rewards.close)
         tokenizer = load_tokenizer(recipe.model.path)
         problems = recipe.data.validation if recipe.has_engine else {}
         validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
         with tracker.phase("start"):
-            ranks = await start_ranks(cluster, "megarl.workers.nodes:NodeReport", {}, folder.logs_folder)
+            ranks = await _start(recipe, layout, folder, tracker)
             stack.push_async_callback(ranks.close)
             ranks.on_asked = stop.ask
-            if cluster.preflight:
-                ranks.answer_timeout_seconds = cluster.start_timeout_seconds
-                for notice in await _check_nodes(recipe, folder, ranks):
-                    tracker.notice(notice)
-                ranks.answer_timeout_seconds = None
-            settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
-            await ranks.construct("megarl.workers.worker:Worker", settings)
-        ranks.answer_timeout_seconds = cluster.collective_timeout_seconds
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
         folder.set_status("running")

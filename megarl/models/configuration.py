@@ -16,15 +16,20 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError
 
 
-def uses_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers are used: where it is installed and CUDA is there."""
+def transformer_engine_problem() -> str | None:
+    """Why Transformer Engine's layers cannot be used; None where they are."""
     if not torch.cuda.is_available():
-        return False
+        return "there is no CUDA"
     try:
         import transformer_engine.pytorch  # noqa: F401 # type: ignore[import-not-found]
-    except ImportError:
-        return False
-    return True
+    except ImportError as error:
+        return f"Transformer Engine cannot be imported ({error})"
+    return None
+
+
+def uses_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers are used: where it is installed and CUDA is there."""
+    return transformer_engine_problem() is None
 
 
 def transformer_config(

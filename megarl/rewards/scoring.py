@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import math
 import multiprocessing
@@ -23,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from megarl.platform.processes import die_with
 from megarl.rewards import resolve
 from megarl.types import ConfigError, PeerLostError, Reward
 
@@ -43,7 +43,6 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Kill it."""
-        ...
 
 
 MakeScorer = Callable[[Sequence[str], float, float], Scorer]
@@ -187,7 +186,8 @@ class RewardWorker:
 def _serve(connection: Connection, functions: Sequence[str], correct_score: float) -> None:
     """Body of a reward process: send None when ready (or the ConfigError), then a Reward or an error text for each."""
     os.setsid()  # what the functions start dies with the process, and Ctrl-C is the driver's alone
-    _die_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with(parent.pid if parent else None)
     try:
         rewards = {name: resolve(name) for name in functions}
     except ConfigError as error:
@@ -215,14 +215,6 @@ def _sum(rewards: dict[str, Callable[..., Any]], completion_text: str, answer: s
         format_valid &= bool(result.format_valid)
         answer_correct &= bool(result.answer_correct)
     return Reward(total, format_valid, answer_correct)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, even amid a computation."""
-    set_parent_death_signal, parent = 1, multiprocessing.parent_process()
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if parent is None or os.getppid() != parent.pid:
-        os._exit(1)
 
 
 def _limit_memory() -> None:

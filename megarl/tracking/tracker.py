@@ -119,6 +119,10 @@ class Tracker:
             self._tensorboard = None
             self._warn_of_tensorboard(error)
 
+    def tell(self, text: str) -> None:
+        """Say a line to the person at the terminal."""
+        self._console.print(text, style="dim", soft_wrap=True, markup=False)
+
     def notice(self, text: str) -> None:
         """Tell the person at the terminal what they might not expect."""
         self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)

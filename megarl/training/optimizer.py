@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    Adam,  # type: ignore[attr-defined]
+    ChainedOptimizer,
+    MegatronOptimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -39,6 +44,11 @@ def build_optimizer(
     )
     optimizer = get_megatron_optimizer(settings, list(models), use_gloo_process_groups=False)
     return optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
+
+
+def adam_module() -> str:
+    """The package whose Adam Megatron found when it was imported: transformer_engine, apex or torch."""
+    return Adam.__module__.partition(".")[0]
 
 
 @torch.no_grad()

@@ -96,13 +96,7 @@ class Plan:
     """All transfers between two worlds of layouts, in execution order, cut into buckets; made by `make_plan`."""
 
     def __init__(
-        self,
-        sources: Layouts,
-        destinations: Layouts,
-        *,
-        itemsize: int,
-        bucket_bytes: int,
-        places: Places,
+        self, sources: Layouts, destinations: Layouts, *, itemsize: int, bucket_bytes: int, places: Places
     ) -> None:
         self.sources, self.destinations = sources, destinations
         self.itemsize, self.bucket_bytes = itemsize, bucket_bytes

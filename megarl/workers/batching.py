@@ -11,14 +11,14 @@ from megarl.data.packing import pack
 from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.metrics import Metric, merge
 from megarl.types import TrainingSequence
-from megarl.workers.group import WorkerGroup
+from megarl.workers.process_group import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRanks:
     """The trainer as the driver sees it: one call for the whole batch."""
 
-    group: WorkerGroup
+    group: ProcessGroup
     layout: ParallelLayout
     max_tokens_per_microbatch: int
     row_multiple: int = 1

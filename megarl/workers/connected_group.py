@@ -56,7 +56,7 @@ class _RemoteSeat(Seat):
 
 
 class ConnectedGroup(ProcessGroup):
-    """The `WorkerGroup` of processes that a launcher starts on several nodes."""
+    """A `ProcessGroup` of processes that a launcher starts on several nodes."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
@@ -82,7 +82,7 @@ class ConnectedGroup(ProcessGroup):
         """How other nodes reach this one."""
         return socket.gethostname()
 
-    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> None:
+    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         key = secrets.token_bytes(32)
         met: dict[Introduction, socket.socket] = {}
         with socket.create_server(("", 0), backlog=self.world_size) as server:
@@ -91,11 +91,11 @@ class ConnectedGroup(ProcessGroup):
             await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                await asyncio.wait_for(self._meet(met, server, key, log_folder), timeout_seconds)
+                await asyncio.wait_for(self._meet(met, server, key, log_folder), self.start_timeout_seconds)
             except TimeoutError:
                 present = Counter(process.node for process in met)
                 raise PeerLostError(
-                    f"{len(met)} of {self.world_size} ranks connected within {timeout_seconds:g} s "
+                    f"{len(met)} of {self.world_size} ranks connected within {self.start_timeout_seconds:g} s "
                     f"({', '.join(f'{count} on {node}' for node, count in present.items()) or 'none'}); look at "
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds"
                 ) from None
@@ -158,23 +158,13 @@ class ConnectedGroup(ProcessGroup):
             await asyncio.wait([self._ended], timeout=_END_SECONDS)
 
 
-def connect(
-    address: Address,
-    key: bytes,
-    *,
-    turn: int,
-    node: str,
-    switches: Sequence[str] = (),
-    host: str,
-    gpus: Sequence[int] = (),
-) -> None:
-    """In a process: introduce it to the driver (see `Introduction`), take the rank that it gives, serve as that."""
+def connect(address: Address, key: bytes, process: Introduction) -> None:
+    """In a process: introduce it to the driver, with a port of its own; take the rank that it gives; serve as that."""
     with Client(address, authkey=key) as connection, socket.socket() as kept:
         # Kept from others but not from this process's own store: bound, address reusable, not listening.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("", 0))
-        port = kept.getsockname()[1]
-        connection.send(Introduction(turn, node, tuple(switches), host, port, tuple(gpus)))
+        connection.send(process._replace(port=kept.getsockname()[1]))
         environment, log = connection.recv()
         os.environ.update(environment)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

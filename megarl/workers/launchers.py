@@ -38,8 +38,8 @@ def reward_workers(cluster: ClusterConfig) -> MakeScorer:
     """What makes a process for reward functions: on this machine, or on any node of a Ray cluster."""
     if cluster.launcher != "ray":
         return RewardWorker
-    from megarl.rewards.on_ray import RayRewardWorker
+    from megarl.rewards.on_ray import on_nodes_in_turn
     from megarl.workers.ray_group import join
 
     join(cluster.ray_address)
-    return RayRewardWorker
+    return on_nodes_in_turn()

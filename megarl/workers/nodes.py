@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megarl.config import Recipe
 from megarl.workers.links import slow_links, summary
 from megarl.workers.process_group import ProcessGroup
 
@@ -26,14 +27,15 @@ class NodeReport:
     def __init__(self, rank: int, world_size: int) -> None:
         self._server: socket.socket | None = None
 
-    def look(self, folders: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Of this rank's node: which folders it cannot read, room in the run's folder, GPUs, clock, a port to reach."""
+    def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
+        """Of this rank's node: model folders it cannot read, room in the run's folder, GPUs, clock, a port to reach."""
         if os.environ["LOCAL_RANK"] != "0":
             return None
         writable = Path(run_folder)
         self._server = socket.create_server(("", 0))
         return {
-            "unread": [folder for folder in folders if not os.access(folder, os.R_OK)],
+            # A folder that is there may be a mount point with nothing mounted.
+            "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "gpus": gpus(),
@@ -45,21 +47,16 @@ class NodeReport:
         """Why this rank's node cannot reach others, by their names."""
         if self._server is None:
             return None
-        return asyncio.run(_unreached(addresses))
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            found = pool.map(_problem, addresses.values())
+            return {node: why for node, why in zip(addresses, found, strict=True) if why}
 
 
-async def _unreached(addresses: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    async def attempt(host: str, port: int) -> str | None:
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _REACH_SECONDS)
-            writer.close()
-        except TimeoutError:
-            return f"no answer in {_REACH_SECONDS:g} s"
-        except OSError as error:
-            return str(error)
-
-    found = await asyncio.gather(*(attempt(*address) for address in addresses.values()))
-    return {node: why for node, why in zip(addresses, found, strict=True) if why}
+def _problem(address: tuple[str, int]) -> str | None:
+    try:
+        socket.create_connection(address, _REACH_SECONDS).close()
+    except OSError as error:
+        return str(error)
 
 
 def gpus() -> list[str]:
@@ -72,28 +69,28 @@ def gpus() -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-async def inspect(
-    ranks: ProcessGroup, folders: Sequence[str], run_folder: str, *, least_bandwidth: float, timeout_seconds: float
-) -> tuple[list[str], list[str]]:
-    """Faults of a group's nodes, a line each with the node and a remedy, and what else is to be said of them.
+async def inspect(ranks: ProcessGroup, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
+    """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and what else is to be said of them.
 
-    The group's worker must be a `NodeReport`; another may be put in its place. `least_bandwidth` is the share of the
-    median rank's that each rank's links must carry, `timeout_seconds` how long a collective may take, then and later.
+    The group's worker must be a `NodeReport`; another may be put in its place.
     """
+    cluster = recipe.cluster
+    models = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
+    ranks.answer_timeout_seconds = cluster.start_timeout_seconds
     nodes = [place[0] for place in ranks.places]
-    looked = await ranks.call("look", folders, run_folder)
+    looked = await ranks.call("look", models, str(run_folder))
     reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
-    wrong = list(faults(reports, run_folder, len(nodes) // len(reports)))
+    wrong = list(faults(reports, str(run_folder), len(nodes) // len(reports)))
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
         tried = await ranks.call("reach", addresses)
         wrong = list(unreached({node: why for node, why in zip(nodes, tried, strict=True) if why}))
     if wrong or len(nodes) == 1 or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return wrong, []
-    settings = {"places": ranks.places, "timeout_seconds": timeout_seconds}
+    settings = {"places": ranks.places, "timeout_seconds": cluster.collective_timeout_seconds}
     await ranks.construct("megarl.workers.links:Links", settings)
     measured = await ranks.call("measure")
-    return list(slow_links(ranks.places, measured, least_bandwidth)), [summary(measured)]
+    return list(slow_links(ranks.places, measured, cluster.least_bandwidth)), [summary(measured)]
 
 
 def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int) -> Iterator[str]:

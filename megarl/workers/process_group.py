@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl import types
-from megarl.workers.group import RankFailedError
 from megarl.workers.rank import HEAD, pack
 
 _REPORT_GRACE_SECONDS = 1.0
@@ -28,6 +27,15 @@ _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
 _LOG_TAIL_LINES = 60
 _HOST = "127.0.0.1"
+
+
+class RankFailedError(types.PeerLostError):
+    """A rank raised, died or fell silent; the message tells which, the cause, and its traceback or log."""
+
+    def __init__(self, rank: int, cause: str, details: str = "") -> None:
+        super().__init__("\n".join(filter(None, (cause, details.rstrip()))))
+        self.rank = rank
+        self.cause = cause
 
 
 class _RankError(Exception):
@@ -152,7 +160,11 @@ class _LocalSeat(Seat):
 
 
 class ProcessGroup:
-    """The `WorkerGroup` of `world_size` processes on this machine. Make one with `start`.
+    """`world_size` ranks, processes on this machine, that execute the driver's commands in step. Make one with `start`.
+
+    One command at a time, results in order of rank. Calls made while another is under way wait for it; the event loop
+    stays free meanwhile. The first failure kills the group: a `MegarlError` of a rank keeps its class, anything else
+    raises `RankFailedError`, now and ever after.
 
     `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
     a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `places` which node that is
@@ -163,6 +175,7 @@ class ProcessGroup:
         self.world_size = world_size
         self.hosts, self.places = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
         self._port = socket.socket()
+        self.start_timeout_seconds = 300.0
         self.answer_timeout_seconds: float | None = None
         self._seats: list[Seat] = []
         self._turn = asyncio.Lock()
@@ -186,13 +199,13 @@ class ProcessGroup:
         `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
         `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` to that. Output goes to
         `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's settings.
-        Errors are those of `WorkerGroup`; `start_timeout_seconds` is how long the interpreters may take to answer.
+        `start_timeout_seconds` is how long the interpreters may take to answer.
         """
         group = cls(world_size, **launcher)
         try:
             log_folder.mkdir(parents=True, exist_ok=True)
-            await group._start_processes(log_folder, environment or {}, start_timeout_seconds)
-            group.answer_timeout_seconds = start_timeout_seconds
+            group.start_timeout_seconds = group.answer_timeout_seconds = start_timeout_seconds
+            await group._start_processes(log_folder, environment or {})
             await group._exchange("start", [b""] * world_size)  # each rank answers once unasked
             group.answer_timeout_seconds = None
             await group.construct(worker, kwargs)
@@ -206,9 +219,11 @@ class ProcessGroup:
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the worker's method with the same arguments on every rank."""
         return await self._exchange(method, [pack((method, args, kwargs))] * self.world_size)
 
     async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        """Call the worker's method with `per_rank[rank]` as first argument on every rank."""
         if len(per_rank) != self.world_size:
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
@@ -226,7 +241,7 @@ class ProcessGroup:
                 await asyncio.wait([seat.died for seat in self._seats], timeout=_LEAVE_SECONDS)
         await self._end()
 
-    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str], timeout_seconds: float) -> None:
+    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         # Kept from others but not from rank 0: bound, address reusable, not listening.
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind((_HOST, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -15,12 +14,12 @@ import time
 import traceback
 from typing import Any
 
+from megarl.platform.processes import die_with
 from megarl.types import MegarlError
 
 HEAD = struct.Struct("<Q")
 """What a message begins with: the bytes of the pickle that follows."""
 
-_PR_SET_PDEATHSIG = 1
 _asked: str | None = None
 """The signal to stop that this process was sent last."""
 _ECHOES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
@@ -73,13 +72,6 @@ def _execute(worker: Any, command: bytes) -> tuple[Any, bytes]:
         return worker, pack((True, getattr(worker, method)(*args, **kwargs), _asked))
     except Exception as error:
         return worker, pack((False, _report(error), _asked))
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even amid a computation."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def note_signals() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.types import ConfigError, PeerLostError
 from megarl.workers.connected_group import Address, ConnectedGroup, connect
+from megarl.workers.topology import Introduction
 
 _SWITCHES_LABEL = "switches"
 """Of a node: the switches above it from the network's root, joined by dots (ray start --labels)."""
@@ -30,12 +33,11 @@ class _Process:
     def serve(self, folder: str, address: Address, key: bytes, turn: int) -> None:
         """Be a rank, in the driver's current `folder`, until the driver lets go."""
         os.chdir(folder)
-        here = ray.get_runtime_context()
+        here, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
-        gpus = [int(number) for number in ray.get_gpu_ids()]
-        host = ray.util.get_node_ip_address()
+        gpus = tuple(int(number) for number in ray.get_gpu_ids())
         node = f"{host} ({here.get_node_id()[:8]})"
-        connect(address, key, turn=turn, node=node, switches=[*filter(None, switches)], host=host, gpus=gpus)
+        connect(address, key, Introduction(turn, node, host, tuple(filter(None, switches)), gpus))
 
 
 def join(address: str) -> None:
@@ -53,9 +55,10 @@ def join(address: str) -> None:
 
 
 class RayGroup(ConnectedGroup):
-    """The `WorkerGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
+    """A `ProcessGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
 
-    The ranks of a node are consecutive. Raises ConfigError where the cluster has too little, saying what there is.
+    The ranks of a node are consecutive. Nodes that the cluster lacks are waited for; raises ConfigError where they do
+    not come, saying what there is.
     """
 
     def __init__(self, world_size: int, address: str, ranks_per_node: int) -> None:
@@ -72,16 +75,27 @@ class RayGroup(ConnectedGroup):
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         per_node = self._ranks_per_node
         nodes = self.world_size // per_node
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        kind = "GPU" if any(node.get("GPU") for node in alive) else "CPU"
-        have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
-        if sum(count >= per_node for count in have) < nodes:
-            raise ConfigError(
-                f"cluster.nodes = {nodes}: needs {nodes} nodes with {per_node} {kind}s each, the Ray cluster has nodes "
-                f"with {have}; add nodes or lower cluster.nodes, cluster.ranks_per_node"
-            )
+        deadline, told = time.monotonic() + self.start_timeout_seconds, ""
+        while True:
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            kind = "GPU" if any(node.get("GPU") for node in alive) else "CPU"
+            have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
+            if sum(count >= per_node for count in have) >= nodes:
+                break
+            lack = f"needs {nodes} nodes with {per_node} {kind}s each, the Ray cluster has nodes with {have}"
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"cluster.nodes = {nodes}: {lack}; add nodes or lower cluster.nodes, cluster.ranks_per_node"
+                )
+            if lack != told:
+                print(f"waiting for {self.start_timeout_seconds:g} s at most: {lack}", file=sys.stderr, flush=True)
+            told = lack
+            await asyncio.sleep(1.0)
         self._placed = placement_group([{kind: per_node}] * nodes, strategy="STRICT_SPREAD")
-        await self._answer(self._placed.ready(), "place its ranks")
+        try:
+            await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
+        except RayError as error:
+            raise PeerLostError(f"Ray did not place its ranks: {error}") from None
         own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
         actors = [
             ray.remote(_Process)
@@ -96,12 +110,6 @@ class RayGroup(ConnectedGroup):
         self._actors = actors
         for turn, actor in enumerate(actors):
             self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
-
-    async def _answer(self, references: Any, what: str) -> Any:
-        try:
-            return await asyncio.to_thread(ray.get, references, timeout=60.0)
-        except RayError as error:
-            raise PeerLostError(f"Ray did not {what}: {error}") from None
 
     async def await_end(self) -> str:
         failed = ""

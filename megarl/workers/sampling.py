@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.parallel_layout import ParallelLayout
 from megarl.types import Completion, Request
-from megarl.workers.group import WorkerGroup
+from megarl.workers.process_group import ProcessGroup
 
 
 class AbandonedError(Exception):
@@ -16,7 +16,7 @@ class AbandonedError(Exception):
 
 
 async def sample(
-    group: WorkerGroup,
+    group: ProcessGroup,
     layout: ParallelLayout,
     requests: Iterable[Request],
     *,

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megarl.platform.processes import die_with
 from megarl.workers.connected_group import START_LOG, Address, ConnectedGroup, connect
-from megarl.workers.rank import die_with
+from megarl.workers.topology import Introduction
 
 
 class SrunGroup(ConnectedGroup):
-    """The `WorkerGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
+    """A `ProcessGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
 
     The key goes over standard input, which srun hands to every task: no other user sees it, and no file holds it.
     """
@@ -36,10 +37,7 @@ class SrunGroup(ConnectedGroup):
             sys.executable, "-P", "-m", "megarl.workers.srun_group", address[0], str(address[1]),
         ]  # fmt: skip
         self._srun = await asyncio.create_subprocess_exec(
-            *command,
-            env={**os.environ, **environment},
-            stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            *command, env={**os.environ, **environment}, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         assert self._srun.stdin is not None
         self._srun.stdin.write(key.hex().encode() + b"\n")
@@ -70,7 +68,7 @@ def main() -> None:
     dots = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", name).split(".", dots)[:-1]
     turn = int(os.environ["SLURM_PROCID"])
-    connect((host, int(port)), key, turn=turn, node=name, switches=switches, host=socket.gethostname())
+    connect((host, int(port)), key, Introduction(turn, name, socket.gethostname(), tuple(switches)))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ from typing import NamedTuple
 class Introduction(NamedTuple):
     """What a process says of itself.
 
-    `turn` counts what the launcher started, node by node; `switches` are those above its node, from the network's root;
-    others reach it at `host`, where it keeps a `port`; `gpus` are those that were given to it alone, if any were.
+    `turn` counts what the launcher started, node by node; others reach the process at `host`, where it keeps a `port`;
+    `switches` are those above its node, from the network's root; `gpus` were given to it alone, if any were.
     """
 
     turn: int
     node: str
-    switches: tuple[str, ...]
     host: str
-    port: int
-    gpus: tuple[int, ...]
+    switches: tuple[str, ...] = ()
+    gpus: tuple[int, ...] = ()
+    port: int = 0
 
 
 def in_order(processes: Iterable[Introduction]) -> list[Introduction]:

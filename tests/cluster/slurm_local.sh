@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # One-machine Slurm cluster for tests: munged + slurmctld + N slurmd. No systemd, no cgroups, nothing outside its folder; root or plain user.
 #   slurm_local.sh up [nodes=2] | env | kill-node n2 | start-node n2 | down      Debian: apt-get install --no-install-recommends slurm-wlm munge
-# Settings: MEGARL_SLURM_DIR (folder), MEGARL_SLURM_PORT (first of nodes+1 free ports), MEGARL_SLURM_GPUS (pretend GPUs a node), MEGARL_SLURM_GRACE (preemption seconds).
+# Settings: MEGARL_SLURM_DIR (folder), MEGARL_SLURM_PORT (first of nodes+1 free ports), MEGARL_SLURM_GPUS (pretend GPUs a node), MEGARL_SLURM_GRACE (preemption seconds),
+#   MEGARL_SLURM_PARAMETERS (SlurmctldParameters), MEGARL_SLURM_TOPOLOGY (none or tree). `conf N` writes slurm.conf anew. Nodes of odd and of even number have a switch each.
 set -euo pipefail
 D=$(realpath -m "${MEGARL_SLURM_DIR:-${TMPDIR:-/tmp}/megarl-slurm-$(id -u)}") P=${MEGARL_SLURM_PORT:-17000} G=${MEGARL_SLURM_GPUS:-8}
 export SLURM_CONF=$D/slurm.conf PATH=$PATH:/usr/sbin:/sbin
@@ -21,7 +22,8 @@ SlurmdPidFile=$D/%n.pid
 SlurmdLogFile=$D/log/%n.log
 SlurmdParameters=config_overrides
 SlurmdTimeout=15
-SlurmctldParameters=preempt_send_user_signal
+SlurmctldParameters=${MEGARL_SLURM_PARAMETERS:-preempt_send_user_signal}
+TopologyPlugin=topology/${MEGARL_SLURM_TOPOLOGY:-none}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -47,6 +49,7 @@ up() {
   local n=$1 i
   mkdir -p "$D"/{munge,ctld,log,dev}; chmod 755 "$D"; chmod 711 "$D/munge"
   (umask 077; head -c 1024 /dev/urandom >"$D/munge/key"); conf "$n" >"$SLURM_CONF"
+  { for ((i = 1; i <= 2 && i <= n; i++)); do echo "SwitchName=s$i Nodes=$(seq -s, -f 'n%g' $i 2 "$n")"; done; echo "SwitchName=root Switches=s[1-$((n > 1 ? 2 : 1))]"; } >"$D/topology.conf"
   for ((i = 0; i < G; i++)); do ln -s /dev/null "$D/dev/gpu$i"; done   # must be character devices, else "gres count reported lower"
   ((G == 0)) || echo "NodeName=n[1-$n] Name=gpu File=$D/dev/gpu[0-$((G - 1))] Flags=nvidia_gpu_env" >"$D/gres.conf"   # the flag sets CUDA_VISIBLE_DEVICES
   munged --force --key-file="$D/munge/key" --socket="$D/munge/sock" --pid-file="$D/munge/pid" --log-file="$D/log/munge.log" --seed-file="$D/munge/seed" 2>/dev/null
@@ -56,6 +59,7 @@ up() {
 }
 down() { scancel -f -u "$(id -un)" 2>/dev/null || :; sleep 1; for f in "$D"/n*.pid "$D/ctld.pid" "$D/munge/pid"; do [[ ! -f $f ]] || kill "$(<"$f")" 2>/dev/null || :; done; sleep 1; rm -rf "$D"; }
 case ${1:-} in
+  conf) conf "$2" >"$SLURM_CONF"; scontrol reconfigure ;;
   up) [[ ! -e $D ]] || { echo "$D exists: run down first" >&2; exit 1; }; up "${2:-2}" ;; down) down ;; env) echo "export SLURM_CONF=$SLURM_CONF" ;;
-  kill-node) kill_node "$2" ;; start-node) start_node "$2" ;; *) sed -n '2,4p' "$0"; exit 2 ;;
+  kill-node) kill_node "$2" ;; start-node) start_node "$2" ;; *) sed -n '2,5p' "$0"; exit 2 ;;
 esac

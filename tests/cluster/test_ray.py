@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from megarl.rewards.scoring import RewardPool
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 ray = pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
@@ -37,25 +44,34 @@ def share_of_digits(completion, answer, correct_score):
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
-) -> Iterator[Path]:
-    """A folder with a recipe, beside a cluster of a head and two nodes with room for two ranks each."""
+def cluster() -> Iterator[Cluster]:
+    """A head and two nodes with room for two ranks each, under switches whose order is not theirs."""
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        for switch in ("b", "a"):
+            cluster.add_node(num_cpus=2, labels={"switches": f"root.{switch}"})
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory,
+    cluster: Cluster,
+    tiny_model: Callable[..., Path],
+    tool: Callable[[str], ModuleType],
+) -> Path:
+    """A folder with a recipe for the cluster."""
     folder = tmp_path_factory.mktemp("ray")
     tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=8)
     (folder / "letters.py").write_text(REWARD)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=2)
-        recipe = RECIPE.format(model=tiny_model(num_layers=2), address=cluster.address)
-        (folder / "recipe.yaml").write_text(recipe)
-        yield folder
-    finally:
-        cluster.shutdown()
+    recipe = RECIPE.format(model=tiny_model(num_layers=2), address=cluster.address)
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -75,7 +91,56 @@ def test_a_run_on_ray_is_the_run_alone(folder: Path) -> None:
 
 
 def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
-    done = train(folder, "name=large", "cluster.nodes=4", "trainer.tp=4")
+    done = train(folder, "name=large", "cluster.nodes=4", "trainer.tp=4", "cluster.start_timeout_seconds=3")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "needs 4 nodes with 2 CPUs each, the Ray cluster has nodes with [2, 2, 0]" in done.stderr
+    lack = "needs 4 nodes with 2 CPUs each, the Ray cluster has nodes with [2, 2, 0]"
+    assert f"waiting for 3 s at most: {lack}" in done.stderr and f"cluster.nodes = 4: {lack}; add nodes" in done.stderr
     assert json.loads((folder / "runs/large/status.json").read_text())["exit_code"] == 2
+
+
+PLACES = """
+import os
+import time
+from pathlib import Path
+
+from megarl.types import Reward
+
+
+def node(completion, answer, correct_score):
+    # The process's grandparent is the node's raylet.
+    if completion == "slow":
+        time.sleep(60)
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    Path(f"node_{stat.rpartition(')')[2].split()[1]}").touch()
+    return Reward(float(answer), True, True)
+"""
+
+
+def test_rewards_are_scored_on_any_node_and_outlive_one(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl.rewards.on_ray import on_nodes_in_turn
+    from megarl.workers.ray_group import join
+
+    (tmp_path / "places.py").write_text(PLACES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spare = cluster.add_node(num_cpus=0)
+    cluster.wait_for_nodes()
+    join(cluster.address)
+    settings: dict[str, Any] = {"num_workers": 4, "timeout_seconds": 5.0, "correct_score": 1.0}
+    pool = RewardPool(["places:node"], make_worker=on_nodes_in_turn(), **settings)
+    try:
+
+        async def score(*completions: str) -> list[float]:
+            found = await asyncio.gather(*(pool.score(text, str(i)) for i, text in enumerate(completions)))
+            return [reward.score for reward in found]
+
+        assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        assert (pool.num_timeouts, pool.num_errors) == (1, 0)
+        assert len(list(tmp_path.glob("node_*"))) >= 3
+        cluster.remove_node(spare, allow_graceful=False)
+        assert asyncio.run(score(*"abcdefgh")) == [float(i) for i in range(8)]
+    finally:
+        pool.close()
+        ray.shutdown()

@@ -1,9 +1,10 @@
-"""A real Slurm of two nodes on this machine: one recipe under srun as alone, and again after signals."""
+"""A real Slurm of four nodes on this machine: one recipe under srun and on Ray as alone, and again after signals."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -21,11 +22,10 @@ from megarl.config import Recipe
 from megarl.recipe import load
 from megarl.slurm import render
 from megarl.types import ConfigError
-from megarl.workers.nodes import faults
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_CLUSTER = Path(__file__).with_name("slurm_local.sh")
-SBATCH = ROOT / "launch/slurm/train.sbatch"
+MEGARL = str(ROOT / ".venv/bin/megarl")
 needs_slurm = pytest.mark.skipif(
     shutil.which("sbatch", path=f"{os.environ['PATH']}:/usr/sbin") is None,
     reason="needs Slurm and munge: apt-get install --no-install-recommends slurm-wlm munge",
@@ -41,16 +41,21 @@ cluster: {{nodes: 2, ranks_per_node: 2}}
 trainer: {{tp: 2, pp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3}}
 rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
-reward: {{functions: ["letters:share_of_digits"]}}
-train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
+reward: {{functions: ["letters:share_of_digits"], num_workers: 4}}
+train: {{steps: 10, prompts_per_step: 4, samples_per_prompt: 4}}
 """
 REWARD = """
+import os
+import time
+
 from megarl.types import Reward
 
 
 def share_of_digits(completion, answer, correct_score):
+    time.sleep(float(os.environ.get("PACE_SECONDS", "0")))
     return Reward(sum(c.isdigit() for c in completion) / max(1, len(completion)), True, False)
 """
+WIDE = ("cluster.nodes=4", "cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1")
 
 
 def free_ports(count: int) -> int:
@@ -66,40 +71,72 @@ def free_ports(count: int) -> int:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Two nodes, and a folder with a recipe that all of them see."""
+    """Four nodes, and a folder with a recipe that all of them see."""
 
     folder: Path
     environment: dict[str, str]
 
-    def run(self, *command: str, check: bool = True) -> str:
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=900
-        )
+    def run(self, *command: str, check: bool = True, **environment: str) -> str:
+        settings: dict[str, Any] = {"cwd": self.folder, "env": self.environment | environment, "timeout": 900}
+        done = subprocess.run(command, capture_output=True, text=True, **settings)
         assert done.returncode == 0 or not check, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def submit(self, *arguments: str) -> str:
-        options = ("--parsable", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--output=job.log")
-        return self.run("sbatch", *options, str(SBATCH), *arguments).strip()
+    def local(self, *command: str, **environment: str) -> None:
+        self.run("bash", str(LOCAL_CLUSTER), *command, **environment)
+
+    def restart(self, **environment: str) -> None:
+        self.local("down")
+        self.local("up", "4", **environment)
+
+    def submit(
+        self,
+        *arguments: str,
+        nodes: int = 2,
+        per_node: int = 2,
+        script: str = "train",
+        options: tuple[str, ...] = (),
+        pace: float = 0,
+    ) -> str:
+        sizes = (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}")
+        path = str(ROOT / f"launch/slurm/{script}.sbatch")
+        command = ("sbatch", "--parsable", *sizes, "--output=job_%j.log", *options, path, "recipe.yaml", *arguments)
+        return self.run(*command, PACE_SECONDS=str(pace)).strip()
 
     def state(self, job: str) -> str:
         return self.run("scontrol", "show", "job", job).split("JobState=")[1].split()[0]
+
+    def log(self, job: str) -> str:
+        """What the job wrote, or why it did not start."""
+        path = self.folder / f"job_{job}.log"
+        return path.read_text() if path.exists() else self.run("scontrol", "show", "job", job)
 
     def status(self, name: str) -> dict[str, Any]:
         try:
             return json.loads((self.folder / "runs" / name / "status.json").read_text())
         except (OSError, ValueError):
-            return {"state": "absent", "step": 0}
+            return {"state": "absent", "step": 0, "exit_code": None}
 
-    def until(self, reached: Callable[[], bool], seconds: float = 300) -> None:
+    def until(self, job: str, reached: Callable[[], bool], seconds: float = 300) -> None:
         started = time.monotonic()
         while not reached():
-            assert time.monotonic() - started < seconds, (self.folder / "job.log").read_text()
+            assert time.monotonic() - started < seconds, self.log(job)
             time.sleep(0.05)
 
-    def is_at(self, name: str, step: int) -> bool:
+    def until_step(self, job: str, name: str, step: int) -> None:
+        def is_there() -> bool:
+            status = self.status(name)
+            return status["state"] == "running" and status["step"] >= step
+
+        self.until(job, is_there)
+
+    def until_ended(self, job: str, name: str, exit_code: int) -> dict[str, Any]:
+        """How a start of the run ended, once it has."""
+        ended = ("stopped", "failed", "done")
+        self.until(job, lambda: self.status(name)["state"] in ended)
         status = self.status(name)
-        return status["state"] == "running" and status["step"] >= step
+        assert status["exit_code"] == exit_code, (status, self.log(job))
+        return status
 
     def weights(self, name: str) -> bytes:
         return (self.folder / "runs" / name / "hf/model.safetensors").read_bytes()
@@ -112,83 +149,150 @@ def cluster(
     folder = tmp_path_factory.mktemp("slurm")
     tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=8)
     (folder / "letters.py").write_text(REWARD)
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(num_layers=2), steps=6))
+    shutil.copytree(tiny_model(num_layers=2), folder / "model")
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model"))
     state = folder / "state"
     environment = {
         **os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin", "MEGARL_SLURM_DIR": str(state),
-        "MEGARL_SLURM_PORT": str(free_ports(3)), "SLURM_CONF": str(state / "slurm.conf"),
-        "MEGARL_VENV": str(ROOT / ".venv"),
+        "MEGARL_SLURM_PORT": str(free_ports(5)), "SLURM_CONF": str(state / "slurm.conf"), "MEGARL_HOME": str(ROOT),
+        "MEGARL_SLURM_GRACE": "60", "MEGARL_SLURM_TOPOLOGY": "tree",
     }  # fmt: skip
     made = Cluster(folder, environment)
-    made.run("bash", str(LOCAL_CLUSTER), "up", "2")
+    made.local("up", "4")
     try:
         yield made
     finally:
-        made.run("bash", str(LOCAL_CLUSTER), "down", check=False)
+        made.local("down")
 
 
 @pytest.fixture(scope="module")
 def alone(cluster: Cluster) -> bytes:
     """The weights of the run without Slurm."""
-    megarl = str(ROOT / ".venv/bin/megarl")
-    cluster.run(megarl, "train", "recipe.yaml", "name=alone", "cluster.nodes=1", "cluster.ranks_per_node=4")
+    cluster.run(MEGARL, "train", "recipe.yaml", "name=alone", "cluster.nodes=1", "cluster.ranks_per_node=4")
     return cluster.weights("alone")
 
 
 @needs_slurm
-def test_a_job_that_is_asked_to_stop_is_queued_again_and_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
-    """First by what a time limit sends to the batch script, then by what a preemption sends to the ranks."""
-    job = cluster.submit("recipe.yaml")
-    for restart, signal in enumerate((("--signal=USR1", "--batch"), ("--signal=TERM",))):
-        step = 1 + 2 * restart
-        cluster.until(
-            lambda step=step: cluster.status("job")["state"] == "running" and cluster.status("job")["step"] >= step
-        )
-        cluster.run("scancel", *signal, job)
-        cluster.until(lambda: cluster.status("job")["state"] == "stopped", 60)
-        assert cluster.status("job")["exit_code"] == 75, cluster.status("job")
-        cluster.until(lambda: cluster.status("job")["state"] != "stopped", 120)
-    cluster.until(lambda: cluster.state(job) in ("COMPLETED", "FAILED"), 300)
-    log = (cluster.folder / "job.log").read_text()
-    assert cluster.state(job) == "COMPLETED" and f"job {job}, start 2: 2 nodes" in log, log
-    assert cluster.status("job") | {"resumed_step": 0} == {
-        "state": "done", "step": 6, "cause": None, "exit_code": 0, "resumed_step": 0,
-    }  # fmt: skip
+def test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
+    """By its time limit, by a job that preempts it with the signal asked for, and by one that only ends its steps."""
+    job = cluster.submit(options=("--time=2", "--signal=B:USR1@60"), pace=2)
+
+    def preempt() -> None:
+        cluster.run("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+
+    assert "USR1" in cluster.until_ended(job, "job", 75)["cause"]
+    step = cluster.status("job")["step"]
+    assert 1 <= step < 10
+    for parameters, signal in (("preempt_send_user_signal", "USR1"), ("enable_configless", "TERM")):
+        cluster.local("conf", "4", MEGARL_SLURM_PARAMETERS=parameters)
+        cluster.until_step(job, "job", step + 1)
+        preempt()
+        status = cluster.until_ended(job, "job", 75)
+        assert signal in status["cause"], (status, cluster.log(job))
+        assert status["step"] > step
+        step = status["step"]
+    cluster.until(job, lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    log = cluster.log(job)
+    assert cluster.state(job) == "COMPLETED" and len(re.findall(f"job {job}, start [0-9]+: 2 nodes", log)) >= 4, log
+    assert cluster.until_ended(job, "job", 0)["step"] == 10
     assert cluster.weights("job") == alone
-    assert not list((cluster.folder / "runs/job/logs").glob(".key*"))
+    attempts = cluster.folder / "runs/job/logs"
+    assert all((attempts / f"attempt_{n}/rank_0003.log").exists() for n in (1, 2, 3, 4))
+    assert (attempts / "latest").resolve().name == max(p.name for p in attempts.glob("attempt_*"))
 
 
 @needs_slurm
-def test_a_rank_that_dies_ends_the_job_with_its_node(cluster: Cluster) -> None:
-    job = cluster.submit("recipe.yaml", "name=lost", "train.steps=500")
-    cluster.until(lambda: cluster.is_at("lost", 1))
-    processes = [process for process in Path("/proc").glob("[0-9]*") if _is_task(process, rank=3)]
-    victims = [int(process.name) for process in processes]
+def test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(cluster: Cluster) -> None:
+    """On four nodes, whose ranks follow their switches."""
+    more = (*WIDE, "checkpoint.every_steps=1")
+    cluster.run(MEGARL, "train", "recipe.yaml", "name=alone4", *more, "cluster.nodes=1", "cluster.ranks_per_node=4")
+    # Slurm 22.05 loses count of the GPUs of a job that it queues again while a node is down.
+    job = cluster.submit("name=lost", *more, nodes=4, per_node=1, options=("--gpus-per-node=0",), pace=1)
+    cluster.until_step(job, "lost", 2)
+    assert "ranks on n1, n3, n2, n4" in cluster.log(job)
+    victims = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_rank(p, 2)]
     assert len(victims) == 1
     os.kill(victims[0], 9)
-    cluster.until(lambda: cluster.state(job) == "FAILED", 60)
-    status = cluster.status("lost")
-    assert status["exit_code"] == 76 and "of 4 on node n" in status["cause"], status
+    status = cluster.until_ended(job, "lost", 76)
+    assert "rank 2 of 4 on node n2" in status["cause"] and status["rank"] == 2, status
+    cluster.until_step(job, "lost", status["step"] + 1)
+    cluster.local("kill-node", "n4")
+    status = cluster.until_ended(job, "lost", 76)
+    assert "rank 3 of 4 on node n4" in status["cause"], status
+    cluster.until(job, lambda: cluster.state(job) == "PENDING")
+    cluster.local("start-node", "n4")
+    cluster.until(job, lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    assert cluster.status("lost")["exit_code"] == 0, cluster.log(job)
+    assert cluster.weights("lost") == cluster.weights("alone4")
+    cluster.restart()
 
 
 @needs_slurm
-def test_jobs_are_accepted_before_they_wait(cluster: Cluster) -> None:
-    megarl = str(ROOT / ".venv/bin/megarl")
-    (cluster.folder / "script").write_text(cluster.run(megarl, "slurm", "render", "recipe.yaml", "cluster.nodes=2"))
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give one node other mounts than the rest")
+def test_a_node_without_the_model_ends_the_job_at_once(cluster: Cluster) -> None:
+    model = cluster.folder / "model"
+    cluster.local("kill-node", "n4")
+    mounts = f"mount -t tmpfs none {model} && exec slurmd -f $SLURM_CONF -N n4"
+    cluster.run("unshare", "--mount", "bash", "-c", mounts)
+    try:
+        job = cluster.submit("name=bare", options=("--nodelist=n3,n4",))
+        cluster.until(job, lambda: cluster.state(job) != "PENDING", 60)
+        started = time.monotonic()
+        cluster.until(job, lambda: cluster.state(job) == "FAILED", 60)
+        assert time.monotonic() - started < 30
+        status = cluster.until_ended(job, "bare", 2)
+        assert f"node n4: {model} is not there or cannot be read" in status["cause"]
+    finally:
+        cluster.local("kill-node", "n4")
+        cluster.local("start-node", "n4")
+
+
+@needs_slurm
+def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
+    pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
+    job = cluster.submit("name=on_ray", script="ray", pace=0.5)
+    cluster.until_step(job, "on_ray", 2)
+    assert Path(f"/tmp/ray-{job}-0").exists()
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    assert "USR1" in cluster.until_ended(job, "on_ray", 75)["cause"]
+    cluster.until(job, lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    assert cluster.until_ended(job, "on_ray", 0)["step"] == 10
+    assert cluster.weights("on_ray") == alone
+    assert not list(Path("/tmp").glob(f"ray-{job}-*"))
+
+
+@needs_slurm
+def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Cluster) -> None:
+    allocation = ("salloc", "--quiet", "--nodes=4", "--ntasks-per-node=1")
+    recipe = ("recipe.yaml", *WIDE, "cluster.launcher=slurm")
+    told = json.loads(cluster.run(*allocation, MEGARL, "doctor", *recipe, "--json"))
+    assert told["nodes"] == ["n1", "n3", "n2", "n4"] and told["notices"][0].startswith("links: across nodes ")
+    assert {nodes for nodes, *_ in told["findings"]} == {"all"}
+
+
+@needs_slurm
+@pytest.mark.parametrize("launcher", ["slurm", "ray"])
+def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> None:
+    recipe = ("recipe.yaml", f"cluster.launcher={launcher}")
+    (cluster.folder / "script").write_text(cluster.run(MEGARL, "slurm", "render", *recipe))
     cluster.run("sbatch", "--test-only", "script")
-    job = cluster.run(megarl, "slurm", "submit", "recipe.yaml", "name=queued", "--sbatch=--hold", "--sbatch=--parsable")
+    job = cluster.run(MEGARL, "slurm", "submit", *recipe, "name=queued", "--sbatch=--hold", "--sbatch=--parsable")
     assert cluster.state(job.strip()) == "PENDING"
     shown = cluster.run("scontrol", "show", "job", job.strip())
     assert "JobName=queued" in shown and "NumNodes=2" in shown and "Dependency=singleton" in shown
     cluster.run("scancel", job.strip())
-    refused = cluster.run(megarl, "slurm", "submit", "recipe.yaml", "cluster.nodes=3", check=False)
+    refused = cluster.run(MEGARL, "slurm", "submit", *recipe, "cluster.nodes=5", check=False)
     assert "sbatch refuses the job" in refused
 
 
-def _is_task(process: Path, rank: int) -> bool:
+def _is_rank(process: Path, rank: int) -> bool:
+    """Whether the process is a task of srun whose log is this rank's."""
     command = _read(process / "cmdline").split(b"\0")
-    number = b"\0SLURM_PROCID=%d\0" % rank
-    return b"python" in command[0] and b"megarl.workers.srun_group" in command and number in _read(process / "environ")
+    if b"python" not in command[0] or b"megarl.workers.srun_group" not in command:
+        return False
+    with suppress(OSError):
+        return (process / "fd/1").readlink().name == f"rank_{rank:04d}.log"
+    return False
 
 
 def _read(path: Path) -> bytes:
@@ -203,13 +307,13 @@ def test_a_script_says_what_the_recipe_says() -> None:
     lines = render(recipe, ["my recipe.yaml", "train.steps=3"]).splitlines()
     for line in ("--job-name=qwen3_32b_grpo", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"):
         assert f"#SBATCH {line}" in lines
-    assert lines[lines.index("set -uo pipefail") + 1] == "set -- 'my recipe.yaml' train.steps=3"
+    assert lines[lines.index(f"MEGARL_HOME={ROOT}") + 1] == "set -- 'my recipe.yaml' train.steps=3"
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: apt-get install shellcheck")
 def test_the_scripts_are_sound_shell() -> None:
-    scripts = [*(ROOT / "launch").rglob("*.sh"), SBATCH]
-    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
+    scripts = [*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch/slurm").glob("*.sbatch")]
+    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -228,27 +332,6 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
     assert "cluster.ranks_per_node = 4: the job has 8 tasks a node" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
     assert list(machines(recipe)) == []
-
-
-GOOD = {"unread": [], "is_writable": True, "free_bytes": 1 << 40, "gpus": ["H200, 570"] * 8, "time": 1000.0}
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        pytest.param({}, None, id="sound"),
-        pytest.param({"unread": ["/models/q"]}, "node n2: /models/q is not there or cannot be read", id="model"),
-        pytest.param({"is_writable": False}, "node n2: /runs/a cannot be written", id="run folder"),
-        pytest.param({"free_bytes": 1 << 20}, "node n2: /runs/a has 1 MiB left", id="disk"),
-        pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
-        pytest.param({"gpus": ["H200, 560"] * 8}, "different GPUs or drivers: H200, 560, H200, 570", id="drivers"),
-        pytest.param({"time": 1100.0}, "node n2: its clock is +100 s off", id="clock"),
-    ],
-)
-def test_a_bad_node_is_named(changed: dict[str, Any], told: str | None) -> None:
-    reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
-    found = list(faults(reports, "/runs/a", 8))
-    assert found == [] if told is None else len(found) == 1 and told in found[0]
 
 
 def test_without_slurm_s_commands_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,24 +48,13 @@ def ours(p: dict[str, Tensor], temperature: float, chunk: int, first: int = 0, s
     group = dist.group.WORLD if dist.is_initialized() else None
     hidden, weight = p["hidden"].clone().requires_grad_(), p["weight"][first:stop].clone().requires_grad_()
     logprob, entropy = vocab_parallel_logprobs(
-        hidden,
-        weight,
-        p["targets"],
-        first_token_id=first,
-        group=group,
-        temperature=temperature,
-        chunk_tokens=chunk,
+        hidden, weight, p["targets"], first_token_id=first, group=group, temperature=temperature, chunk_tokens=chunk
     )
     torch.autograd.backward([logprob, entropy], [p["grad_logprob"], p["grad_entropy"]])
     assert hidden.grad is not None and weight.grad is not None
     if group is not None:
         dist.all_reduce(hidden.grad)
-    return {
-        "logprob": logprob.detach(),
-        "entropy": entropy.detach(),
-        "hidden": hidden.grad,
-        "weight": weight.grad,
-    }
+    return {"logprob": logprob.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
 
 def ours_on_ranks(p: dict[str, Tensor], temperature: float, chunk: int, cuts: list[int]) -> dict:

@@ -128,12 +128,7 @@ def starting(recipe: Recipe, layout: ParallelLayout, updates: Updates) -> dict[s
     with engine.merged():
         equal = all(torch.equal(engine.parameters[name], value) for name, value in engine.weights.items())
         others = sum(value is not engine.parameters[name] for name, value in engine.weights.items())
-    return {
-        "policy": engine.forward(rows),
-        "reference": engine.forward_frozen(rows),
-        "equal": equal,
-        "merged": others,
-    }
+    return {"policy": engine.forward(rows), "reference": engine.forward_frozen(rows), "equal": equal, "merged": others}
 
 
 def test_new_adapters_change_no_bit(ranks: RankPool, folder: Callable[..., Path]) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.types import ConfigError, DataError, PeerLostError
-from megarl.workers.group import RankFailedError
-from megarl.workers.process_group import ProcessGroup
+from megarl.workers.process_group import ProcessGroup, RankFailedError
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,7 @@ from megarl.model_shape import ModelShape
 from megarl.weights.families import rules_of
 from megarl.weights.families.rules import Rule, Segment
 
-LINEARS = {
-    "qkv_proj": "linear_qkv",
-    "o_proj": "linear_proj",
-    "gate_up_proj": "linear_fc1",
-    "down_proj": "linear_fc2",
-}
+LINEARS = {"qkv_proj": "linear_qkv", "o_proj": "linear_proj", "gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
 """A recipe's `lora.targets` -> Megatron's linears."""
 
 

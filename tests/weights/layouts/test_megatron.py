@@ -14,12 +14,7 @@ from megarl.model_shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.testing import RankPool
 from megarl.types import ConfigError
-from megarl.weights.layouts.megatron import (
-    check_against,
-    chunk_prefix,
-    megatron_layouts,
-    parameter_shapes,
-)
+from megarl.weights.layouts.megatron import check_against, chunk_prefix, megatron_layouts, parameter_shapes
 from megarl.weights.layouts.safetensors import load
 
 
@@ -80,11 +75,7 @@ def build_chunks(model: ModelShape, parallel: ParallelLayout) -> list[torch.nn.M
     config = transformer_config(model, parallel, dtype=torch.float32, sequence_parallel=parallel.tp > 1, overrides={})
     return [
         PolicyModel(
-            config,
-            model,
-            temperature=1.0,
-            logprob_chunk_tokens=64,
-            vp_stage=chunk if parallel.vpp > 1 else None,
+            config, model, temperature=1.0, logprob_chunk_tokens=64, vp_stage=chunk if parallel.vpp > 1 else None
         )
         for chunk in range(parallel.vpp)
     ]

@@ -1,0 +1,46 @@
+# shellcheck shell=bash
+# What the batch scripts share: where things are, the site's settings, and a run that is queued again.
+set -uo pipefail
+if [ "$#" -eq 0 ]; then
+    echo "give a recipe: sbatch launch/slurm/train.sbatch RECIPE" >&2
+    exit 2
+fi
+MEGARL_VENV="${MEGARL_VENV:-$MEGARL_HOME/.venv}"
+site="${MEGARL_SITE:-$MEGARL_HOME/launch/slurm/site.env}"
+if [ -f "$site" ]; then
+    # shellcheck source=/dev/null
+    set -a && . "$site" && set +a
+fi
+cd "$SLURM_SUBMIT_DIR" || exit 2
+# A trace of the collectives tells what each rank was at when one of them hung.
+export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-20000}" TORCH_NCCL_DUMP_ON_TIMEOUT=1
+export PYTHONFAULTHANDLER=1
+echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
+
+# Trains with these arguments; the code it ended with is in $code.
+train() {
+    "$MEGARL_VENV/bin/megarl" train "$@" "cluster.nodes=$SLURM_JOB_NUM_NODES" --resume &
+    driver=$!
+    trap 'kill -USR1 $driver 2>/dev/null' USR1
+    trap 'kill -TERM $driver 2>/dev/null' TERM
+    code=0
+    # Each trapped signal ends a wait early.
+    while :; do
+        wait "$driver"
+        code=$?
+        kill -0 "$driver" 2>/dev/null || break
+    done
+    echo "megarl ended with $code"
+}
+
+# Ends the job; one that was asked to stop (also by a signal that came before megarl listened) or lost a rank is queued
+# again, and goes on from its newest checkpoint. megarl counts the starts that gained no step (cluster.max_restarts).
+end_job() {
+    case "$code" in
+    75 | 76 | 138 | 143)
+        # Slurm ends the job from outside; a script that ended by itself would count as failed.
+        scontrol requeue "$SLURM_JOB_ID" && sleep 120
+        ;;
+    esac
+    exit "$code"
+}

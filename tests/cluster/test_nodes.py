@@ -1,0 +1,106 @@
+"""What is said of nodes and links that are not fit."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megarl.testing import RankPool
+from megarl.workers.links import ACROSS, WITHIN, Links, pairings, slow_links, summary
+from megarl.workers.nodes import NodeReport, faults, unreached
+from megarl.workers.topology import Introduction, environments, in_order, places
+
+GOOD = {"unread": [], "is_writable": True, "free_bytes": 1 << 40, "gpus": ["H200, 570"] * 8, "time": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        pytest.param({}, None, id="sound"),
+        pytest.param({"unread": ["/models/q"]}, "node n2: /models/q is not there or cannot be read", id="model"),
+        pytest.param({"is_writable": False}, "node n2: /runs/a cannot be written", id="run folder"),
+        pytest.param({"free_bytes": 1 << 20}, "node n2: /runs/a has 1 MiB left", id="disk"),
+        pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
+        pytest.param({"gpus": ["H200, 560"] * 8}, "different GPUs or drivers: H200, 560, H200, 570", id="drivers"),
+        pytest.param({"time": 1100.0}, "node n2: its clock is +100 s off", id="clock"),
+    ],
+)
+def test_a_bad_node_is_named(changed: dict[str, Any], told: str | None) -> None:
+    reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
+    found = list(faults(reports, "/runs/a", 8))
+    assert found == [] if told is None else len(found) == 1 and told in found[0]
+
+
+def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    report = NodeReport(0, 1)
+    model, empty = tmp_path / "model", tmp_path / "empty"
+    for folder in (model, empty):
+        folder.mkdir()
+    (model / "config.json").write_text("{}")
+    seen = report.look([str(model), str(empty), str(tmp_path / "absent")], str(tmp_path))
+    assert seen is not None and seen["unread"] == [str(empty), str(tmp_path / "absent")] and seen["is_writable"]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
+    assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert NodeReport(1, 2).look([], str(tmp_path)) is None
+
+
+def test_a_node_that_cannot_be_reached_is_named_once() -> None:
+    tried = {"n1": {"n3": "no answer in 10 s"}, "n2": {"n3": "no answer in 10 s"}, "n3": {}}
+    (told,) = unreached(tried)
+    assert told.startswith("node n3: its ports cannot be reached from n1, n2 (no answer in 10 s)")
+
+
+def test_nodes_of_one_switch_follow_each_other() -> None:
+    """Slurm names the nodes n1 to n4; odd and even ones have a switch each."""
+    found = [
+        Introduction(turn, f"n{n}", f"h{n}", ("root", f"s{1 + n % 2}"), (turn % 2,), 100 + turn)
+        for turn, n in enumerate((1, 1, 2, 2, 3, 3, 4, 4))
+    ]
+    ranks = in_order(reversed(found))
+    assert [process.node for process in ranks] == ["n2", "n2", "n4", "n4", "n1", "n1", "n3", "n3"]
+    assert places(ranks)[:3] == [("n2", "s1", "root"), ("n2", "s1", "root"), ("n4", "s1", "root")]
+    own = list(environments(ranks))
+    assert [e["LOCAL_RANK"] for e in own] == list("01010101") and {e["LOCAL_WORLD_SIZE"] for e in own} == {"2"}
+    assert {(e["MASTER_ADDR"], e["MASTER_PORT"], e["CUDA_VISIBLE_DEVICES"]) for e in own} == {("h2", "102", "0,1")}
+    unknown = ranks[0]._replace(switches=())
+    assert places([unknown, ranks[1]]) == [("n2",), ("n2",)]
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "abcd", "abcde", "aaaa", "a"])
+def test_every_rank_has_two_partners_where_there_are_three(nodes: str) -> None:
+    partners: dict[str, list[set[int]]] = {kind: [set() for _ in nodes] for kind in (WITHIN, ACROSS)}
+    for kind, pairs in pairings(nodes):
+        assert all(pairs[other] == one and one != other for one, other in pairs.items())
+        for one, other in pairs.items():
+            assert (nodes[one] == nodes[other]) == (kind == WITHIN)
+            partners[kind][one].add(other)
+    sizes = {WITHIN: nodes.count(nodes[0]), ACROSS: len(set(nodes))}
+    for kind, size in sizes.items():
+        assert {len(own) for own in partners[kind]} == {min(size - 1, 2)}
+
+
+def measured() -> dict[str, float]:
+    return Links(dist.get_rank(), 4, [("a",), ("a",), ("b",), ("b",)], 60.0).measure()
+
+
+def test_links_are_measured(ranks: RankPool) -> None:
+    found = ranks.run(measured)
+    assert all(set(speeds) == {WITHIN, ACROSS, "all-reduce"} for speeds in found)
+    assert all(1e6 < speed < 1e12 for speeds in found for speed in speeds.values())
+    assert summary(found).startswith("links: within nodes ")
+
+
+def test_a_rank_with_slow_links_is_named() -> None:
+    nodes = [("n1",), ("n1",), ("n2",), ("n2",), ("n3",), ("n3",)]
+    speeds = [{WITHIN: 200e9, ACROSS: 40e9 if rank != 3 else 9e9} for rank in range(6)]
+    (told,) = slow_links(nodes, speeds, 0.25)
+    assert told.startswith("node n2: rank 3 moves 9.00 GB/s across nodes, the median rank 40.00; exclude the node")
+    assert list(slow_links(nodes, speeds, 0.2)) == []
