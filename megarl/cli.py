@@ -109,12 +109,16 @@ def doctor(
 ) -> None:
     """Show whether this environment's parts fit each other, and what will be used and why."""
     from megarl.doctor import differences, examine, examine_nodes
-    from megarl.recipe import load
+    from megarl.preflight.sizes import machines
+    from megarl.recipe import error_page, load
 
     if recipe is None:
         found, notices = {"here": examine()}, []
     else:
-        found, notices = asyncio.run(examine_nodes(load(recipe, overrides or ())))
+        loaded = load(recipe, overrides or ())
+        if wrong := [*machines(loaded)]:
+            raise ConfigError(error_page(f"recipe {loaded.name}", wrong))
+        found, notices = asyncio.run(examine_nodes(loaded))
     rows = differences(found)
     if as_json:
         print(json.dumps({"nodes": list(found), "notices": notices, "findings": [[n, *f] for n, f in rows]}))

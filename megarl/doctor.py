@@ -59,7 +59,8 @@ def examine() -> list[Finding]:
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
-    return [*versions(installed, requires, _extra()), *_imports(), *_devices(), *_choices(installed), *_machine()]
+    extra = "gpu" if gpus() or torch.version.cuda else "cpu"
+    return [*versions(installed, requires, extra), *_imports(), *_devices(), *_choices(installed), *_machine()]
 
 
 async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[str]]:
@@ -69,7 +70,7 @@ async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # Where all nodes would write.
-    with TemporaryDirectory(dir=recipe.runs_folder, prefix=".doctor-") as folder:
+    with TemporaryDirectory(dir=recipe.runs_folder, prefix=".doctor-", ignore_cleanup_errors=True) as folder:
         ranks = await start_ranks(recipe.cluster, "megarl.workers.nodes:NodeReport", {}, Path(folder).absolute())
         try:
             wrong, notices = await inspect(ranks, recipe, Path(folder).absolute())
@@ -120,10 +121,6 @@ def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[
     return found
 
 
-def _extra() -> str:
-    return "gpu" if gpus() or torch.version.cuda else "cpu"
-
-
 def _imports() -> Iterator[Finding]:
     """What is installed but cannot be imported."""
     for name in _IMPORTED:
@@ -139,8 +136,11 @@ def _devices() -> Iterator[Finding]:
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
         drivers = " and ".join(sorted({line.rpartition(", ")[2] for line in shown})) or "unknown"
-        state = "good" if len(kinds) == 1 else "bad"
-        yield Finding("GPUs", state, f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}")
+        yield Finding(
+            "GPUs",
+            "good" if len(kinds) == 1 else "bad",
+            f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}",
+        )
         yield Finding("collectives", "good", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     elif shown:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"

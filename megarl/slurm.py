@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -33,15 +34,10 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         "gpus-per-node": per_node,
         "signal": f"B:USR1@{recipe.cluster.signal_seconds}",
     }
-    lines = []
-    for line in template.splitlines():
-        option = line.removeprefix("#SBATCH --").partition("=")[0]
-        is_ours = line.startswith("#SBATCH") and option in values
-        lines.append(f"#SBATCH --{option}={values[option]}" if is_ours else line)
-        if line.startswith("MEGARL_HOME="):
-            lines[-1] = f"MEGARL_HOME={shlex.quote(str(HOME))}"
-            lines.append(f"set -- {shlex.join(arguments)}")
-    return "\n".join(lines) + "\n"
+    for option, value in values.items():
+        template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
+    ours = f"MEGARL_HOME={shlex.quote(str(HOME))}\nset -- {shlex.join(arguments)}"
+    return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
 
 
 def submit(script: str, options: Sequence[str]) -> str:

@@ -38,8 +38,9 @@ train() {
 end_job() {
     case "$code" in
     75 | 76 | 138 | 143)
-        # Slurm ends the job from outside; a script that ended by itself would count as failed.
-        scontrol requeue "$SLURM_JOB_ID" && sleep 120
+        # Slurm ends the job from outside; a script that ended by itself would count as failed. One that was cancelled
+        # stays so.
+        scontrol requeue incomplete "$SLURM_JOB_ID" && sleep 120
         ;;
     esac
     exit "$code"

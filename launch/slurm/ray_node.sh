@@ -5,16 +5,23 @@ set -uo pipefail
 folder="/tmp/ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 options=(--num-cpus="$SLURM_CPUS_ON_NODE" --temp-dir="$folder")
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then options+=(--num-gpus="$SLURM_GPUS_ON_NODE"); fi
-switches="${SLURM_TOPOLOGY_ADDR%"$SLURMD_NODENAME"}"
+topology="${SLURM_TOPOLOGY_ADDR:-}"
+switches="${topology%"$SLURMD_NODENAME"}"
 if [[ "$switches" =~ ^[A-Za-z0-9._-]+\.$ ]]; then options+=(--labels="switches=${switches%.}"); fi
 if [ "$SLURM_NODEID" -eq 0 ]; then
     options+=(--head --node-ip-address="$RAY_HOST" --port="$RAY_PORT" --include-dashboard=false)
 else
     options+=(--address="$RAY_HOST:$RAY_PORT")
-    until (: >"/dev/tcp/$RAY_HOST/$RAY_PORT") 2>/dev/null; do sleep 1; done
+    for _ in {1..300}; do
+        if (: >"/dev/tcp/$RAY_HOST/$RAY_PORT") 2>/dev/null; then break; fi
+        sleep 1
+    done
 fi
 trap : USR1 TERM
 "$MEGARL_VENV/bin/ray" start --block "${options[@]}" &
 wait $!
 wait $!
+code=$?
 rm -rf "$folder"
+# A node that failed ends the step, and so its job's wait for the cluster.
+exit "$code"

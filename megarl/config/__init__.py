@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.learning import PRESETS as PRESETS
 from megarl.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, PreferenceConfig
 from megarl.config.section import Section
 

@@ -71,27 +71,22 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkp
         ) from None
 
 
-async def _start(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, tracker: Tracker) -> ProcessGroup:
-    """The ranks, a `Worker` on each. Raises ConfigError naming nodes that are not fit."""
-    cluster = recipe.cluster
-    ranks = await start_ranks(cluster, "megarl.workers.nodes:NodeReport", {}, folder.logs_folder)
-    try:
-        if len(nodes := dict.fromkeys(place[0] for place in ranks.places)) > 1:
-            tracker.tell(f"ranks on {', '.join(nodes)}")
-        if cluster.preflight:
-            wrong, told = await inspect(ranks, recipe, folder.path.absolute())
-            if wrong:
-                raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
-            for line in told:
-                tracker.tell(line)
-        ranks.answer_timeout_seconds = None
-        settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
-        await ranks.construct("megarl.workers.worker:Worker", settings)
-    except BaseException:
-        await ranks.close()
-        raise
-    ranks.answer_timeout_seconds = cluster.collective_timeout_seconds
-    return ranks
+async def _prepare(
+    ranks: ProcessGroup, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, tracker: Tracker
+) -> None:
+    """Put a `Worker` on each rank. Raises ConfigError naming nodes that are not fit."""
+    if len(nodes := dict.fromkeys(place[0] for place in ranks.places)) > 1:
+        tracker.tell(f"ranks on {', '.join(nodes)}")
+    if recipe.cluster.preflight:
+        wrong, told = await inspect(ranks, recipe, folder.path.absolute())
+        if wrong:
+            raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
+        for line in told:
+            tracker.tell(line)
+    ranks.answer_timeout_seconds = None
+    settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
+    await ranks.construct("megarl.workers.worker:Worker", settings)
+    ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
 
 
 async def _run_until(
@@ -101,6 +96,14 @@ async def _run_until(
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice))
+        tokenizer = load_tokenizer(recipe.model.path)
+        problems = recipe.data.validation if recipe.has_engine else {}
+        validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
+        with tracker.phase("start"):
+            ranks = await start_ranks(recipe.cluster, "megarl.workers.nodes:NodeReport", {}, folder.logs_folder)
+            stack.push_async_callback(ranks.close)
+            ranks.on_asked = stop.ask
+            await _prepare(ranks, recipe, layout, folder, tracker)
         rewards = RewardPool(
             recipe.reward.functions,
             num_workers=recipe.reward.num_workers if recipe.has_engine else 0,
@@ -109,13 +112,6 @@ async def _run_until(
             make_worker=reward_workers(recipe.cluster),
         )
         stack.callback(rewards.close)
-        tokenizer = load_tokenizer(recipe.model.path)
-        problems = recipe.data.validation if recipe.has_engine else {}
-        validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
-        with tracker.phase("start"):
-            ranks = await _start(recipe, layout, folder, tracker)
-            stack.push_async_callback(ranks.close)
-            ranks.on_asked = stop.ask
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
         folder.set_status("running")

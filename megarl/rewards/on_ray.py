@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
@@ -30,6 +31,7 @@ class RayRewardWorker:
         there = NodeAffinitySchedulingStrategy(node, soft=True)
         # It takes no CPU in Ray's count: all of those may be the ranks'.
         actor = ray.remote(_Keeper).options(num_cpus=0, scheduling_strategy=there, max_restarts=-1)
+        self._is_closed = False
         self._actor: Any = actor.remote(os.getcwd(), list(sys.path), functions, correct_score, timeout_seconds)
 
     def ask(self, completion_text: str, answer: str) -> Reward:
@@ -39,16 +41,15 @@ class RayRewardWorker:
             try:
                 return ray.get(self._actor.ask.remote(completion_text, answer))
             except RayActorError as error:  # its node may be lost: Ray starts it elsewhere, and scoring can be repeated
-                if time.monotonic() > deadline:
-                    raise PeerLostError(f"Ray has no reward worker for {START_TIMEOUT_SECONDS:g} s: {error}") from None
+                if self._is_closed or time.monotonic() > deadline:
+                    raise PeerLostError(f"a reward worker on Ray is lost or closed: {error}") from None
                 time.sleep(1.0)
 
     def close(self) -> None:
         """Kill the actor, and so its process."""
-        try:
+        self._is_closed = True
+        with suppress(RayError):
             ray.kill(self._actor)
-        except RayError:
-            return
 
 
 class _Keeper(RewardWorker):

@@ -8,6 +8,7 @@ network and is told its rank: nodes of one switch get ranks that follow each oth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -116,13 +117,18 @@ class ConnectedGroup(ProcessGroup):
         self.hosts, self.places = [process.host for process in processes], places(processes)
         for seat, environment in zip(self._seated, environments(processes), strict=True):
             seat.socket.setblocking(True)
-            with Connection(os.dup(seat.socket.fileno())) as connection:
-                connection.send((environment, str(seat.log.absolute())))
+            try:
+                with Connection(os.dup(seat.socket.fileno())) as connection:
+                    connection.send((environment, str(seat.log.absolute())))
+            except OSError as error:
+                raise PeerLostError(f"a process on node {seat.node} was lost before it had its rank: {error}") from None
             seat.socket.setblocking(False)
 
     def _note_end(self) -> None:
         for seat in self._seated:
             seat.died.set_result(time.time())
+            with contextlib.suppress(OSError):  # a node that lost its power ends no connection
+                seat.socket.shutdown(socket.SHUT_RDWR)
 
     async def _watch(self) -> str:
         how = await self.await_end()

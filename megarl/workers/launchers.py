@@ -35,11 +35,9 @@ async def start_ranks(cluster: ClusterConfig, worker: str, kwargs: Mapping[str, 
 
 
 def reward_workers(cluster: ClusterConfig) -> MakeScorer:
-    """What makes a process for reward functions: on this machine, or on any node of a Ray cluster."""
+    """What makes a process for reward functions: on this machine, or on any node of the ranks' Ray cluster."""
     if cluster.launcher != "ray":
         return RewardWorker
     from megarl.rewards.on_ray import on_nodes_in_turn
-    from megarl.workers.ray_group import join
 
-    join(cluster.ray_address)
     return on_nodes_in_turn()

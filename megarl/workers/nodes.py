@@ -32,7 +32,7 @@ class NodeReport:
         if os.environ["LOCAL_RANK"] != "0":
             return None
         writable = Path(run_folder)
-        self._server = socket.create_server(("", 0))
+        self._server = socket.create_server(("", 0), backlog=4096)
         return {
             # A folder that is there may be a mount point with nothing mounted.
             "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -45,6 +47,7 @@ def join(address: str) -> None:
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    on_term = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -52,6 +55,8 @@ def join(address: str) -> None:
             f"cluster.ray_address = {address}: no Ray cluster answers there ({error}); start one with "
             "`ray start --head` or launch/slurm/ray.sbatch, or set cluster.launcher=local"
         ) from None
+    finally:
+        signal.signal(signal.SIGTERM, on_term)  # Ray puts in one that exits at once
 
 
 class RayGroup(ConnectedGroup):
@@ -78,7 +83,8 @@ class RayGroup(ConnectedGroup):
         deadline, told = time.monotonic() + self.start_timeout_seconds, ""
         while True:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            kind = "GPU" if any(node.get("GPU") for node in alive) else "CPU"
+            # With a GPU build of torch, nodes without GPUs are not what is waited for.
+            kind = "GPU" if torch.version.cuda or any(node.get("GPU") for node in alive) else "CPU"
             have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
             if sum(count >= per_node for count in have) >= nodes:
                 break
@@ -97,7 +103,7 @@ class RayGroup(ConnectedGroup):
         except RayError as error:
             raise PeerLostError(f"Ray did not place its ranks: {error}") from None
         own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
-        actors = [
+        self._actors = [
             ray.remote(_Process)
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placed, rank // per_node),
@@ -107,18 +113,18 @@ class RayGroup(ConnectedGroup):
             .remote()
             for rank in range(self.world_size)
         ]
-        self._actors = actors
-        for turn, actor in enumerate(actors):
+        for turn, actor in enumerate(self._actors):
             self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
 
     async def await_end(self) -> str:
-        failed = ""
-        for reference in self._served:
-            try:
-                await asyncio.to_thread(ray.get, reference)
-            except RayError as error:
-                failed = f": {str(error).splitlines()[0]}"
-        return f"Ray's actors ended{failed}"
+        ended, _ = await asyncio.to_thread(ray.wait, self._served)
+        try:
+            ray.get(ended)
+            await asyncio.to_thread(ray.wait, self._served, num_returns=len(self._served))
+        except RayError as error:
+            self.end_processes()
+            return f"Ray's actors ended: {str(error).strip().splitlines()[-1]}"
+        return "Ray's actors ended"
 
     def end_processes(self) -> None:
         for actor in self._actors:

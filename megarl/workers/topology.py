@@ -36,16 +36,12 @@ def places(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
 def environments(processes: Sequence[Introduction]) -> Iterator[dict[str, str]]:
     """What each rank's environment says of its place in the world."""
     on_node, local_rank = Counter(process.node for process in processes), Counter[str]()
-    first = processes[0]
+    host, port, size = processes[0].host, processes[0].port, len(processes)
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     for rank, process in enumerate(processes):
+        node = process.node
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank[node]), "LOCAL_WORLD_SIZE": str(on_node[node])}
         # Every rank sees all GPUs of its node's ranks, whoever gave them out.
-        gpus = [str(gpu) for other in processes if other.node == process.node for gpu in other.gpus]
-        yield {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(processes)),
-            "LOCAL_RANK": str(local_rank[process.node]),
-            "LOCAL_WORLD_SIZE": str(on_node[process.node]),
-            "MASTER_ADDR": first.host,
-            "MASTER_PORT": str(first.port),
-        } | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-        local_rank[process.node] += 1
+        gpus = ",".join(str(gpu) for other in processes if other.node == node for gpu in other.gpus)
+        yield world | own | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        local_rank[node] += 1

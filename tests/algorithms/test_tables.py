@@ -10,7 +10,8 @@ from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.reduction import AGGREGATIONS
-from megarl.config import PRESETS, AlgorithmConfig, PreferenceConfig
+from megarl.config import AlgorithmConfig, PreferenceConfig
+from megarl.config.learning import PRESETS
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
 
         assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
         assert (pool.num_timeouts, pool.num_errors) == (1, 0)
-        assert len(list(tmp_path.glob("node_*"))) >= 3
+        assert len(list(tmp_path.glob("node_*"))) >= 2
         cluster.remove_node(spare, allow_graceful=False)
         assert asyncio.run(score(*"abcdefgh")) == [float(i) for i in range(8)]
     finally:

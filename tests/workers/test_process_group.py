@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -323,3 +324,18 @@ def test_ranks_die_with_the_driver(tmp_path):
         while any(map(is_alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_alive, pids))
+
+
+def test_a_call_to_sixteen_ranks_takes_milliseconds():
+    """A step makes a dozen calls: what they cost besides their work must not be seen."""
+
+    async def drive():
+        async with started(16) as group:
+            seconds = []
+            for _ in range(200):
+                begun = time.perf_counter()
+                await group.call("pid")
+                seconds.append(time.perf_counter() - begun)
+            return statistics.median(seconds)
+
+    assert asyncio.run(drive()) < 5e-3
