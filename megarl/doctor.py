@@ -136,17 +136,13 @@ def _devices() -> Iterator[Finding]:
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
         drivers = " and ".join(sorted({line.rpartition(", ")[2] for line in shown})) or "unknown"
-        yield Finding(
-            "GPUs",
-            "good" if len(kinds) == 1 else "bad",
-            f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}",
-        )
+        told = f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}"
+        yield Finding("GPUs", "good" if len(kinds) == 1 else "bad", told)
         yield Finding("collectives", "good", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     elif shown:
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        yield Finding(
-            "GPUs", "bad", f"{len(shown)} ({shown[0]}), which torch {torch.__version__}, {built}, cannot use; {_SETUP}"
-        )
+        told = f"{len(shown)} ({shown[0]}), which torch {torch.__version__}, {built}, cannot use; {_SETUP}"
+        yield Finding("GPUs", "bad", told)
     else:
         yield Finding("GPUs", "absent", "no NVIDIA driver answers: everything runs on the CPU")
         yield Finding("collectives", "good", "gloo")
