@@ -88,7 +88,7 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: 
     from megarl.weights.reshard import Reshard
     from megarl.workers.worker import Worker
 
-    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout)
+    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine is not None and isinstance(worker.resharding, Reshard)
     assert worker.resharding.is_computed, "vLLM's layout is not as computed"
     update(worker, layout)
@@ -190,7 +190,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelLayout) -> list[str]:
     from megarl.workers.worker import Worker
 
     rank = torch.distributed.get_rank()
-    worker = Worker(rank, layout.world_size, recipe, layout)
+    worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine is not None and worker.resharding is not None
     said = []
     if rank == 1:
@@ -226,7 +226,7 @@ def train_and_gather(recipe: Recipe, layout: ParallelLayout, exported: str) -> t
 
     from megarl.workers.worker import Worker
 
-    worker = Worker(torch.distributed.get_rank(), layout.world_size, recipe, layout)
+    worker = Worker(torch.distributed.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine is not None
     update(worker, layout)
     worker.reshard(verify=True)
