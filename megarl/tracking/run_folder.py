@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -171,10 +172,9 @@ def _new_attempt(logs: Path) -> Path:
     logs.mkdir(exist_ok=True)
     folder = logs / f"attempt_{1 + max((int(path.name[8:]) for path in logs.glob('attempt_*')), default=0)}"
     folder.mkdir()
-    link = logs / ".latest.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.name)
-    link.replace(logs / "latest")
+    with suppress(OSError):  # a copy of a run folder may have a folder of that name
+        (logs / "latest").unlink(missing_ok=True)
+        (logs / "latest").symlink_to(folder.name)
     return folder
 
 
