@@ -59,8 +59,9 @@ def examine() -> list[Finding]:
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
-    extra = "gpu" if gpus() or torch.version.cuda else "cpu"
-    return [*versions(installed, requires, extra), *_imports(), *_devices(), *_choices(installed), *_machine()]
+    shown = gpus()
+    extra = "gpu" if shown or torch.version.cuda else "cpu"
+    return [*versions(installed, requires, extra), *_imports(), *_devices(shown), *_choices(installed), *_machine()]
 
 
 async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[str]]:
@@ -71,7 +72,7 @@ async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # Where all nodes would write.
     with TemporaryDirectory(dir=recipe.runs_folder, prefix=".doctor-", ignore_cleanup_errors=True) as folder:
-        ranks = await start_ranks(recipe.cluster, "megarl.workers.nodes:NodeReport", {}, Path(folder).absolute())
+        ranks = await start_ranks(recipe.cluster, Path(folder).absolute())
         try:
             wrong, notices = await inspect(ranks, recipe, Path(folder).absolute())
             await ranks.construct("megarl.doctor:Doctor", {})
@@ -130,8 +131,8 @@ def _imports() -> Iterator[Finding]:
             yield Finding(name, "bad", f"cannot be imported ({type(error).__name__}: {error}); {_SETUP}")
 
 
-def _devices() -> Iterator[Finding]:
-    shown = gpus()
+def _devices(shown: Sequence[str]) -> Iterator[Finding]:
+    """GPUs and collectives; `shown` is what the driver shows, torch may see less."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}

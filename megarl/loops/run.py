@@ -100,7 +100,7 @@ async def _run_until(
         problems = recipe.data.validation if recipe.has_engine else {}
         validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
         with tracker.phase("start"):
-            ranks = await start_ranks(recipe.cluster, "megarl.workers.nodes:NodeReport", {}, folder.logs_folder)
+            ranks = await start_ranks(recipe.cluster, folder.logs_folder)
             stack.push_async_callback(ranks.close)
             ranks.on_asked = stop.ask
             await _prepare(ranks, recipe, layout, folder, tracker)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from megarl.workers.process_group import ProcessGroup
 from megarl.workers.srun_group import SrunGroup
 
 
-async def start_ranks(cluster: ClusterConfig, worker: str, kwargs: Mapping[str, Any], log_folder: Path) -> ProcessGroup:
-    """The ranks of a cluster with a worker on each; see `ProcessGroup.start`."""
+async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> ProcessGroup:
+    """The ranks of a cluster with a `NodeReport` on each, until another worker comes; see `ProcessGroup.start`."""
     launcher: type[ProcessGroup] = ProcessGroup
     settings: dict[str, Any] = {}
     if cluster.launcher == "slurm":
@@ -24,8 +23,8 @@ async def start_ranks(cluster: ClusterConfig, worker: str, kwargs: Mapping[str, 
 
         launcher, settings = RayGroup, {"address": cluster.ray_address, "ranks_per_node": cluster.ranks_per_node}
     return await launcher.start(
-        worker,
-        kwargs,
+        "megarl.workers.nodes:NodeReport",
+        {},
         world_size=cluster.world_size,
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
