@@ -205,6 +205,26 @@ WRONG = [
         {"rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0}}}, ["temperature = 0"], id="greedy rollout"
     ),
     pytest.param(
+        {"rollout": {"sampling": {"max_new_tokens": 24, "top_p": 0.7}}},
+        ["rollout.sampling.top_p = 0.7", "0.35 nats", "leave it out", "evaluation.sampling.top_p"],
+        id="nucleus of the rollout",
+    ),
+    pytest.param(
+        {"rollout": {"sampling": {"max_new_tokens": 24, "top_k": 20}}},
+        ["rollout.sampling.top_k = 20", "the trainer's of all", "leave it out", "evaluation.sampling.top_k"],
+        id="top k of the rollout",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"logits_processors": ["mine:MinP"]}}},
+        ["rollout.vllm.logits_processors = ['mine:MinP']", "leave it out"],
+        id="logits changed before sampling",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
+        ["rollout.vllm.logprobs_mode = raw_logprobs", "leave it out"],
+        id="log-probs of another distribution",
+    ),
+    pytest.param(
         {
             "cluster": RANKS_4,
             "trainer": {"tp": 2, "cp": 2, "max_tokens_per_microbatch": 65},
@@ -270,6 +290,12 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
         pytest.param({"trainer": {"max_tokens_per_microbatch": 64}}, id="microbatch of one sequence"),
         pytest.param({"evaluation": {"sampling": {"max_new_tokens": 2008}}}, id="all positions"),
         pytest.param({"optimizer": {"warmup_steps": 20}, "train": {"steps": 10, "updates_per_step": 2}}, id="warm-up"),
+        pytest.param({"evaluation": {"sampling": {"top_p": 0.7, "top_k": 20}}}, id="truncated evaluation"),
+        pytest.param({"rollout": {"vllm": {"logprobs_mode": "processed_logprobs"}}}, id="the log-probs that are asked"),
+        pytest.param(
+            {"loop": "sft", "rollout": {"sampling": {"max_new_tokens": 24, "top_p": 0.7}}},
+            id="nothing sampled to train",
+        ),
         pytest.param({"algorithm": PPO, "train": {"samples_per_prompt": 1}}, id="no group with a critic"),
     ],
 )

@@ -97,9 +97,9 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy. The trainer's log-probs use the same."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus mass; 1 keeps all tokens."""
+    """Nucleus mass; 1 keeps all tokens. What is trained on (loop rl) is sampled from all of them: 1."""
     top_k: NonNegativeInt = 0
-    """Sample among the k most likely tokens; 0 keeps all."""
+    """Sample among the k most likely tokens; 0 keeps all. What is trained on (loop rl) is sampled from all: 0."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion; they stay part of it."""
 

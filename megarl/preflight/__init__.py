@@ -34,7 +34,7 @@ def check(recipe: Recipe) -> ParallelLayout:
     layout = sizes.layout_of(recipe)
     wrong = [*sizes.machines(recipe), *sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
-    wrong += learning.unused(recipe)
+    wrong += [*learning.sampling(recipe), *learning.unused(recipe)]
     broken = [*check_model_folder(recipe.model.path), *data_files(recipe)]
     if Path(recipe.model.path).is_dir():
         try:

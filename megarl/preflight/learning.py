@@ -83,6 +83,34 @@ def rewards(recipe: Recipe) -> Iterator[str]:
             yield str(error)
 
 
+def sampling(recipe: Recipe) -> Iterator[str]:
+    """Rollout log-probs are those of the sampling distribution; the trainer's are of the whole vocabulary."""
+    if recipe.loop != "rl":
+        return
+    settings = recipe.rollout.sampling
+    for name, value, is_set in (
+        ("top_p", settings.top_p, settings.top_p < 1),
+        ("top_k", settings.top_k, settings.top_k > 0),
+    ):
+        if is_set:
+            yield (
+                f"rollout.sampling.{name} = {value}: the engine's log-probs would be those of the truncated "
+                "distribution, the trainer's of all tokens (0.35 nats apart at top_p 0.7); leave it out: "
+                f"evaluation.sampling.{name} may have it"
+            )
+    vllm = recipe.rollout.vllm
+    if vllm.get("logits_processors"):
+        yield (
+            f"rollout.vllm.logits_processors = {vllm['logits_processors']}: the engine would sample from another "
+            "distribution than the one that is trained; leave it out"
+        )
+    if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        yield (
+            f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs the sampled tokens' log-probs under "
+            "the sampling distribution, processed_logprobs; leave it out"
+        )
+
+
 def algorithm(recipe: Recipe) -> Iterator[str]:
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
     if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
