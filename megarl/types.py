@@ -42,10 +42,14 @@ class RunFolderLockedError(MegarlError):
     exit_code = 73
 
 
-class DiskFullError(MegarlError):
-    """A file system has no room for what is to be written."""
+class StorageError(MegarlError):
+    """A file or folder cannot be read or written: no permission, a broken disk, a file system that went away."""
 
     exit_code = 74
+
+
+class DiskFullError(StorageError):
+    """A file system has no room for what is to be written."""
 
 
 class StoppedError(MegarlError):

@@ -16,7 +16,8 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
-from megarl.tracking.run_folder import RunFolder, replace_text, sync
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.storage import replace_text, sync
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
 from megarl.weights.layouts.torch_dist_reader import check_harmless

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
+from megarl.tracking.storage import replace_text
 from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
@@ -176,26 +177,6 @@ def _new_attempt(logs: Path) -> Path:
         (logs / "latest").unlink(missing_ok=True)
         (logs / "latest").symlink_to(folder.name)
     return folder
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, also after a power failure."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file's contents, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _step(line: str) -> float:

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from megarl.tracking.run_folder import replace_text
+from megarl.tracking.storage import replace_text
 from megarl.types import ConfigError, DataError, DiskFullError
 from megarl.weights.layouts.safetensors import replace_folder
 
