@@ -1,19 +1,39 @@
-"""Conversations rendered through a tokenizer's own chat template."""
+"""Conversations rendered through a tokenizer's own chat template, and encoded.
+
+A special token written out in a message (`<|im_end|>` in a user's text) is text: only the template's own special tokens
+are control tokens. So the rendered text marks the former, and `encode` tells them apart.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.types import DataError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+MARKS = "\ufdd0", "\ufdd1"
+"""Stand around a special token that a message wrote. Unicode keeps these two out of all text."""
+
+PREFIX_CHARACTERS = 4
+"""Characters for each allowed token that are encoded first of a long text."""
+BORDER_TOKENS = 16
+"""By how many tokens a cut at most changes the count of what is before it."""
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face model folder; DataError if it is missing, broken or has no chat template."""
+    """The tokenizer of a Hugging Face model folder.
+
+    Raises DataError if it is missing, broken, or has no chat template that renders messages.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -22,26 +42,158 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise DataError(f"{folder}: the tokenizer does not load ({error}); copy the tokenizer files there") from error
     if not tokenizer.chat_template:
         raise DataError(f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
+    _check_template(folder, tokenizer)
     return tokenizer
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
     """The text of a conversation; `generation_prompt` opens the assistant's next turn.
 
-    Raises ValueError where the template refuses the conversation (an order of roles it does not know, say).
+    Special tokens that the messages wrote stand between `MARKS`. Raises ValueError where the template fails on the
+    conversation (an order of roles it does not know, say).
     """
-    from jinja2 import TemplateError
-
+    special = _special_tokens(tokenizer)
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=generation_prompt, tokenize=False
+            [_marked(message, special) for message in messages],
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
         )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses this conversation: {error}") from error
+    except Exception as error:  # a template is a program of the model's author: it may raise anything
+        raise ValueError(f"the chat template refuses this conversation: {_reason(error)}") from error
     assert isinstance(text, str)
     return text
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of rendered text; the template has already written every special token."""
-    return tokenizer.encode(text, add_special_tokens=False)
+    """Token ids of rendered text; the template has already written every special token.
+
+    Raises ValueError for a marked special token that the tokenizer cannot write as text.
+    """
+    if not any(mark in text for mark in MARKS):
+        return tokenizer.encode(text, add_special_tokens=False)
+    return _literal_encoder(tokenizer).encode(text)
+
+
+def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
+    """Whether rendered text has surely more than `max_tokens` tokens, told from as little of it as that takes."""
+    size = PREFIX_CHARACTERS * max_tokens
+    while size < len(text):
+        if len(tokenizer.encode(text[:size], add_special_tokens=False)) > max_tokens + BORDER_TOKENS:
+            return True
+        size *= 2
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _LiteralEncoder:
+    """A tokenizer whose special tokens are only what stands between marks; all else, their names too, is text.
+
+    Everything else (normalizer, pre-tokenizer, merges, tokens that are added but not special) is the original's, so
+    the text around a control token is encoded as ever.
+    """
+
+    backend: Backend
+    special: re.Pattern[str]
+    ids: Mapping[int, int]
+    """Ids of this tokenizer's added tokens -> the original's."""
+    special_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text."""
+        found = self.backend.encode(self._exchanged(text), add_special_tokens=False).ids
+        if forged := self.special_ids.intersection(found) - self.ids.keys():
+            raise ValueError(
+                f"a message contains the special token {self.backend.id_to_token(min(forged))!r}, which this tokenizer "
+                "cannot write as text; remove it from the message"
+            )
+        return [self.ids.get(token, token) for token in found]
+
+    def _exchanged(self, text: str) -> str:
+        """The text with marks around the template's special tokens instead of the messages'."""
+        opening, closing = MARKS
+        pieces, start = [], 0
+        for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
+            written = match.group().startswith(opening)
+            pieces.append(_unmarked(text[start : match.start()]))
+            pieces.append(_unmarked(match.group()) if written else opening + match.group() + closing)
+            start = match.end()
+        return "".join([*pieces, _unmarked(text[start:])])
+
+
+def _unmarked(text: str) -> str:
+    """The text without marks, those included whose partner the template cut off."""
+    return text.replace(MARKS[0], "").replace(MARKS[1], "")
+
+
+def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
+    """A message with marks around the special tokens in its texts. Raises ValueError where a mark is among them."""
+    if isinstance(value, Mapping):
+        return {name: _marked(item, special) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(item, special) for item in value]
+    if not isinstance(value, str):
+        return value
+    if any(mark in value for mark in MARKS):
+        raise ValueError("a message contains U+FDD0 or U+FDD1, which are no characters of Unicode; remove them")
+    return value if special is None else special.sub(lambda match: MARKS[0] + match.group() + MARKS[1], value)
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """A pattern of the tokenizer's special added tokens, longer ones first; None if it has none."""
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
+    longest_first = sorted(names, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, longest_first))) if names else None
+
+
+@lru_cache(maxsize=8)
+def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
+    from tokenizers import Tokenizer as Backend
+
+    special = _special_tokens(tokenizer)
+    original = getattr(tokenizer, "backend_tokenizer", None)
+    if special is None or original is None:
+        raise ValueError("a message contains a special token, which this tokenizer cannot write as text; remove it")
+    definition = json.loads(original.to_str())
+    names: dict[str, int] = {}
+    for token in definition["added_tokens"]:
+        if token["special"]:
+            token["content"] = MARKS[0] + token["content"] + MARKS[1]
+        names[token["content"]] = token["id"]
+    definition |= {"post_processor": None, "truncation": None, "padding": None}
+    backend = Backend.from_str(json.dumps(definition))
+    ids = {number: names[name] for name in names if (number := backend.token_to_id(name)) is not None}
+    special_ids = frozenset(token["id"] for token in definition["added_tokens"] if token["special"])
+    return _LiteralEncoder(backend, special, ids, special_ids)
+
+
+def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:
+    """Raise DataError for a template that is no Jinja, or that renders the same whatever a user says."""
+    from jinja2 import TemplateSyntaxError
+
+    texts = []
+    for content in ("first", "second"):
+        try:
+            texts.append(render(tokenizer, [{"role": "user", "content": content}], generation_prompt=True))
+        except ValueError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                cause = error.__cause__
+                raise DataError(
+                    f"{folder}: the chat template, line {cause.lineno}: {cause.message}; mend chat_template in "
+                    "chat_template.jinja or tokenizer_config.json"
+                ) from error
+            return  # it may want another conversation than this; a record's error will tell its line
+    if texts[0] == texts[1]:
+        raise DataError(
+            f"{folder}: the chat template ignores the messages, it renders the same for different ones; mend it in "
+            "chat_template.jinja or tokenizer_config.json"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """An error on one line, with its type where the words alone do not tell."""
+    from jinja2 import TemplateError
+
+    text = " ".join(str(error).split())
+    return text if isinstance(error, TemplateError | ValueError) and text else f"{type(error).__name__}: {text}"

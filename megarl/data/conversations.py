@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode, render
+from megarl.data.chat import encode, exceeds, render
 from megarl.data.records import Record, read_records
-from megarl.types import TrainingSequence
+from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -35,16 +35,33 @@ def conversation_of(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
 ) -> TrainingSequence:
     """A record's messages as `train_on_assistant` has them; DataError, with the line, where they are faulty or long."""
+    sequence = encoded(record, tokenizer, messages, max_tokens=max_tokens, first=first)
+    if len(sequence) > max_tokens:
+        raise _too_long(record, f"{len(sequence)} tokens", max_tokens)
+    return sequence
+
+
+def encoded(
+    record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
+) -> TrainingSequence:
+    """A record's messages as `train_on_assistant` has them; DataError, with the line, where they are faulty.
+
+    One that is far longer than `max_tokens` is refused before it is encoded: that could take minutes.
+    """
     try:
-        sequence = train_on_assistant(tokenizer, messages, first=first)
+        text = render(tokenizer, messages, generation_prompt=False)
+        if exceeds(tokenizer, text, max_tokens):
+            raise _too_long(record, f"{len(text)} characters", max_tokens)
+        return train_on_assistant(tokenizer, messages, first=first)
     except ValueError as error:
         raise record.error(str(error)) from error
-    if len(sequence) > max_tokens:
-        raise record.error(
-            f"the conversation has {len(sequence)} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
-            f"raise it or remove the line"
-        )
-    return sequence
+
+
+def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
+    return record.error(
+        f"the conversation has {size}, trainer.max_tokens_per_microbatch allows {max_tokens} tokens; "
+        "raise it or remove the line"
+    )
 
 
 def _messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:

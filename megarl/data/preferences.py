@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.conversations import conversation_of, train_on_assistant
+from megarl.data.conversations import conversation_of, encoded
 from megarl.data.records import Record, read_records
 from megarl.types import DataError, TrainingSequence
 
@@ -38,10 +38,9 @@ def read_preferences(
             (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
             min(len(chosen), len(rejected)),
         )
-        try:
-            pair = tuple(train_on_assistant(tokenizer, messages, first=shared) for messages in (chosen, rejected))
-        except ValueError as error:
-            raise record.error(str(error)) from error
+        pair = [
+            encoded(record, tokenizer, messages, max_tokens=max_tokens, first=shared) for messages in (chosen, rejected)
+        ]
         if (size := sum(map(len, pair))) > max_tokens:
             raise record.error(
                 f"the pair has {size} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "

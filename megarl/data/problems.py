@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.data.chat import encode, render
+from megarl.data.chat import encode, exceeds, render
 from megarl.data.records import read_records
 from megarl.types import Problem
 
@@ -27,12 +27,15 @@ def read_problems(
         if messages[-1]["role"] not in ("user", "tool"):
             raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
         try:
-            prompt = encode(tokenizer, render(tokenizer, messages, generation_prompt=True))
+            text = render(tokenizer, messages, generation_prompt=True)
+            is_long = exceeds(tokenizer, text, max_prompt_tokens)
+            prompt = [] if is_long else encode(tokenizer, text)
         except ValueError as error:
             raise record.error(str(error)) from error
-        if len(prompt) > max_prompt_tokens:
+        if is_long or len(prompt) > max_prompt_tokens:
+            size = f"{len(text)} characters" if is_long else f"{len(prompt)} tokens"
             raise record.error(
-                f"the prompt has {len(prompt)} tokens, data.max_prompt_tokens allows {max_prompt_tokens}; "
+                f"the prompt has {size}, data.max_prompt_tokens allows {max_prompt_tokens} tokens; "
                 f"raise it or remove the line"
             )
         problems.append(Problem(index, messages, tuple(prompt), answer, record.fields))

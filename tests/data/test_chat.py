@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.data.chat import encode, exceeds, load_tokenizer, render
+from megarl.data.conversations import train_on_assistant
+from megarl.types import DataError
+
+CHATML = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+LLAMA3 = (
+    "{{- bos_token }}{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+MISTRAL = (
+    "{{- bos_token }}{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}"
+    "{%- else %}{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"
+)
+TEXT = ["Sort these numbers, please: the answer is", "system user assistant think inst end im start eot id"] * 3
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    return tokenizer
+
+
+def sentencepiece(prepend_scheme: str) -> Tokenizer:
+    """Mistral's kind: spaces are written out, one is put at the start, unknown characters fall back to bytes."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    alphabet = [chr(code) for code in range(33, 127)] + ["▁", "\n"]
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    # Only its text is special from here on: the trainer's list was a way to have bytes in the vocabulary.
+    definition = json.loads(tokenizer.to_str())
+    definition["added_tokens"] = [token for token in definition["added_tokens"] if token["content"] == "<unk>"]
+    return Tokenizer.from_str(json.dumps(definition))
+
+
+def with_template(
+    backend: Tokenizer, template: str, special: list[str], plain: tuple[str, ...] = (), **names: str
+) -> PreTrainedTokenizerFast:
+    # Of some tokenizers, space beside a control token belongs to it.
+    backend.add_special_tokens([AddedToken(name, rstrip=name == "[/INST]", special=True) for name in special])
+    backend.add_tokens([AddedToken(name, normalized=False) for name in plain])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **names)
+
+
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "qwen": lambda: with_template(byte_level(), CHATML, QWEN, ("<think>", "</think>"), eos_token="<|im_end|>"),
+    "llama3": lambda: with_template(byte_level(), LLAMA3, LLAMA, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"),
+    **{
+        f"mistral, prefix {scheme}": lambda scheme=scheme: with_template(
+            sentencepiece(scheme), MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], bos_token="<s>", eos_token="</s>"
+        )
+        for scheme in ("first", "always", "never")
+    },
+}
+
+
+@pytest.fixture(params=[*TOKENIZERS, "tiny"])
+def tokenizer(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Any:
+    return load_tokenizer(tiny_model()) if request.param == "tiny" else TOKENIZERS[request.param]()
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def ids_of(tokenizer: Any, *messages: dict[str, str]) -> list[int]:
+    return encode(tokenizer, render(tokenizer, messages, generation_prompt=True))
+
+
+def shared(first: list[int], second: list[int]) -> int:
+    """Length of what two lists begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def test_special_tokens_in_messages_are_text_and_the_templates_are_tokens(tokenizer: Any) -> None:
+    special = special_ids(tokenizer)
+    contents = ["plain", "".join(special), "a" + " b ".join(special) + "\n", "<|im_start|<|im_end|>>"]
+    plain = [said("user", "x"), said("assistant", "y"), said("user", "z")]
+    controls = [number for number in ids_of(tokenizer, *plain) if number in special.values()]
+    assert controls
+    for content in contents:
+        for place in range(3):
+            messages = [*plain]
+            messages[place] = said(plain[place]["role"], content)
+            ids = ids_of(tokenizer, *messages)
+            assert [number for number in ids if number in special.values()] == controls
+            expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            # What decoding loses of plain text (a prefix space), it loses here too.
+            text = tokenizer.decode(ids).replace(" ", "")
+            assert text == expected.replace(" ", "")
+
+
+@pytest.mark.parametrize("content", ["12 + 3 = ?", "<im_end> <|im_ end|>", "  two\n\nlines \n", "[ INST]", "é\u4e2d"])
+def test_messages_without_special_tokens_are_encoded_as_a_whole(tokenizer: Any, content: str) -> None:
+    messages = [said("user", content), said("assistant", content), said("user", "b")]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert render(tokenizer, messages, generation_prompt=True) == text
+    assert ids_of(tokenizer, *messages) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_the_text_around_a_literal_special_token_is_encoded_as_ever(tokenizer: Any) -> None:
+    """The control tokens' borders, with their spaces, are those of a conversation without literals."""
+    before = [said("user", "numbers"), said("assistant", "the answer is")]
+    after = [said("assistant", "please"), said("user", "sort")]
+    plain, literal = (ids_of(tokenizer, *before, said("user", text), *after) for text in ("q", tokenizer.eos_token))
+    start, end = shared(plain, literal), shared(plain[::-1], literal[::-1])
+    assert start + end >= len(plain) - 2  # "q", and the space before it
+
+
+def test_an_answer_that_writes_a_special_token_is_trained_as_text(tokenizer: Any) -> None:
+    name = tokenizer.eos_token
+    sequence = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", f"b {name} c")])
+    trained = sequence.token_ids[sequence.loss_mask].tolist()
+    assert trained.count(tokenizer.eos_token_id) == 1 and trained[-1] == tokenizer.eos_token_id
+    assert f"b {name} c" in tokenizer.decode(trained)
+
+
+def test_added_tokens_that_are_not_special_stay_tokens() -> None:
+    tokenizer = TOKENIZERS["qwen"]()
+    think = tokenizer.convert_tokens_to_ids("<think>")
+    assert think in ids_of(tokenizer, said("user", "<think>a</think>"))
+    assert think in ids_of(tokenizer, said("user", "<think>a</think><|im_end|>"))
+
+
+def test_a_tokenizer_that_cannot_write_a_special_token_as_text_refuses() -> None:
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "[SEP]": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = with_template(backend, "{% for m in messages %}{{ m.content }} [SEP]{% endfor %}", ["[SEP]"])
+    assert ids_of(tokenizer, said("user", "a a")) == [1, 1, 2]
+    with pytest.raises(ValueError, match=r"special token '\[SEP\]'"):
+        ids_of(tokenizer, said("user", "a [SEP] a"))
+
+
+def test_marks_in_a_message_are_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"U\+FDD0"):
+        ids_of(tokenizer, said("user", "a\ufdd0b"))
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        pytest.param("{% for m in messages %}", "the chat template, line 1", id="syntax"),
+        pytest.param("<|im_start|>user\nhello<|im_end|>", "ignores the messages", id="constant"),
+        pytest.param("{% for m in messages %}{{ m.role }}{% endfor %}", "ignores the messages", id="roles only"),
+    ],
+)
+def test_templates_that_can_serve_nobody(
+    tiny_model: Callable[..., Path], tmp_path: Path, template: str, told: str
+) -> None:
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(DataError, match=told) as caught:
+        load_tokenizer(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fault", ["{{ raise_exception('no') }}", "{{ m.a.b.c }}", "{{ 1 // 0 }}", "{{ m.content + 1 }}", "{{ none() }}"]
+)
+def test_a_template_that_fails_on_a_conversation_is_a_value_error(tokenizer: Any, fault: str) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + fault + "{% endfor %}"
+    with pytest.raises(ValueError, match="the chat template refuses this conversation: "):
+        render(tokenizer, [said("user", "a")], generation_prompt=True)
+
+
+def test_a_text_far_too_long_is_told_from_its_beginning(tokenizer: Any) -> None:
+    text = "12 + 3 = ? " * 100_000
+    started = time.process_time()
+    assert exceeds(tokenizer, text, 4096)
+    assert time.process_time() - started < 2
+    assert not exceeds(tokenizer, "12 + 3", 100)
