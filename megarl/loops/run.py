@@ -59,18 +59,6 @@ def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
     return found
 
 
-async def _run(
-    recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None, stacks: StackRequest
-) -> None:
-    stop = StopRequest()
-    try:
-        await _run_until(stop, stacks, recipe, layout, folder, checkpoint)
-    except asyncio.CancelledError:
-        if (ended := stop.error(folder.path)) is None:
-            raise
-        raise ended from None
-
-
 async def _prepare(
     ranks: ProcessGroup, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, tracker: Tracker
 ) -> None:
@@ -89,18 +77,14 @@ async def _prepare(
     ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
 
 
-async def _run_until(
-    stop: StopRequest,
-    stacks: StackRequest,
-    recipe: Recipe,
-    layout: ParallelLayout,
-    folder: RunFolder,
-    checkpoint: Path | None,
+async def _run(
+    recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None, stacks: StackRequest
 ) -> None:
+    stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
-        stack.enter_context(stop.heard(tracker.notice))
+        stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = load_tokenizer(recipe.model.path)
         problems = recipe.data.validation if recipe.has_engine else {}
         validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}

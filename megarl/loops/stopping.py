@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megarl.types import EndedError, MegarlError, StoppedError
+from megarl.types import EndedError, StoppedError
 
 _ONE_REQUEST_SECONDS = 2.0
 
@@ -52,18 +52,12 @@ class StopRequest:
         """From now on steps are under way, which are to be saved."""
         self._has_steps = True
 
-    def error(self, run_folder: Path) -> MegarlError | None:
-        """How the run ended, if a signal cancelled it."""
-        if self.by is None:
-            return None
-        go_on = f"go on with: megarl train {run_folder} --resume"
-        if self._is_urgent:
-            return EndedError(f"{self.by} and then another signal: left at once; {go_on}")
-        return StoppedError(f"{self.by}: stopped before a step began; {go_on}")
-
     @contextmanager
-    def heard(self, notice: Callable[[str], object]) -> Iterator[None]:
-        """Listen while the calling task runs; `notice` tells the terminal. Signals that come later are ignored."""
+    def heard(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
+        """Listen while the calling task runs; `notice` tells the terminal. Signals that come later are ignored.
+
+        Raises StoppedError or EndedError where a signal cancelled the task.
+        """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._notice, first_at = notice, float("inf")
@@ -87,6 +81,13 @@ class StopRequest:
             loop.add_signal_handler(number, hear, number)
         try:
             yield
+        except asyncio.CancelledError:
+            if self.by is None:
+                raise
+            go_on = f"go on with: megarl train {run_folder} --resume"
+            if self._is_urgent:
+                raise EndedError(f"{self.by} and then another signal: left at once; {go_on}") from None
+            raise StoppedError(f"{self.by}: stopped before a step began; {go_on}") from None
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
