@@ -19,6 +19,7 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.testing import RankPool
 from megarl.training.batch import pack_row
 from megarl.types import TrainingSequence
+from tests.rounding import allowed_error
 
 LENGTHS = [7, 1, 300, 12]
 TEMPERATURE = 0.7
@@ -97,10 +98,10 @@ def split_logprobs(folder: str, layout: ParallelLayout) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def hugging_face_logits(folder: Path, vocab_size: int) -> torch.Tensor:
+def hugging_face_logits(folder: Path, vocab_size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     return torch.cat([model(torch.from_numpy(s.token_ids)[None]).logits[0] for s in sequences(vocab_size)])
 
 
@@ -131,17 +132,24 @@ def made(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
     return make
 
 
+def logprobs_and_entropies(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    distribution = (logits / TEMPERATURE).log_softmax(-1)
+    return distribution.gather(1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+
+
 def compare_with_hugging_face(ranks: RankPool, folder: Path) -> torch.Tensor:
-    """Logits, log-probs and entropies within 1e-5 of their spread; returns Hugging Face's logits."""
+    """Logits, log-probs and entropies, but for rounding; returns Hugging Face's logits."""
     [(logits, (logprobs, entropies))] = ranks.run(logits_and_logprobs, str(folder), world_size=1)
     vocab_size = read_model_shape(folder).vocab_size
     expected = hugging_face_logits(folder, vocab_size)
     assert expected.shape == (sum(LENGTHS), vocab_size) and logits.shape[1] > vocab_size
-    torch.testing.assert_close(logits[:, :vocab_size], expected, rtol=0, atol=1e-5)
-    distribution = (expected.double() / TEMPERATURE).log_softmax(-1)
+    in_float32 = hugging_face_logits(folder, vocab_size, torch.float32)
+    allowed = allowed_error(in_float32, expected)
+    torch.testing.assert_close(logits[:, :vocab_size].double(), expected, rtol=0, atol=allowed)
     labels = torch.cat([torch.from_numpy(np.append(s.token_ids[1:], 0)) for s in sequences(vocab_size)])
-    torch.testing.assert_close(logprobs.double(), distribution.gather(1, labels[:, None])[:, 0], rtol=0, atol=2e-5)
-    torch.testing.assert_close(entropies.double(), -(distribution.exp() * distribution).sum(-1), rtol=0, atol=2e-5)
+    oracles = [logprobs_and_entropies(found, labels) for found in (in_float32, expected)]
+    for got, rounded, exact in zip((logprobs, entropies), *oracles, strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=allowed_error(rounded, exact))
     return expected
 
 

@@ -19,6 +19,7 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
+from tests.rounding import MARGIN, allowed_error
 from tests.training.test_engine import distance, make_updates, recipe_of, whole
 from tools.check_invariance import cut_out
 
@@ -97,7 +98,7 @@ def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSeq
 def trained(ranks: RankPool, recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, Any]:
     layout = ParallelLayout(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
     updates = make_updates(recipe, 431)
-    results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size, timeout_seconds=300)
+    results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
     assert all(r["base"] for r in results), "a frozen weight changed"
     logprobs = {
         name: {
@@ -131,6 +132,41 @@ def baseline(ranks: RankPool, folders: dict[str, Path]) -> dict[str, dict[str, A
     return {name: trained(ranks, lora_recipe(folder), {}) for name, folder in folders.items()}
 
 
+@pytest.fixture(scope="module")
+def allowed(folders: dict[str, Path]) -> dict[str, tuple[float, float]]:
+    """How far log-probs of two layouts may be apart, and gradients, in relation to their norm.
+
+    1e-5, or what the model's own rounding asks for: that of experts is ten times that of a dense model.
+    """
+    found = {}
+    for name, folder in folders.items():
+        sequences = make_updates(lora_recipe(folder), 431)[0]
+        (rounded, rough), (exact, smooth) = (
+            transformers_logprobs(folder, sequences, dtype) for dtype in (torch.float32, torch.float64)
+        )
+        found[name] = max(1e-5, allowed_error(rounded, exact)), max(1e-5, MARGIN * distance(rough, smooth))
+    return found
+
+
+def transformers_logprobs(
+    folder: Path, sequences: Sequence[TrainingSequence], dtype: torch.dtype
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs of the base model at the recipe's temperature, and the gradient of their sum."""
+    from transformers import AutoModelForCausalLM
+
+    # torch's grouped product knows no float64.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+    temperature = lora_recipe(folder).rollout.sampling.temperature
+    found = []
+    for sequence in sequences:
+        tokens = torch.from_numpy(sequence.token_ids)
+        distribution = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        found.append(distribution.gather(1, tokens[1:, None])[:, 0])
+    logprobs = torch.cat(found)
+    logprobs.sum().backward()
+    return logprobs.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.parametrize(
     ("model", "sizes", "trainer"),
     [
@@ -150,19 +186,21 @@ def test_updates_do_not_depend_on_the_cut(
     ranks: RankPool,
     folders: dict[str, Path],
     baseline: dict[str, dict[str, Any]],
+    allowed: dict[str, tuple[float, float]],
     model: str,
     sizes: dict[str, int],
     trainer: dict[str, Any],
 ) -> None:
     got, expected = trained(ranks, lora_recipe(folders[model], **trainer), sizes), baseline[model]
+    allowed_of_logprobs, allowed_of_gradient = allowed[model]
     for step, (mine, theirs) in enumerate(zip(got["metrics"], expected["metrics"], strict=True), 1):
         assert mine == pytest.approx(theirs, rel=1e-5 if step == 1 else 1e-4), f"update {step}"
     if "gradient" in got:
-        assert distance(got["gradient"], expected["gradient"]) <= 1e-5
+        assert distance(got["gradient"], expected["gradient"]) <= allowed_of_gradient
     assert distance(got["adapters"], expected["adapters"]) <= 1e-5
     for name in ("before", "reference", "after"):
         for mine, theirs in zip(got[name], expected[name], strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4 if name == "after" else 1e-5)
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4 if name == "after" else allowed_of_logprobs)
 
 
 def test_the_baseline_is_worth_comparing_with(baseline: dict[str, dict[str, Any]]) -> None:
