@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import subprocess
+import signal
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 
 from megarl.testing import RankPool
+from tests.session_watch import Watch
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
+WATCH = pytest.StashKey[Watch]()
+_is_interrupted = False
 
 
 def load_tool(name: str) -> ModuleType:
@@ -34,6 +38,42 @@ def load_tool(name: str) -> ModuleType:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often the run of end_to_end/test_resume.py is killed")
+    parser.addoption("--leftover-seconds", type=float, default=20.0, help="how long processes may take to end at last")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give what the run starts a folder for its temporary files, and end by a signal as by Ctrl-C: in good order."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    config.stash[WATCH] = watch = Watch()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(watch.folder)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+
+
+def pytest_keyboard_interrupt() -> None:
+    global _is_interrupted
+    _is_interrupted = True
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The tests that this machine cannot run, and why."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if reasons:
+        terminalreporter.section("left out on this machine")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count} test{'s' * (count > 1)}: {reason}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
+    """The run ends with an error if it leaves processes, shared memory or temporary files. Torn down last."""
+    yield
+    if _is_interrupted:
+        return
+    left = pytestconfig.stash[WATCH].leftovers(pytestconfig.getoption("--leftover-seconds"))
+    if left:
+        pytest.fail("this run of the tests has left:\n" + "\n".join(left), pytrace=False)
 
 
 @pytest.fixture
@@ -70,20 +110,3 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """`small_disk(options)` is a file system in memory with those mount options."""
-    with contextlib.ExitStack() as stack:
-
-        def mount(options: str) -> Path:
-            folder = tmp_path / options
-            folder.mkdir()
-            done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
-            if done.returncode:
-                pytest.skip(f"this user may not mount a file system: {done.stderr.decode().strip()}")
-            stack.callback(subprocess.run, ["umount", folder], check=True)
-            return folder
-
-        yield mount

@@ -1,0 +1,90 @@
+"""A run of pytest, whatever ends it, leaves nothing; what its tests leave fails it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.session_watch import MARK, marked_processes
+
+PROBES = Path(__file__).with_name("probes")
+
+
+def start_pytest(probe: str, folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Run pytest on a probe, with temporary files in a folder of its own."""
+    for name in ("tmp", "base"):
+        (folder / name).mkdir(parents=True)
+    environment |= {"TMPDIR": str(folder / "tmp"), "PYTEST_DEBUG_TEMPROOT": str(folder / "base")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PROBES / probe), *arguments]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **environment}, **pipe)
+
+
+def mark_of(pid: int) -> str:
+    """The mark of a run of pytest, from what it started."""
+    entries = [e for p in Path("/proc").glob("[0-9]*") for e in environment_of(p) if e.startswith(f"{MARK}=")]
+    return next(found[0] for e in entries if (found := re.findall(rf"\b{pid}-\d+(?=,)", e)))
+
+
+def environment_of(process: Path) -> list[str]:
+    try:
+        return (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def wait_until(is_so: Callable[[], bool], driver: subprocess.Popen[str] | None = None, seconds: float = 240) -> None:
+    ending = time.monotonic() + seconds
+    while not is_so():
+        assert driver is None or driver.poll() is None, driver.communicate()
+        assert time.monotonic() < ending
+        time.sleep(0.05)
+
+
+def end_pytest(number: signal.Signals, folder: Path, **held: str) -> list[str]:
+    """End a run that holds processes by a signal, see that all of them end; the commands of what it held."""
+    driver = start_pytest("holding.py", folder, HOLDING=str(folder), **held)
+    try:
+        wait_until((folder / "rank").exists, driver)
+        mark = mark_of(driver.pid)
+        commands = [process.command for process in marked_processes(mark)]
+        driver.send_signal(number)
+        driver.communicate(timeout=240)
+    finally:
+        driver.kill()
+    assert driver.returncode == (-number if number == signal.SIGKILL else pytest.ExitCode.INTERRUPTED)
+    wait_until(lambda: not marked_processes(mark) and not any((folder / "tmp").iterdir()))
+    return commands
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    commands = end_pytest(number, tmp_path)
+    assert sum("megarl.workers.rank" in command for command in commands) == 1, commands
+    assert any("setsid" in command for command in commands), commands
+
+
+def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path) -> None:
+    driver = start_pytest("leaving.py", tmp_path, "--leftover-seconds=0")
+    output, _ = driver.communicate(timeout=240)
+    assert driver.returncode == pytest.ExitCode.TESTS_FAILED
+    left = re.search(r"this run of the tests has left:\n(process \d+: .*\n(?:.*\n)*?)(/.*)\n(/dev/shm/.*)\n", output)
+    assert left is not None and "1 passed, 1 error" in output.splitlines()[-1], output
+    assert Path(left[3]).name == f"megarl-left-{Path(left[2]).name}"
+    wait_until(lambda: not Path(left[3]).exists() and not any((tmp_path / "tmp").iterdir()))
+
+
+def test_what_is_left_out_is_said_above_the_closing_line(tmp_path: Path) -> None:
+    driver = start_pytest("leaving_out.py", tmp_path)
+    output, _ = driver.communicate(timeout=240)
+    *_, title, reason, closing = output.splitlines()
+    assert "left out on this machine" in title and reason == "2 tests: needs a second moon"
+    assert closing.startswith("2 skipped in"), output
