@@ -6,15 +6,11 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -22,10 +18,8 @@ from megarl.config import Recipe
 from megarl.recipe import load
 from megarl.slurm import render
 from megarl.types import ConfigError
+from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 
-ROOT = Path(__file__).resolve().parents[2]
-LOCAL_CLUSTER = Path(__file__).with_name("slurm_local.sh")
-MEGARL = str(ROOT / ".venv/bin/megarl")
 needs_slurm = pytest.mark.skipif(
     shutil.which("sbatch", path=f"{os.environ['PATH']}:/usr/sbin") is None,
     reason="needs Slurm and munge: apt-get install --no-install-recommends slurm-wlm munge",
@@ -61,148 +55,92 @@ def share_of_digits(completion, answer, correct_score):
 WIDE = ("cluster.nodes=4", "cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1")
 
 
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    for first in range(17000, 30000, count + 1):
-        with suppress(OSError):
-            taken = [socket.create_server(("127.0.0.1", first + i)) for i in range(count)]
-            for one in taken:
-                one.close()
-            return first
-    raise AssertionError("no ports")
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Four nodes, and a folder with a recipe that all of them see."""
-
-    folder: Path
-    environment: dict[str, str]
-
-    def run(self, *command: str, check: bool = True, **environment: str) -> str:
-        settings: dict[str, Any] = {"cwd": self.folder, "env": self.environment | environment, "timeout": 900}
-        done = subprocess.run(command, capture_output=True, text=True, **settings)
-        assert done.returncode == 0 or not check, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    def local(self, *command: str, **environment: str) -> None:
-        self.run("bash", str(LOCAL_CLUSTER), *command, **environment)
-
-    def restart(self, **environment: str) -> None:
-        self.local("down")
-        self.local("up", "4", **environment)
-
-    def submit(
-        self, *arguments: str, nodes: int = 2, per_node: int = 2, script: str = "train", options: tuple[str, ...] = ()
-    ) -> str:
-        sizes = (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}")
-        path = str(ROOT / f"launch/slurm/{script}.sbatch")
-        command = ("sbatch", "--parsable", *sizes, "--output=job_%j.log", *options, path, "recipe.yaml", *arguments)
-        return self.run(*command).strip()
-
-    def pace(self, seconds: float) -> None:
-        """How long each completion's score takes, four at a time; 0 for full speed."""
-        path, new = self.folder / "pace", self.folder / "new_pace"
-        if seconds:
-            new.write_text(str(seconds))
-            new.replace(path)
-        else:
-            path.unlink(missing_ok=True)
-
-    def state(self, job: str) -> str:
-        return self.run("scontrol", "show", "job", job).split("JobState=")[1].split()[0]
-
-    def log(self, job: str) -> str:
-        """What the job wrote, or why it did not start."""
-        path = self.folder / f"job_{job}.log"
-        return path.read_text() if path.exists() else self.run("scontrol", "show", "job", job)
-
-    def status(self, name: str) -> dict[str, Any]:
-        try:
-            return json.loads((self.folder / "runs" / name / "status.json").read_text())
-        except (OSError, ValueError):
-            return {"state": "absent", "step": 0, "exit_code": None}
-
-    def until(self, job: str, reached: Callable[[], bool], seconds: float = 300) -> None:
-        started = time.monotonic()
-        while not reached():
-            assert time.monotonic() - started < seconds, self.log(job)
-            time.sleep(0.05)
-
-    def until_step(self, job: str, name: str, step: int) -> None:
-        def is_there() -> bool:
-            status = self.status(name)
-            return status["state"] == "running" and status["step"] >= step
-
-        self.until(job, is_there)
-
-    def until_ended(self, job: str, name: str, exit_code: int) -> dict[str, Any]:
-        """How a start of the run ended, once it has."""
-        ended = ("stopped", "failed", "done")
-        self.until(job, lambda: self.status(name)["state"] in ended)
-        status = self.status(name)
-        assert status["exit_code"] == exit_code, (status, self.log(job))
-        return status
-
-    def weights(self, name: str) -> bytes:
-        return (self.folder / "runs" / name / "hf/model.safetensors").read_bytes()
-
-
 @pytest.fixture(scope="module")
-def cluster(
+def whole_cluster(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> Iterator[Cluster]:
+    """Four nodes."""
     folder = tmp_path_factory.mktemp("slurm")
     tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=8)
     (folder / "letters.py").write_text(REWARD)
     shutil.copytree(tiny_model(num_layers=2), folder / "model")
     (folder / "recipe.yaml").write_text(RECIPE.format(model=folder / "model"))
-    state = folder / "state"
-    environment = {
-        **os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin", "MEGARL_SLURM_DIR": str(state),
-        "MEGARL_SLURM_PORT": str(free_ports(5)), "SLURM_CONF": str(state / "slurm.conf"), "MEGARL_HOME": str(ROOT),
-        "MEGARL_SLURM_GRACE": "60", "MEGARL_SLURM_TOPOLOGY": "tree",
-    }  # fmt: skip
-    made = Cluster(folder, environment)
-    made.local("up", "4")
+    made = Cluster(folder, 4)
     try:
+        made.local("up", "4")
         yield made
     finally:
-        made.local("down")
+        made.stop()
+
+
+@pytest.fixture
+def cluster(whole_cluster: Cluster) -> Iterator[Cluster]:
+    """Every test finds four idle nodes and no job, whatever became of the one before it."""
+    yield whole_cluster
+    whole_cluster.reset()
 
 
 @pytest.fixture(scope="module")
-def alone(cluster: Cluster) -> bytes:
+def alone(whole_cluster: Cluster) -> bytes:
     """The weights of the run without Slurm."""
-    cluster.run(MEGARL, "train", "recipe.yaml", "name=alone", "cluster.nodes=1", "cluster.ranks_per_node=4")
-    return cluster.weights("alone")
+    whole_cluster.train_alone("name=alone", "cluster.nodes=1", "cluster.ranks_per_node=4")
+    return whole_cluster.weights("alone")
+
+
+@needs_slurm
+def test_no_job_of_a_test_outlives_it(cluster: Cluster) -> None:
+    """One that runs, one that queues itself again when it is ended, one that waits for both, one that is held."""
+    requeue = "trap 'scontrol requeue $SLURM_JOB_ID' TERM; touch started_$SLURM_JOB_ID; while :; do sleep 0.1; done"
+    again = cluster.run("sbatch", "--parsable", "--requeue", "--output=/dev/null", f"--wrap={requeue}").strip()
+    plain = cluster.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 600").strip()
+    cluster.run("sbatch", f"--dependency=afterok:{again}", "--output=/dev/null", "--wrap=sleep 600")
+    cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=sleep 600")
+    cluster.until(again, (cluster.folder / f"started_{again}").exists)
+    cluster.until(plain, lambda: cluster.state(plain) == "RUNNING")
+    cluster.reset()
+    assert cluster.run("squeue", "--noheader") == ""
+    assert cluster.run("sinfo", "--noheader", "--partition=low", "--states=idle", "--format=%D").split() == ["4"]
 
 
 @needs_slurm
 def test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
     """By its time limit, by a job that preempts it with the signal asked for, and by one that only ends its steps."""
-    cluster.pace(2)
-    job = cluster.submit(options=("--time=2", "--signal=B:USR1@60"))
+    cluster.pace(0.5)
+    job = cluster.submit(options=("--time=600", "--signal=B:USR1@3600"))
 
     def preempt() -> None:
         cluster.run("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
 
-    assert "USR1" in cluster.until_ended(job, "job", 75)["cause"]
-    step = cluster.status("job")["step"]
-    assert 1 <= step < 10
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    for parameters, signal in (("preempt_send_user_signal", "USR1"), ("enable_configless", "TERM")):
-        cluster.local("conf", "4", MEGARL_SLURM_PARAMETERS=parameters)
-        cluster.until_step(job, "job", step + 1)
-        preempt()
+    def stopped_by(asked: str, ask: Callable[[], object]) -> int:
+        """The step at which the run saved."""
+        seen = cluster.log(job).count(f"{asked}: saving")
+        first = cluster.status("job")["step"]
+        # How long the signal takes is Slurm's affair: the run must not get to its end meanwhile.
+        cluster.pace(4)
+        ask()
+        cluster.until(job, lambda: cluster.log(job).count(f"{asked}: saving") > seen)
+        cluster.pace(0)
         status = cluster.until_ended(job, "job", 75)
-        assert signal in status["cause"], (status, cluster.log(job))
-        assert status["step"] > step
-        step = status["step"]
+        cluster.pace(0.5)
+        assert asked in status["cause"], (status, cluster.log(job))
+        assert first <= status["step"] < 16
+        return status["step"]
+
+    def limit(minutes: int) -> None:
+        cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    cluster.until_step(job, "job", 1)
+    # However long the start took, the limit is now less than the hour away ahead of which the signal is due.
+    step = stopped_by("SIGUSR1", lambda: limit(59))
+    limit(600)
+    for parameters, asked in (("preempt_send_user_signal", "SIGUSR1"), ("enable_configless", "SIGTERM")):
+        cluster.configure(parameters)
+        cluster.until_step(job, "job", step + 1)
+        step = stopped_by(asked, preempt)
     cluster.pace(0)
-    cluster.until(job, lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    state = cluster.until_over(job)
     log = cluster.log(job)
-    assert cluster.state(job) == "COMPLETED" and len(re.findall(f"job {job}, start [0-9]+: 2 nodes", log)) >= 4, log
+    assert state == "COMPLETED" and len(re.findall(f"job {job}, start [0-9]+: 2 nodes", log)) >= 4, log
     assert cluster.until_ended(job, "job", 0)["step"] == 16
     assert cluster.weights("job") == alone
     attempts = cluster.folder / "runs/job/logs"
@@ -213,49 +151,43 @@ def test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone(cluster: 
 @needs_slurm
 def test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(cluster: Cluster) -> None:
     """On four nodes, whose ranks follow their switches."""
-    more = (*WIDE, "checkpoint.every_steps=1")
-    cluster.run(MEGARL, "train", "recipe.yaml", "name=alone4", *more, "cluster.nodes=1", "cluster.ranks_per_node=4")
+    more = (*WIDE, "checkpoint.every_steps=1", "train.steps=8")
+    cluster.train_alone("name=alone4", *more, "cluster.nodes=1", "cluster.ranks_per_node=4")
     # Slurm 22.05 loses count of the GPUs of a job that it queues again while a node is down.
     cluster.pace(1)
     job = cluster.submit("name=lost", *more, nodes=4, per_node=1, options=("--gpus-per-node=0",))
     cluster.until_step(job, "lost", 2)
     assert "ranks on n1, n3, n2, n4" in cluster.log(job)
-    victims = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_rank(p, 2)]
+    victims = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_rank(p, 2, cluster)]
     assert len(victims) == 1
     os.kill(victims[0], 9)
     status = cluster.until_ended(job, "lost", 76)
     assert "rank 2 of 4 on node n2" in status["cause"] and status["rank"] == 2, status
     cluster.until_step(job, "lost", status["step"] + 1)
-    cluster.local("kill-node", "n4")
+    cluster.kill_node("n4")
     status = cluster.until_ended(job, "lost", 76)
     assert "rank 3 of 4 on node n4" in status["cause"], status
     cluster.pace(0)
+    cluster.run("scontrol", "update", "NodeName=n4", "State=DOWN", "Reason=lost")
     cluster.until(job, lambda: cluster.state(job) == "PENDING")
     cluster.local("start-node", "n4")
-    cluster.until(job, lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
-    assert cluster.status("lost")["exit_code"] == 0, cluster.log(job)
+    state = cluster.until_over(job)
+    assert state == "COMPLETED" and cluster.status("lost")["exit_code"] == 0, cluster.log(job)
     assert cluster.weights("lost") == cluster.weights("alone4")
-    cluster.restart()
 
 
 @needs_slurm
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give one node other mounts than the rest")
 def test_a_node_without_the_model_ends_the_job_at_once(cluster: Cluster) -> None:
     model = cluster.folder / "model"
-    cluster.local("kill-node", "n4")
+    cluster.kill_node("n4")
     mounts = f"mount -t tmpfs none {model} && exec slurmd -f $SLURM_CONF -N n4"
     cluster.run("unshare", "--mount", "bash", "-c", mounts)
-    try:
-        job = cluster.submit("name=bare", options=("--nodelist=n3,n4",))
-        cluster.until(job, lambda: cluster.state(job) != "PENDING", 60)
-        started = time.monotonic()
-        cluster.until(job, lambda: cluster.state(job) == "FAILED", 60)
-        assert time.monotonic() - started < 30
-        status = cluster.until_ended(job, "bare", 2)
-        assert f"node n4: {model} is not there or cannot be read" in status["cause"]
-    finally:
-        cluster.local("kill-node", "n4")
-        cluster.local("start-node", "n4")
+    # Longer than the test would wait.
+    job = cluster.submit("name=bare", "cluster.start_timeout_seconds=3600", options=("--nodelist=n3,n4",))
+    assert cluster.until_over(job) == "FAILED"
+    status = cluster.until_ended(job, "bare", 2)
+    assert f"node n4: {model} is not there or cannot be read" in status["cause"]
 
 
 @needs_slurm
@@ -268,7 +200,7 @@ def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluste
     cluster.run("scancel", "--signal=TERM", "--batch", job)
     assert "TERM" in cluster.until_ended(job, "on_ray", 75)["cause"]
     cluster.pace(0)
-    cluster.until(job, lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    cluster.until_over(job)
     assert cluster.until_ended(job, "on_ray", 0)["step"] == 16
     assert cluster.weights("on_ray") == alone
     assert not list(Path("/tmp").glob(f"ray-{job}-*"))
@@ -293,18 +225,18 @@ def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> 
     assert cluster.state(job.strip()) == "PENDING"
     shown = cluster.run("scontrol", "show", "job", job.strip())
     assert "JobName=queued" in shown and "NumNodes=2" in shown and "Dependency=singleton" in shown
-    cluster.run("scancel", job.strip())
     refused = cluster.run(MEGARL, "slurm", "submit", *recipe, "cluster.nodes=5", check=False)
     assert "sbatch refuses the job" in refused
 
 
-def _is_rank(process: Path, rank: int) -> bool:
-    """Whether the process is a task of srun whose log is this rank's."""
+def _is_rank(process: Path, rank: int, cluster: Cluster) -> bool:
+    """Whether the process is a task of the cluster's srun whose log is this rank's."""
     command = _read(process / "cmdline").split(b"\0")
     if b"python" not in command[0] or b"megarl.workers.srun_group" not in command:
         return False
     with suppress(OSError):
-        return (process / "fd/1").readlink().name == f"rank_{rank:04d}.log"
+        log = (process / "fd/1").readlink()
+        return log.name == f"rank_{rank:04d}.log" and log.is_relative_to(cluster.folder)
     return False
 
 
