@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.workers.process_group import ProcessGroup
 
-_LOAD_SECONDS = 300.0
+_LOAD_SECONDS = 600.0
 _ENDS_OF_WORLD = (
     ("vllm.distributed.parallel_state", "destroy_model_parallel"),
     ("megatron.core.parallel_state", "destroy_model_parallel"),
@@ -41,7 +41,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         self._logs = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0, world_size: int | None = None
+        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0, world_size: int | None = None
     ) -> list[Any]:
         """Call `function(*args)` on the first `world_size` ranks, or all; results by rank.
 

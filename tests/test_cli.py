@@ -16,7 +16,7 @@ HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy", "omegaconf", "pyd
 def megarl(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megarl", *map(str, arguments)]
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "80"}
+        command, cwd=cwd, capture_output=True, text=True, timeout=900, env={**os.environ, "COLUMNS": "80"}
     )
 
 
@@ -45,7 +45,7 @@ def test_help_imports_nothing_heavy() -> None:
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=True)
     assert "show-config" in done.stdout
     assert done.stdout.splitlines()[-1] == "HEAVY []"
 
@@ -162,6 +162,6 @@ def test_the_exit_code_tells_what_ended_a_command(raised: str, code: int, traceb
         f"@app.command()\ndef fail():\n    raise {raised}\n"
         "sys.argv = ['megarl', 'fail']\nmain()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
     assert done.returncode == code, json.dumps(done.stderr)
     assert ("Traceback" in done.stderr) == traceback

@@ -60,7 +60,7 @@ def test_what_nodes_have_in_common_is_said_once() -> None:
 def megarl(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megarl", "doctor", *arguments, "--json"]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+        command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, **environment}
     )
 
 

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).resolve().parent.parent.parent / "checkpoints_convert"
 
 def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, FOLDER / script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def test_there_and_back(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:

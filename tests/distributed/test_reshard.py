@@ -143,9 +143,7 @@ def test_live_parameters_equal_what_the_loader_makes(
     tmp_path: Path,
 ) -> None:
     recipe = recipe_of(tiny_model(num_layers=2 * layout.vpp, **MODELS[model]), layout)
-    results = pool_of(layout.world_size).run(
-        train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
-    )
+    results = pool_of(layout.world_size).run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"))
     assert results == [[]] * layout.world_size
 
 
@@ -172,9 +170,7 @@ def test_an_engine_gets_weights_with_adapters_merged_in(
     changed = {"lora": {"rank": 4}, "trainer": recipe.trainer.model_dump() | offload}
     changed["model"] = recipe.model.model_dump() | {"dtype": dtype}
     recipe = Recipe.model_validate(recipe.model_dump() | changed)
-    results = pool_of(layout.world_size).run(
-        train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
-    )
+    results = pool_of(layout.world_size).run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"))
     assert results == [[]] * layout.world_size
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
@@ -213,7 +209,7 @@ def test_verification_names_the_parameter_that_differs(
 ) -> None:
     layout = ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
-    for before, after in pool_of(2).run(spoil_and_verify, recipe, layout, timeout_seconds=300):
+    for before, after in pool_of(2).run(spoil_and_verify, recipe, layout):
         assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in before
         assert "model.layers.1.mlp.gate_proj.weight" in before
         assert after == "equal"
@@ -254,8 +250,6 @@ def test_an_engine_that_keeps_other_weights_gets_full_tensors(
 ) -> None:
     layout = ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout, enable_lora=True)
-    for different, notices in pool_of(2).run(
-        train_and_gather, recipe, layout, str(tmp_path / "hf"), timeout_seconds=300
-    ):
+    for different, notices in pool_of(2).run(train_and_gather, recipe, layout, str(tmp_path / "hf")):
         assert different == []
         assert len(notices) == 1 and "full tensors" in notices[0] and "adapters inside vLLM" in notices[0]

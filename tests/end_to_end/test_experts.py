@@ -40,7 +40,7 @@ def test_experts_are_trained_where_the_engine_sent_its_tokens(
     (tmp_path / "expert_reward.py").write_text(REWARD)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model))
     command = [sys.executable, "-m", "megarl", "train", "recipe.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "runs/experts/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]

@@ -56,7 +56,7 @@ def run(
                 cwd=folder,
                 capture_output=True,
                 text=True,
-                timeout=400,
+                timeout=900,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             lines = (folder / f"runs/run_{name}/metrics.jsonl").read_text().splitlines()

@@ -26,7 +26,7 @@ checkpoint: {{every_steps: 3}}
 
 def train(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

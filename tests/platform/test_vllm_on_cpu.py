@@ -71,7 +71,7 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory, tool: Any) -> tuple[str,
 )
 def test_experts_equal_hugging_faces(fields: dict[str, Any], moe_model: tuple[str, Any], ranks: RankPool) -> None:
     path, model = moe_model
-    leader, follower = ranks.run(sample_moe, path, 2, fields, timeout_seconds=300.0, world_size=2)
+    leader, follower = ranks.run(sample_moe, path, 2, fields, world_size=2)
     assert follower == {}
     token_ids, logprobs = leader["r"]
     with torch.no_grad():

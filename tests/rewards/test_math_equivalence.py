@@ -58,11 +58,11 @@ def test_agreement(prediction, answer, expected):
 )
 def test_answers_beyond_the_caps_are_compared_as_text_and_at_once(text):
     assert not is_within_caps(text)
-    started = time.monotonic()
+    started = time.process_time()
     assert agreement(text, "7") == 0.0
     assert agreement(text + " ", text) == 1.0
     assert agreement("7", text) == 0.0
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -123,20 +126,6 @@ def test_round_trip_is_bit_equal(ranks: RankPool, tmp_path: Path, first: tuple[i
     assert all(r["staging"] <= 4096 for r in results)
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("tensor", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"])
-def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, tensor: str, number: float) -> None:
-    model = small_model()
-    source = write_folder(tmp_path / "source", model, torch.bfloat16)
-    file = source / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][tensor]
-    weights = load_file(file)
-    weights[tensor].view(-1)[-1] = number
-    save_file(weights, file)
-    layouts, parameters, rank = shards_of(model, ParallelLayout(1, 1, 1, 1), torch.float32)
-    with pytest.raises(DataError, match=f"{file}: {tensor} holds numbers that are not finite"):
-        load(source, layouts[rank], parameters)
-
-
 def test_loading_casts_to_the_parameter(tmp_path: Path) -> None:
     model = small_model()
     source = write_folder(tmp_path / "source", model, torch.bfloat16)
@@ -239,24 +228,42 @@ def test_trainer_and_engines_may_be_other_ranks(
         assert rank in holders or result["sent_bytes"] == 0
 
 
-def keeps_nothing() -> bool:
-    """Whether open files and shared memory do not grow as transports come and go."""
+def held() -> list[str]:
+    """What this process has of transports: open files of shared memory, and mappings."""
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "megarl-reshard" in line]
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor by which the folder is read
+            if "megarl-reshard" in os.readlink(file):
+                mapped.append(f"file {file.name}")
+    return mapped
+
+
+def keeps_nothing(num_transports: int) -> tuple[int, list[str]]:
+    """How many more files are open after so many transports, and what is left of their shared memory."""
     box = Box("t", (0,), (8,))
     rank = dist.get_rank()
     plan = make_plan(
         [(Piece(box, "a", 0, (1,)),), (), (), ()], [(), (Piece(box, "b", 0, (1,)),), (), ()], itemsize=4, bucket_bytes=8
     )
+    one = {"a": torch.arange(8.0)} if rank == 0 else {"b": torch.zeros(8)} if rank == 1 else {}
     counts = []
-    for _ in range(3):
-        one = {"a": torch.arange(8.0)} if rank == 0 else {"b": torch.zeros(8)} if rank == 1 else {}
-        Transport(plan.for_rank(rank), one, one, dtype=torch.float32).reshard()
-        shared = Path("/proc/self/maps").read_text().count("megarl-reshard")
-        counts.append((len(list(Path("/proc/self/fd").iterdir())), shared))
-    return counts[0] == counts[-1]
+    for _ in range(1 + num_transports):
+        transport = Transport(plan.for_rank(rank), one, one, dtype=torch.float32)
+        transport.reshard()
+        assert held()
+        del transport
+        counts.append(len(os.listdir("/proc/self/fd")))
+    gc.collect()
+    ending = time.monotonic() + 60
+    while held() and time.monotonic() < ending:
+        time.sleep(0.01)
+    return counts[-1] - counts[0], held()
 
 
 def test_shared_memory_is_given_back(ranks: RankPool) -> None:
-    assert ranks.run(keeps_nothing) == [True] * 4
+    # Gloo opens connections when they are first needed, now or a moment later: fewer than one a transport.
+    for grown, left in ranks.run(keeps_nothing, 20):
+        assert grown < 20 and left == []
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_pieces_equal_vllms_loader(
     tp: int, model: dict[str, Any], tiny_model: Callable[..., Path], ranks: RankPool
 ) -> None:
     path = str(tiny_model(num_layers=2, num_heads=4, **model))
-    results = ranks.run(write_both_ways, path, tp, timeout_seconds=300.0, world_size=tp)
+    results = ranks.run(write_both_ways, path, tp, world_size=tp)
     for result in results:
         assert result["touched_while_recording"] == [] and result["different"] == []
         assert ("lm_head.weight" in result["numel"]) == (not model.get("tie_word_embeddings", True))

@@ -65,7 +65,7 @@ def test_computed_is_what_vllm_does(
     pool_of: Callable[[int], RankPool],
 ) -> None:
     path = tiny_model(family=family, num_layers=2, **sizes)
-    for different, common in pool_of(world).run(compare, str(path), tp, ep, timeout_seconds=300):
+    for different, common in pool_of(world).run(compare, str(path), tp, ep):
         assert different == [] and common >= 20
 
 
