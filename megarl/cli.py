@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from megarl.types import ConfigError, MegarlError
+from megarl.types import ConfigError, MegarlError, PeerLostError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
@@ -222,21 +224,43 @@ def to_hf(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script: one message and an exit code for a foreseen error, a traceback and 70 for any other."""
+    if not sys.warnoptions:
+        # What other libraries deprecate is nothing that the person at the terminal could mend.
+        warnings.simplefilter("ignore")
     try:
         app(arguments)
     except MegarlError as error:
-        _print_error(str(error))
-        sys.exit(error.exit_code)
+        _print_error(error)
+        _leave(error.exit_code)
     except Exception:
-        traceback.print_exc()
-        sys.exit(MegarlError.exit_code)
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
+        _leave(MegarlError.exit_code)
 
 
-def _print_error(message: str) -> None:
-    from rich.console import Console
+def _leave(code: int) -> NoReturn:
+    """End the process with this code, also where its output can no longer be written (a full disk, no terminal)."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            # At its end Python would flush again, fail again and change the code.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
+
+
+def _print_error(error: MegarlError) -> None:
+    """Say what ended the command, last: before it, where the fault is no one's at the terminal, what was seen of it."""
     from rich.text import Text
 
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text("error: ", style="bold red") + Text(message))
+    from megarl.tracking.terminal import Terminal
+
+    console = Terminal(stderr=True, soft_wrap=True, highlight=False)
+    if error.exit_code in (MegarlError.exit_code, PeerLostError.exit_code):
+        for note in getattr(error, "__notes__", ()):
+            console.print(Text(note, style="dim"))
+    with contextlib.suppress(OSError):
+        console.print(Text("error: ", style="bold red") + Text(str(error)))
 
 
 def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]) -> None:

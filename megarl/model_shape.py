@@ -22,6 +22,9 @@ ARCHITECTURES = {
 
 VALUE_HEAD = "ForSequenceClassification"
 
+_LARGEST_SIZE = 1 << 24
+"""More than any size of a model: 64 times the largest vocabularies."""
+
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron-Core's llama3 scaling assumes beside its factor."""
 
@@ -114,8 +117,8 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         intermediate_size=config["intermediate_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        num_kv_heads=_given(config, "num_key_value_heads", config["num_attention_heads"]),
+        head_dim=_given(config, "head_dim", _ratio(config["hidden_size"], config["num_attention_heads"])),
         vocab_size=config["vocab_size"],
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family in ("qwen2", "qwen2_moe"),
@@ -127,6 +130,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         initializer_range=config.get("initializer_range", 0.02),
         **experts,
     )
+    _check_sizes(shape)
     return shape.with_value_head() if has_value_head else shape
 
 
@@ -146,6 +150,49 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
         "label2id": {"LABEL_0": 0},
     }
     return fields | dict(ids[:1])
+
+
+def _given(config: dict[str, Any], name: str, default: Any) -> Any:
+    """A field of config.json; its default where it is missing or null."""
+    value = config.get(name)
+    return default if value is None else value
+
+
+def _ratio(hidden_size: Any, num_heads: Any) -> int:
+    """Channels of a head; 0 where the sizes, which are checked afterwards, allow none."""
+    are_numbers = type(hidden_size) is int and type(num_heads) is int
+    return hidden_size // num_heads if are_numbers and num_heads > 0 else 0
+
+
+def _check_sizes(shape: ModelShape) -> None:
+    """Raise DataError for a size that no model has: it would end in a rank, amid Megatron or vLLM."""
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+    }
+    if shape.family.endswith("_moe"):
+        sizes |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.moe_intermediate_size,
+        }
+    for name, size in sizes.items():
+        if type(size) is not int or not 0 < size <= _LARGEST_SIZE:
+            raise DataError(
+                f"{name} is {size!r}; it must be a whole number from 1 to {_LARGEST_SIZE}. Copy the model folder again."
+            )
+    if shape.num_heads % shape.num_kv_heads:
+        raise DataError(
+            f"num_attention_heads {shape.num_heads} is no multiple of num_key_value_heads {shape.num_kv_heads}."
+        )
+    if shape.top_k > shape.num_experts:
+        raise DataError(f"num_experts_per_tok {shape.top_k} is more than the {shape.num_experts} experts.")
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -110,3 +112,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`small_disk(options)` is a file system in memory with those mount options."""
+    with contextlib.ExitStack() as stack:
+
+        def mount(options: str) -> Path:
+            folder = tmp_path / options
+            folder.mkdir()
+            done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+            if done.returncode:
+                pytest.skip(f"this user may not mount a file system: {done.stderr.decode().strip()}")
+            stack.callback(subprocess.run, ["umount", folder], check=True)
+            return folder
+
+        yield mount

@@ -322,6 +322,31 @@ def test_config_errors_come_together_and_before_broken_files(recipe: Callable[..
         assert words in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "size"),
+    [
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 0),
+        ("head_dim", 0),
+        ("hidden_size", 0),
+        ("hidden_size", "64"),
+        ("intermediate_size", -96),
+        ("num_hidden_layers", 2.5),
+        ("num_hidden_layers", True),
+        ("vocab_size", 10**12),
+        ("max_position_embeddings", 0),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_a_rank_starts(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], tmp_path: Path, field: str, size: object
+) -> None:
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: size}))
+    with pytest.raises(DataError, match=rf"config\.json: {field} is {size!r}; it must be a whole number from 1 to"):
+        check(recipe(model={"path": str(folder)}))
+
+
 def with_value_head(model: Path, target: Path) -> Path:
     """A reward model's folder made of a language model's."""
     from safetensors.numpy import load_file, save_file

@@ -101,6 +101,14 @@ def test_an_unknown_key_says_where_it_may_belong(small: Path, override: str, hin
         pytest.param(
             "trainer=null", "trainer = None: is a section; leave it out or set trainer.tp", id="empty section"
         ),
+        pytest.param(
+            "rollout.sampling.stop=['']", "rollout.sampling.stop.0 = '': String should have at least 1", id="stop"
+        ),
+        pytest.param(
+            "evaluation.sampling.stop=[a,'']",
+            "evaluation.sampling.stop.1 = '': String should have at least 1",
+            id="empty stop string of an evaluation",
+        ),
         pytest.param("data.validation.a/b=x", "data.validation.a/b: bad name 'a/b'; use letters", id="validation name"),
         pytest.param("train.hf_token=geheim", "train.hf_token = '<hidden>': unknown key", id="secret"),
     ],

@@ -14,6 +14,7 @@ from megarl.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, Op
 from megarl.config.section import Section
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+StopString = Annotated[str, Field(min_length=1)]
 
 
 class ModelConfig(Section):
@@ -100,7 +101,7 @@ class SamplingConfig(Section):
     """Nucleus mass; 1 keeps all tokens. What is trained on (loop rl) is sampled from all of them: 1."""
     top_k: NonNegativeInt = 0
     """Sample among the k most likely tokens; 0 keeps all. What is trained on (loop rl) is sampled from all: 0."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopString, ...] = ()
     """Texts that end a completion; they stay part of it."""
 
 
@@ -178,7 +179,7 @@ class EvaluationSamplingConfig(Section):
     """Nucleus mass; 1 keeps all tokens."""
     top_k: NonNegativeInt = 0
     """Sample among the k most likely tokens; 0 keeps all."""
-    stop: tuple[str, ...] | None = None
+    stop: tuple[StopString, ...] | None = None
     """Texts that end a completion; left out, those of `rollout.sampling`."""
 
 

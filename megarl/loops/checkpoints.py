@@ -17,11 +17,11 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.storage import replace_text, sync
+from megarl.tracking.storage import disk_full_named, replace_text, sync
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
 from megarl.weights.layouts.torch_dist_reader import check_harmless
-from megarl.weights.ledger import MANIFEST, check_hashes, check_sizes, disk_full_named, file_record, write_manifest
+from megarl.weights.ledger import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
 from megarl.workers.process_group import ProcessGroup
 
 DRIVER = "driver.json"

@@ -16,7 +16,7 @@ from megarl.evaluation import Respondents
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
 from megarl.loops.session import Session
-from megarl.loops.stopping import StopRequest, stopping_at_once
+from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.model_shape import read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.preflight import read_problems, row_multiple
@@ -24,7 +24,7 @@ from megarl.recipe import error_page
 from megarl.rewards.scoring import RewardPool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import ConfigError, EndedError
+from megarl.types import ConfigError
 from megarl.workers.batching import TrainerRanks
 from megarl.workers.launchers import reward_workers, start_ranks
 from megarl.workers.nodes import inspect
@@ -40,9 +40,9 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 
 def run(recipe: Recipe, layout: ParallelLayout, *, resume: bool = False) -> None:
     """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model."""
-    with RunFolder(recipe, resume=resume) as folder, stopping_at_once():
+    with stopping_at_once(), RunFolder(recipe, resume=resume) as folder, stacks_on_quit(folder.logs_folder) as stacks:
         checkpoint = _rewind(recipe, folder) if resume else None
-        asyncio.run(_run(recipe, layout, folder, checkpoint))
+        asyncio.run(_run(recipe, layout, folder, checkpoint, stacks))
 
 
 def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
@@ -57,18 +57,6 @@ def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
             console.print(f"warning: the recipe is not what it was then: {', '.join(changed)}", style="yellow")
     folder.rewind(None if found is None else checkpoint_step(found), recipe.cluster.max_restarts)
     return found
-
-
-async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None) -> None:
-    stop = StopRequest()
-    try:
-        await _run_until(stop, recipe, layout, folder, checkpoint)
-    except asyncio.CancelledError:
-        if not stop.is_urgent:
-            raise
-        raise EndedError(
-            f"{stop.by} and then another signal: left at once; go on with: megarl train {folder.path} --resume"
-        ) from None
 
 
 async def _prepare(
@@ -89,20 +77,21 @@ async def _prepare(
     ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
 
 
-async def _run_until(
-    stop: StopRequest, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None
+async def _run(
+    recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None, stacks: StackRequest
 ) -> None:
+    stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
         stack.callback(tracker.close)
-        stack.enter_context(stop.heard(tracker.notice))
+        stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = load_tokenizer(recipe.model.path)
         problems = recipe.data.validation if recipe.has_engine else {}
         validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
         with tracker.phase("start"):
             ranks = await start_ranks(recipe.cluster, folder.logs_folder)
             stack.push_async_callback(ranks.close)
-            ranks.on_asked = stop.ask
+            ranks.on_asked, stacks.ask_others = stop.ask, ranks.show_stacks
             await _prepare(ranks, recipe, layout, folder, tracker)
         rewards = RewardPool(
             recipe.reward.functions,
@@ -140,6 +129,7 @@ async def _run_until(
         if checkpoint:
             await ranks.call("sleep_engine")
             await ranks.call("load_checkpoint", checkpoint)
+        stop.steps_begin()
         await LOOPS[recipe.loop](session)
         await session.checkpoints.complete(wait=True)
         await ranks.call("sleep_engine")

@@ -1,24 +1,38 @@
-"""Signals that ask a run to stop: a time limit that comes near, a preemption."""
+"""Signals that a run hears: those that ask it to stop (a time limit that comes near, a preemption, Ctrl-C, a terminal
+that was closed) and the one that asks where it is.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from megarl.types import StoppedError
+from megarl.types import EndedError, StoppedError
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 _ONE_REQUEST_SECONDS = 2.0
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop, but for those that it was started to ignore (nohup, a script's `&`)."""
+    kept = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    return [signal.SIGUSR1, signal.SIGTERM, *kept]
+
+
 class StopRequest:
-    """Whether the run shall save and leave, and by which signal; a second signal ends it at once."""
+    """Whether the run shall save and leave, and by which signal.
+
+    Until `steps_begin` there is nothing to save: a signal cancels the task that listens. Then the first one lets the
+    loop save after its step, and the second cancels the task.
+    """
 
     def __init__(self) -> None:
         self.by: str | None = None
-        self.is_urgent = False
+        self._has_steps = self._is_urgent = False
         self._notice: Callable[[str], object] = lambda text: None
 
     def __bool__(self) -> bool:
@@ -30,30 +44,55 @@ class StopRequest:
             self.by = signal_name
             self._notice(
                 f"{signal_name}: saving as soon as this step lets go, then leaving; a second signal ends it now"
+                if self._has_steps
+                else f"{signal_name}: leaving; no step has begun"
             )
 
+    def steps_begin(self) -> None:
+        """From now on steps are under way, which are to be saved."""
+        self._has_steps = True
+
     @contextmanager
-    def heard(self, notice: Callable[[str], object]) -> Iterator[None]:
-        """Listen while the calling task runs; `notice` tells the terminal. A second signal cancels the task."""
+    def heard(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
+        """Listen while the calling task runs; `notice` tells the terminal. Signals that come later are ignored.
+
+        Raises StoppedError or EndedError where a signal cancelled the task.
+        """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
         self._notice, first_at = notice, float("inf")
 
         def hear(number: signal.Signals) -> None:
             nonlocal first_at
-            # One request may come twice, to the batch script and to its processes, or by way of a rank.
-            if loop.time() - first_at > _ONE_REQUEST_SECONDS and task is not None:
-                self.is_urgent = True
+            # One request may come twice, to the batch script and to its processes, or by way of a rank. A key that is
+            # pressed twice is meant twice.
+            is_repeated = self.by is not None and (
+                number == signal.SIGINT or loop.time() - first_at > _ONE_REQUEST_SECONDS
+            )
+            if is_repeated:
+                self._is_urgent = True
+            if is_repeated or (self.by is None and not self._has_steps):
                 task.cancel()
             first_at = min(first_at, loop.time())
             self.ask(number.name)
 
-        for number in SIGNALS:
+        numbers = stop_signals()
+        for number in numbers:
             loop.add_signal_handler(number, hear, number)
         try:
             yield
+        except asyncio.CancelledError:
+            if self.by is None:
+                raise
+            go_on = f"go on with: megarl train {run_folder} --resume"
+            if self._is_urgent:
+                raise EndedError(f"{self.by} and then another signal: left at once; {go_on}") from None
+            raise StoppedError(f"{self.by}: stopped before a step began; {go_on}") from None
         finally:
-            for number in SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
+                # What is left is to write down how the run ended.
+                signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -63,9 +102,38 @@ def stopping_at_once() -> Iterator[None]:
     def leave(number: int, _: object) -> None:
         raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
 
-    earlier = {number: signal.signal(number, leave) for number in SIGNALS}
+    earlier = {number: signal.signal(number, leave) for number in stop_signals()}
     try:
         yield
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+class StackRequest:
+    """What SIGQUIT asks of others beside the driver; `ask_others` is to be set once there are any."""
+
+    def __init__(self) -> None:
+        self.ask_others: Callable[[], object] = lambda: None
+
+
+@contextmanager
+def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
+    """Within, SIGQUIT has the stacks of all the driver's threads written to `driver.log`; the run goes on."""
+    request = StackRequest()
+    path = logs_folder / "driver.log"
+
+    def hear(*_: object) -> None:
+        request.ask_others()
+        # No console and no stream: this may have interrupted them.
+        with suppress(OSError):
+            os.write(2, f"SIGQUIT: the stacks of driver and ranks are in {logs_folder}\n".encode())
+
+    with path.open("a") as log:
+        earlier = signal.signal(signal.SIGQUIT, hear)
+        faulthandler.register(signal.SIGQUIT, log, all_threads=True, chain=True)
+        try:
+            yield request
+        finally:
+            faulthandler.unregister(signal.SIGQUIT)
+            signal.signal(signal.SIGQUIT, earlier)

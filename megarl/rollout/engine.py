@@ -7,6 +7,7 @@ import difflib
 import functools
 import gc
 import random
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from megarl.config import RolloutConfig
 from megarl.platform import device, vllm_on_cpu
@@ -41,6 +43,8 @@ OWN_ARGUMENTS = {
 }
 """Fields of EngineArgs that other fields of the recipe decide."""
 
+_REASON_LENGTH = 400
+
 
 class RolloutEngine:
     """A vLLM engine spread over `config.tp` consecutive ranks, in the processes that also train.
@@ -48,11 +52,14 @@ class RolloutEngine:
     Making one is a collective over the world: its ranks make all replicas together. Each method is called on all ranks
     of a replica; only the leader's requests count.
 
+    Raises ConfigError for settings that vLLM refuses.
+
     `weight_version` counts `weights_updated`; `model` is this rank's live vLLM module, `replica` the engine's number.
     """
 
     def __init__(self, model_path: str, config: RolloutConfig, *, max_model_len: int, dtype: str, seed: int) -> None:
-        arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
+        with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
+            arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
         rank = dist.get_rank()
         self.replica = rank // config.tp
         self.is_leader = rank % config.tp == 0
@@ -62,17 +69,22 @@ class RolloutEngine:
         self._running: dict[str, tuple[str, int]] = {}
         self._channel = _open_channel(config.tp)
         with preserved_random_state():
-            vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
-            self._worker = start_worker(vllm_config, device.current().index or 0)
-            self._engine: LLMEngine | None = None
-            if self.is_leader:
-                executor_class = functools.partial(LeaderExecutor, worker=self._worker, channel=self._channel)
-                self._engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
-                self._channel.release()
-            else:
-                serve(self._worker, self._channel)
+            with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
+                vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+            with refusals_named(config, max_model_len, ValueError, NotImplementedError):
+                self._start(vllm_config)
         self.model: torch.nn.Module = self._worker.get_model()
         self._sleep_level = 1 if holds_loose_tensors(self.model) else 2
+
+    def _start(self, vllm_config: Any) -> None:
+        self._worker = start_worker(vllm_config, device.current().index or 0)
+        self._engine: LLMEngine | None = None
+        if self.is_leader:
+            executor_class = functools.partial(LeaderExecutor, worker=self._worker, channel=self._channel)
+            self._engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
+            self._channel.release()
+        else:
+            serve(self._worker, self._channel)
 
     def advance(
         self, new_requests: Sequence[Request], aborts: Sequence[str], budget_seconds: float
@@ -169,6 +181,28 @@ class RolloutEngine:
         token_ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
         engine.abort_request([internal_id], internal=True)
         return _completion(request_id, token_ids, logprobs, "abort", version)
+
+
+@contextmanager
+def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Exception]) -> Iterator[None]:
+    """Tell vLLM's refusals, errors of these kinds, as faults of the recipe. Raises ConfigError naming the field."""
+    try:
+        yield
+    except kinds as error:
+        text = re.sub(r"\s+", " ", str(error))
+        if re.search(r"KV cache|cache blocks", text):
+            field = (
+                f"rollout.kv_cache_gib = {config.kv_cache_gib:g}: too small for one sequence of {max_model_len} tokens "
+                "(data.max_prompt_tokens + rollout.sampling.max_new_tokens); raise it"
+            )
+        else:
+            given = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm
+            field = ", ".join(f"rollout.vllm.{key} = {config.vllm[key]!r}" for key in given) or "rollout"
+        reason = text
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            reason = f"{first['msg']}"
+        raise ConfigError(f"{field}. vLLM refuses it: {reason[:_REASON_LENGTH]}") from error
 
 
 @contextmanager

@@ -14,10 +14,13 @@ from typing import Any, Literal, Self
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
-from megarl.tracking.storage import replace_text
-from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError
+from megarl.tracking.storage import disk_full_named, replace_text, storage_error
+from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
+
+_STATUS_BYTES = 512
+"""Size of status.json until the run ends, padded with spaces: how it ended has room there on a full disk too."""
 
 
 class RunFolder:
@@ -31,7 +34,7 @@ class RunFolder:
 
     def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
         """Make and lock the folder. Raises ConfigError where it cannot be made or holds an earlier run already that is
-        not to be resumed, RunFolderLockedError where another process owns it.
+        not to be resumed, RunFolderLockedError where another process owns it, DiskFullError.
         """
         self.path = Path(recipe.runs_folder) / recipe.name
         self.metrics_file = self.path / "metrics.jsonl"
@@ -42,7 +45,12 @@ class RunFolder:
         self.resumed_step = 0
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
         self._earlier: dict[str, Any] = {}
-        self._lock = self._acquire()
+        with disk_full_named(self.path):
+            self._lock = self._acquire()
+            self._open(recipe, resume=resume)
+
+    def _open(self, recipe: Recipe, *, resume: bool) -> None:
+        """Make what a new start of the run needs in the folder; give it back if that fails."""
         try:
             if resume:
                 self._earlier = self._read_status()
@@ -74,7 +82,10 @@ class RunFolder:
         """
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
-        replace_text(self.path / "status.json", json.dumps(self._status) + "\n")
+        text = json.dumps(self._status)
+        if self._status["state"] in ("starting", "running"):
+            text = text.ljust(_STATUS_BYTES - 1)
+        replace_text(self.path / "status.json", text + "\n")
 
     def rewind(self, step: int | None, most_restarts: int | None = None) -> None:
         """Forget what was written after a step, for its checkpoint to be resumed; None forgets all.
@@ -112,19 +123,48 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Write how the run ended. Raises StorageError in place of an error that the folder or its disk led to."""
+        broken = None if error is None else storage_error(self.path, error)
         try:
-            if error is None:
-                self.set_status("done", exit_code=0)
-            elif isinstance(error, KeyboardInterrupt):
-                self.set_status("interrupted", cause="interrupted from the keyboard", exit_code=130)
-            else:
-                code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
-                rank = getattr(error, "rank", None)
-                ends: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
-                state = ends.get(type(error), "failed")
-                self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
+            self._set_end(broken or error)
+        except (OSError, StorageError) as failure:
+            try:
+                self._overwrite_status()
+            except OSError:
+                broken = broken or storage_error(self.path, failure)
+                if broken is None:
+                    raise failure from None
         finally:
             self.close()
+        if broken is not None and broken is not error:
+            raise broken from error
+
+    def _set_end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.set_status("done", exit_code=0)
+        elif isinstance(error, KeyboardInterrupt):
+            self.set_status("interrupted", cause="interrupted from the keyboard", exit_code=130)
+        else:
+            code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
+            rank = getattr(error, "rank", None)
+            ends: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
+            state = ends.get(type(error), "failed")
+            self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
+
+    def _overwrite_status(self) -> None:
+        """Write status.json over itself, with as much of the cause as there is room for: a full disk takes no new file.
+
+        Not atomic: for a moment a reader may find no JSON there.
+        """
+        with (self.path / "status.json").open("r+b", buffering=0) as file:
+            room = os.fstat(file.fileno()).st_size
+            content = json.dumps(self._status).encode() + b"\n"
+            while len(content) > room and self._status["cause"]:
+                self._status["cause"] = self._status["cause"][: room - len(content)]
+                content = json.dumps(self._status).encode() + b"\n"
+            file.write(content)
+            file.truncate()
+            os.fsync(file.fileno())
 
     def _acquire(self) -> int:
         """The descriptor of the locked lock file; the kernel frees the lock when the process ends, however it ends."""
@@ -143,8 +183,12 @@ class RunFolder:
             raise RunFolderLockedError(
                 f"{self.path}: in use by {owner or 'another process'}. Wait for its end, or choose another name=NAME."
             ) from None
-        os.ftruncate(lock, 0)
-        os.write(lock, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode())
+        try:
+            os.ftruncate(lock, 0)
+            os.write(lock, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode())
+        except OSError:
+            os.close(lock)
+            raise
         return lock
 
     def _read_status(self) -> dict[str, Any]:

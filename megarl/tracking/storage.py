@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.types import DiskFullError, StorageError
+from megarl.types import ConfigError, DiskFullError, EndedError, StoppedError, StorageError
+
+_MAKE_ROOM = (
+    "Make room, or choose another disk with runs_folder=FOLDER; fewer checkpoints are kept with checkpoint.keep."
+)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 
 
 @contextmanager
@@ -23,7 +29,7 @@ def storage_faults_named(path: Path) -> Iterator[None]:
     except OSError as error:
         place = path if error.filename is None else error.filename
         reason = error.strerror or str(error)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _FULL:
             raise DiskFullError(f"{place}: no room on its disk ({reason}). Make room there, then try again.") from None
         raise StorageError(
             f"{place}: cannot be read or written ({reason}). Check the disk and the permissions, then try again."
@@ -57,3 +63,88 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def disk_full(error: BaseException) -> DiskFullError | None:
+    """The error that says so, if a full disk is what led to this one."""
+    if (cause := _os_error(error, _FULL)) is None:
+        return None
+    where = f"{cause.filename}: " if cause.filename else ""
+    return DiskFullError(f"{where}no room on its disk ({cause.strerror}). {_MAKE_ROOM}")
+
+
+def storage_error(folder: Path, error: BaseException) -> StorageError | None:
+    """What is wrong with a run's folder or its disk, if that is what led to an error of the run."""
+    if isinstance(error, StorageError):
+        return error
+    if not isinstance(error, Exception) or isinstance(error, ConfigError | StoppedError | EndedError):
+        return None
+    if not folder.is_dir():
+        return StorageError(
+            f"{folder}: the run folder is gone: it was removed, or its disk is no longer there. Nothing more could be "
+            "saved; the run starts anew from its recipe."
+        )
+    if _os_error(error, _FULL):
+        return _no_room(folder, None)
+    if failed := _os_error(error, _FAILED):
+        return StorageError(f"{failed.filename or folder}: cannot be written or read ({failed.strerror}).")
+    return None
+
+
+@contextmanager
+def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn an error that comes of a full disk into DiskFullError; `num_bytes` is what was to be written, if known."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, DiskFullError) and _os_error(error, _FULL):
+            raise _no_room(folder, num_bytes) from None
+        raise
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Add data to the end of a file, all of it or nothing. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Raise DiskFullError if the folder's file system has not so many bytes free."""
+    if num_bytes > _free_bytes(folder):
+        raise _no_room(folder, num_bytes)
+
+
+_MAKE_ROOM = (
+    "Make room, or choose another disk with runs_folder=FOLDER; fewer checkpoints are kept with checkpoint.keep."
+)
+
+
+def _no_room(folder: Path, num_bytes: int | None) -> DiskFullError:
+    sizes = (
+        f"{_free_bytes(folder)} free" if num_bytes is None else f"{num_bytes} bytes needed, {_free_bytes(folder)} free"
+    )
+    return DiskFullError(f"{folder}: no room on its disk: {sizes}. {_MAKE_ROOM}")
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
+    """The first error with one of these numbers among an error and those that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in numbers:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from megarl.tracking.event_file import EventFile
 from megarl.tracking.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from megarl.tracking.storage import append_whole, disk_full_named, sync
+from megarl.tracking.terminal import Terminal
 
 
 class Tracker:
@@ -41,8 +40,8 @@ class Tracker:
         self._folder = folder
         self._headlines = tuple(headlines)
         self._steps = steps
-        self._console = console or Console(highlight=False)
-        self._metrics = folder.metrics_file.open("a", encoding="utf-8", buffering=1)
+        self._console = console or Terminal(highlight=False)
+        append_whole(folder.metrics_file, b"")
         self._tensorboard = self._open_tensorboard()
         self._phase_seconds: dict[str, float] = {}
         self._step_started = time.monotonic()
@@ -67,8 +66,8 @@ class Tracker:
         timing = {"time/step_seconds": now - self._step_started, **self._phase_seconds}
         row = {name: float(value) for name, value in {**scalars, **timing}.items()}
         self._phase_seconds, self._step_started = {}, now
-        self._metrics.write(_json_line({"step": step, **row}))
-        self._to_tensorboard(lambda writer: [writer.add_scalar(name, value, step) for name, value in row.items()])
+        append_whole(self._folder.metrics_file, _json_line({"step": step, **row}))
+        self._to_tensorboard(lambda events: events.add_scalars(row, step))
         self._first_logged = self._first_logged or (step, now)
         self._last_step = step
         self._print(step, row, now)
@@ -79,42 +78,43 @@ class Tracker:
         `set` of a record says whose it is: a validation set's, or, where it is left out, training's.
         """
         path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(_json_line(record) for record in records)
+        append_whole(path, b"".join(map(_json_line, records)))
 
-        def write(writer: SummaryWriter) -> None:
+        def write(events: EventFile) -> None:
             for place, record in enumerate(records[:shown]):
-                writer.add_text(f"samples/{record.get('set', 'train')}/{place}", _markdown(record), step)
+                events.add_text(f"samples/{record.get('set', 'train')}/{place}", _markdown(record), step)
 
         self._to_tensorboard(write)
 
     def flush(self) -> None:
         """Have what was logged outlive a crash of the machine, as far as files do."""
-        os.fsync(self._metrics.fileno())
-        self._to_tensorboard(lambda writer: writer.flush())
+        sync(self._folder.metrics_file)
+        self._to_tensorboard(EventFile.sync)
 
     def close(self) -> None:
-        """Write out what is still buffered."""
-        self._metrics.close()
-        self._to_tensorboard(lambda writer: writer.close())
+        """Let go of the files."""
+        self._to_tensorboard(EventFile.close)
 
-    def _open_tensorboard(self) -> SummaryWriter | None:
-        from torch.utils.tensorboard import SummaryWriter
-
+    def _open_tensorboard(self) -> EventFile | None:
+        # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
+        purge_step = self._folder.resumed_step + 1 if self._folder.resumed_step else None
         try:
-            # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
-            purge_step = self._folder.resumed_step + 1 if self._folder.resumed_step else None
-            return SummaryWriter(str(self._folder.tensorboard_folder), flush_secs=10, purge_step=purge_step)
+            with disk_full_named(self._folder.tensorboard_folder):
+                return EventFile(self._folder.tensorboard_folder, purge_step=purge_step)
         except OSError as error:
             self._warn_of_tensorboard(error)
             return None
 
-    def _to_tensorboard(self, write: Callable[[SummaryWriter], object]) -> None:
-        """Curves are not worth a run: on the first failure say so, and go on without."""
+    def _to_tensorboard(self, write: Callable[[EventFile], object]) -> None:
+        """Curves are not worth a run: on the first failure say so, and go on without.
+
+        Raises DiskFullError: where curves have no room, neither has anything else.
+        """
         if self._tensorboard is None:
             return
         try:
-            write(self._tensorboard)
+            with disk_full_named(self._folder.tensorboard_folder):
+                write(self._tensorboard)
         except OSError as error:
             self._tensorboard = None
             self._warn_of_tensorboard(error)
@@ -147,8 +147,8 @@ class Tracker:
         self._console.print(line, soft_wrap=True)
 
 
-def _json_line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+def _json_line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def _plain(value: Any) -> Any:

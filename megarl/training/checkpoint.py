@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 
 from megarl.models.adapters import sharded_state
 from megarl.platform import device
+from megarl.tracking.storage import check_space, disk_full_named
 from megarl.training.engine import TrainingEngine
-from megarl.weights.ledger import Ledger, check_space, disk_full_named
+from megarl.weights.ledger import Ledger
 
 _FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

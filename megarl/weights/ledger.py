@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from megarl.tracking.storage import replace_text
-from megarl.types import ConfigError, DataError, DiskFullError
+from megarl.types import ConfigError, DataError
 from megarl.weights.layouts.safetensors import replace_folder
 
 MANIFEST = "manifest.json"
@@ -110,38 +109,6 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
         "layout": dict(layout),
     }
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise DiskFullError if the folder's file system has not so many bytes free."""
-    if num_bytes > _free_bytes(folder):
-        raise _disk_full(folder, num_bytes)
-
-
-@contextmanager
-def disk_full_named(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Turn an error that comes of a full disk into DiskFullError; `num_bytes` is what was to be written."""
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise _disk_full(folder, num_bytes) from None
-            cause = cause.__cause__ or cause.__context__
-        raise
-
-
-def _free_bytes(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-def _disk_full(folder: Path, num_bytes: int) -> DiskFullError:
-    return DiskFullError(
-        f"{folder}: no room on its disk: {num_bytes} bytes needed, {_free_bytes(folder)} free. Make room, or choose "
-        "another disk with runs_folder=FOLDER; fewer checkpoints are kept with checkpoint.keep."
-    )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -27,15 +28,34 @@ _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
 _LOG_TAIL_LINES = 60
 _HOST = "127.0.0.1"
+_NOISE = re.compile(
+    r"^(?:"
+    r"\S+\.py:\d+: \w*Warning: .*\n(?:  .*\n)?"  # Python's warnings, and the line of code below
+    r"|(?:\(\w+ pid=\d+\) )?(?:DEBUG|INFO|WARNING) \d\d-\d\d .*\n"  # vLLM's logger
+    r"|\[Gloo\] .*\n"
+    r"|\[[WI]\d.*\.(?:cpp|h|cu):\d+\] .*\n"  # torch's logger
+    r")",
+    re.MULTILINE,
+)
+"""What other libraries write to a rank's log that tells nothing of how the rank ended."""
 
 
-class RankFailedError(types.PeerLostError):
-    """A rank raised, died or fell silent; the message tells which, the cause, and its traceback or log."""
+class RankFailedError(types.MegarlError):
+    """A rank raised an error that nobody foresaw; the message names the rank and the cause, a note has the traceback.
+
+    Its exit code is that of an internal error: started again, the run would most likely meet it again.
+    """
 
     def __init__(self, rank: int, cause: str, details: str = "") -> None:
-        super().__init__("\n".join(filter(None, (cause, details.rstrip()))))
+        super().__init__(cause)
         self.rank = rank
         self.cause = cause
+        if details:
+            self.add_note(details.rstrip())
+
+
+class RankLostError(RankFailedError, types.PeerLostError):
+    """A rank died, fell silent, or lost its device or its peers; a note has the end of its log or its traceback."""
 
 
 class _RankError(Exception):
@@ -46,13 +66,14 @@ class _RankError(Exception):
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a rank's log."""
+    """The last lines of a rank's log, without what other libraries warn of or note."""
     if not log.exists():
         return f"{log} was not written."
     with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-        lines = file.read().decode(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-    return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} is empty."
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+        text = _NOISE.sub("", file.read().decode(errors="replace"))
+    lines = text.splitlines()[-_LOG_TAIL_LINES:]
+    return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} tells nothing."
 
 
 class Seat:
@@ -96,6 +117,10 @@ class Seat:
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal the rank and its children, if it still lives."""
+        raise NotImplementedError
+
+    def show_stacks(self) -> None:
+        """Have the rank's fault handler write the stacks of all its threads to the log."""
         raise NotImplementedError
 
     def release(self) -> None:
@@ -143,6 +168,10 @@ class _LocalSeat(Seat):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
 
+    def show_stacks(self) -> None:
+        if self.process.returncode is None:
+            os.kill(self.process.pid, signal.SIGUSR2)
+
     def release(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         self.process.poll()
@@ -163,8 +192,8 @@ class ProcessGroup:
     """`world_size` ranks, processes on this machine, that execute the driver's commands in step. Make one with `start`.
 
     One command at a time, results in order of rank. Calls made while another is under way wait for it; the event loop
-    stays free meanwhile. The first failure kills the group: a `MegarlError` of a rank keeps its class, anything else
-    raises `RankFailedError`, now and ever after.
+    stays free meanwhile. The first failure kills the group: a `MegarlError` of a rank keeps its class, a full disk is a
+    DiskFullError, a rank that is gone raises `RankLostError`, anything else `RankFailedError`, now and ever after.
 
     `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
     a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `places` which node that is
@@ -230,6 +259,11 @@ class ProcessGroup:
             )
         return await self._exchange(method, [pack((method, (first, *args), {})) for first in per_rank])
 
+    def show_stacks(self) -> None:
+        """Have the ranks write to their logs where each of their threads is, and go on."""
+        for seat in self._seats:
+            seat.show_stacks()
+
     async def close(self) -> None:
         """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
         if self._over is None:
@@ -294,13 +328,14 @@ class ProcessGroup:
         await self._end()
         where = f"rank {seat.rank} of {self.world_size}"
         if report is None:
-            error = RankFailedError(seat.rank, f"{where} {seat.fate(is_dead)} during `{method}`", seat.log_tail())
+            error = RankLostError(seat.rank, f"{where} {seat.fate(is_dead)} during `{method}`", seat.log_tail())
         elif report["megarl_class"]:
             error = getattr(types, report["megarl_class"])(report["message"])
             error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
         else:
             cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
-            error = RankFailedError(seat.rank, cause, report["traceback"])
+            kind = RankLostError if report["lost"] else RankFailedError
+            error = kind(seat.rank, cause, report["traceback"])
         self._over = error
         return error
 
@@ -312,7 +347,7 @@ class ProcessGroup:
         await self._end()
         names = ", ".join(str(seat.rank) for seat in silent)
         cause = f"rank{'s' * (len(silent) > 1)} {names} of {self.world_size} {what}"
-        self._over = RankFailedError(silent[0].rank, cause, "\n".join(seat.log_tail() for seat in silent))
+        self._over = RankLostError(silent[0].rank, cause, "\n".join(seat.log_tail() for seat in silent))
         return self._over
 
     async def _end(self) -> None:

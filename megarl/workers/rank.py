@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -15,6 +16,7 @@ import traceback
 from typing import Any
 
 from megarl.platform.processes import die_with
+from megarl.tracking.storage import disk_full
 from megarl.types import MegarlError
 
 HEAD = struct.Struct("<Q")
@@ -23,6 +25,7 @@ HEAD = struct.Struct("<Q")
 _asked: str | None = None
 """The signal to stop that this process was sent last."""
 _ECHOES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+_DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
 
 
 def pack(content: Any) -> bytes:
@@ -42,15 +45,26 @@ def _is_echo(error: BaseException | None) -> bool:
     return False
 
 
+def _is_lost(error: Exception) -> bool:
+    """Whether the error tells that this rank's device or its peers are gone, which another start may mend."""
+    text = f"{type(error).__name__}: {error}"
+    return _is_echo(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
+
+
 def _report(error: Exception) -> dict[str, Any]:
     """What the driver needs to know of an exception; plain data, for its class may not unpickle there."""
-    named = next((c.__name__ for c in type(error).__mro__ if c.__module__ == MegarlError.__module__), None)
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+    known = error if isinstance(error, MegarlError) else disk_full(error)
+    named = next((c.__name__ for c in type(known).__mro__ if c.__module__ == MegarlError.__module__), None)
     return {
         "class": type(error).__qualname__,
         "megarl_class": named,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": str(known or error),
+        "traceback": text,
         "echo": _is_echo(error),
+        "lost": _is_lost(error),
         "time": time.time(),
     }
 

@@ -20,6 +20,7 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.rollout.engine import RolloutEngine
 from megarl.tracking.metrics import Metric
+from megarl.tracking.storage import disk_full_named
 from megarl.training import checkpoint
 from megarl.training.engine import TrainingEngine
 from megarl.training.model import FrozenModel, ModelShard, Row
@@ -27,7 +28,6 @@ from megarl.types import Completion, Request
 from megarl.weights.layouts import peft, safetensors
 from megarl.weights.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.weights.layouts.vllm_computed import VllmLayouts
-from megarl.weights.ledger import disk_full_named
 from megarl.weights.plan import Places
 from megarl.weights.reshard import GatheredReshard, Reshard, record
 

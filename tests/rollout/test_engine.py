@@ -289,3 +289,37 @@ def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:
 def test_fields_of_vllm_are_checked(fields, message, model_path, ranks) -> None:
     (error,) = ranks.run(vllm_field_error, model_path, fields, world_size=1)
     assert re.search(message, error)
+
+
+REFUSED = [
+    (
+        {"vllm": {"max_num_batched_tokens": "many"}},
+        "rollout.vllm.max_num_batched_tokens = 'many'. vLLM refuses it: Inp",
+    ),
+    ({"vllm": {"block_size": "x", "enforce_eager": True}}, "rollout.vllm.block_size = 'x'. vLLM refuses it: Input"),
+    ({"vllm": {"quantization": "none"}}, "rollout.vllm.quantization = 'none'. vLLM refuses it: Value error, Unknown"),
+    ({"vllm": {"compilation_config": {"mode": "x"}}}, "rollout.vllm.compilation_config = {'mode': 'x'}. vLLM refuses"),
+    ({"vllm": {"attention_backend": "NO"}}, "rollout.vllm.attention_backend = 'NO'. vLLM refuses it: Unknown att"),
+    ({"kv_cache_gib": 1e-5}, "rollout.kv_cache_gib = 1e-05: too small for one sequence of 128 tokens"),
+]
+
+
+def refusals(model_path: str) -> list[str]:
+    """The messages of the ConfigErrors that engines with faulty settings end in."""
+    from megarl.rollout.engine import RolloutEngine
+
+    found = []
+    for settings, _ in REFUSED:
+        config = RolloutConfig.model_validate({"kv_cache_gib": 0.05, "max_concurrent_requests": 32} | settings)
+        with pytest.raises(ConfigError) as caught:
+            RolloutEngine(model_path, config, max_model_len=128, dtype="float32", seed=3)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_vllm_refuses_is_told_as_a_fault_of_the_recipe(model_path) -> None:
+    with RankPool(1) as own:  # half an engine is left behind
+        (found,) = own.run(refusals, model_path, world_size=1)
+    assert [message[: len(told)] for message, (_, told) in zip(found, REFUSED, strict=True)] == [
+        told for _, told in REFUSED
+    ]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -216,23 +214,6 @@ def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
         save.write(asynchronous=True)
         save.finish()
     return str(caught.value), save.num_bytes
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """`small_disk(options)` is a file system in memory with those mount options."""
-    with contextlib.ExitStack() as stack:
-
-        def mount(options: str) -> Path:
-            folder = tmp_path / options
-            folder.mkdir()
-            done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
-            if done.returncode:
-                pytest.skip(f"this user may not mount a file system: {done.stderr.decode().strip()}")
-            stack.callback(subprocess.run, ["umount", folder], check=True)
-            return folder
-
-        yield mount
 
 
 @pytest.mark.parametrize(("options", "is_tried"), [("size=256k", False), ("size=64m,nr_inodes=3", True)])

@@ -126,6 +126,20 @@ def test_round_trip_is_bit_equal(ranks: RankPool, tmp_path: Path, first: tuple[i
     assert all(r["staging"] <= 4096 for r in results)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("tensor", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, tensor: str, number: float) -> None:
+    model = small_model()
+    source = write_folder(tmp_path / "source", model, torch.bfloat16)
+    file = source / json.loads((source / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+    weights = load_file(file)
+    weights[tensor].view(-1)[-1] = number
+    save_file(weights, file)
+    layouts, parameters, rank = shards_of(model, ParallelLayout(1, 1, 1, 1), torch.float32)
+    with pytest.raises(DataError, match=f"{file}: {tensor} holds numbers that are not finite"):
+        load(source, layouts[rank], parameters)
+
+
 def test_loading_casts_to_the_parameter(tmp_path: Path) -> None:
     model = small_model()
     source = write_folder(tmp_path / "source", model, torch.bfloat16)

@@ -54,6 +54,8 @@ class Probe:
                 "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
                 "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
                 "config": self._raise_config,
+                "full": self._fill_a_disk,
+                "device": self._lose_the_device,
                 "sys.exit": lambda: sys.exit(3),
                 "unpicklable": lambda: None,
             }[kind]()
@@ -63,6 +65,16 @@ class Probe:
 
     def _raise(self):
         raise ValueError("seven is not even")
+
+    def _fill_a_disk(self):
+        with open("/dev/full", "wb", buffering=0) as file:
+            try:
+                file.write(b"x")
+            except OSError as error:
+                raise RuntimeError("the shard was not written") from error
+
+    def _lose_the_device(self):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
     def _raise_config(self):
         raise NarrowConfigError("trainer.tp is 3: the model has 8 heads; take a divisor")

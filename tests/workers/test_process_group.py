@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.types import ConfigError, DataError, PeerLostError
+from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from megarl.workers.process_group import ProcessGroup, RankFailedError
 
 NOTICED_SECONDS = 30
@@ -126,17 +126,18 @@ def test_large_arrays_arrive_whole_and_are_pickled_once():
 
 
 @pytest.mark.parametrize(
-    "kind, expected",
+    "kind, exit_code, cause, details",
     [
-        pytest.param("raise", ["raised ValueError during `fail_on`: seven is not even", "in _raise\n"], id="raises"),
-        pytest.param("exit", ["exited with code 7 during `fail_on`", "rank_0001.log", "last words"], id="os._exit"),
-        pytest.param("sys.exit", ["exited with code 3 during `fail_on`", "last words"], id="sys.exit"),
-        pytest.param("kill", ["was killed by SIGKILL (out of memory?)", "last words"], id="kill -9"),
-        pytest.param("segfault", ["was killed by SIGSEGV", "Segmentation fault", "in fail_on"], id="segfault"),
-        pytest.param("unpicklable", ["of 2 raised", "pickle"], id="result that does not pickle"),
+        pytest.param("raise", 70, "raised ValueError during `fail_on`: seven is not even", "in _raise\n", id="raises"),
+        pytest.param("device", 76, "raised RuntimeError during `fail_on`: CUDA error", "in _lose_the", id="device"),
+        pytest.param("exit", 76, "exited with code 7 during `fail_on`", "rank_0001.log:\nlast words", id="os._exit"),
+        pytest.param("sys.exit", 76, "exited with code 3 during `fail_on`", "last words", id="sys.exit"),
+        pytest.param("kill", 76, "was killed by SIGKILL (out of memory?)", "last words", id="kill -9"),
+        pytest.param("segfault", 76, "was killed by SIGSEGV", "Segmentation fault", id="segfault"),
+        pytest.param("unpicklable", 70, "of 2 raised", "pickle", id="result that does not pickle"),
     ],
 )
-def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind, expected):
+def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind, exit_code, cause, details):
     async def drive():
         async with started(log_folder=tmp_path / "logs") as group:
             pids = await group.call("pid")
@@ -145,13 +146,36 @@ def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind, expec
                 await group.call("fail_on", 1, kind)
             assert time.monotonic() - begun < NOTICED_SECONDS
             assert kind == "unpicklable" or caught.value.rank == 1
-            assert caught.value.exit_code == 76
-            assert all(text in str(caught.value) for text in expected), str(caught.value)
+            assert caught.value.exit_code == exit_code
+            assert cause in str(caught.value)
+            (told,) = caught.value.__notes__
+            assert details in told
             assert not any(map(is_alive, pids))
             for _ in range(2):
                 with pytest.raises(RankFailedError) as again:
                     await group.call("product", 1)
                 assert again.value is caught.value
+
+    asyncio.run(drive())
+
+
+def test_what_a_rank_raised_stands_in_its_log(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            with pytest.raises(RankFailedError):
+                await group.call("fail_on", 1, "raise")
+
+    asyncio.run(drive())
+    assert "in _raise\n" in (tmp_path / "rank_0001.log").read_text()
+
+
+def test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver():
+    async def drive():
+        async with started() as group:
+            with pytest.raises(DiskFullError, match=r"no room on its disk \(No space left on device\)") as caught:
+                await group.call("fail_on", 1, "full")
+            assert caught.value.exit_code == 74
+            assert "the shard was not written" in caught.value.__notes__[0]
 
     asyncio.run(drive())
 
@@ -231,7 +255,8 @@ def test_a_silent_rank_is_named_with_its_stack(tmp_path):
             with pytest.raises(RankFailedError) as caught:
                 await group.call("sleep_on", 1, 60)
             assert caught.value.cause == f"rank 1 of 2 did not answer `sleep_on` within {seconds:g} s"
-            assert "in sleep_on" in str(caught.value)
+            assert caught.value.exit_code == 76
+            assert "in sleep_on" in caught.value.__notes__[0]
 
     asyncio.run(drive())
 

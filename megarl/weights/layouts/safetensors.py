@@ -75,6 +75,10 @@ class FolderReader:
             self._open[path] = safe_open(path, "pt")
         return self._open[path].get_tensor(name).view(-1)
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._files[name]
+
     def release(self) -> None:
         """Let go of the pages that were read."""
         self._open.clear()
@@ -84,7 +88,7 @@ def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -
     """Fill a rank's parameters from a model folder, reading only the rank's boxes and casting to each parameter's type.
 
     `layout` is the rank's own of `megatron_layouts`, `parameters` its live tensors. A value head stays as it is where
-    the folder's model has none. Raises DataError for a bad folder.
+    the folder's model has none. Raises DataError for a bad folder, and for a weight that is not finite.
     """
     model = read_model_shape(folder)
     reader = FolderReader(folder, model)
@@ -94,6 +98,19 @@ def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -
     plan = make_plan([available], [layout], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
     sources = {name: reader.storage(name) for name in sorted({piece.box.name for piece in layout})}
     Transport(plan, sources, parameters, dtype=torch.float32).reshard()
+    for piece in layout:
+        if not _is_finite(piece, parameters[piece.storage]):
+            raise DataError(
+                f"{reader.file_of(piece.box.name)}: {piece.box.name} holds numbers that are not finite. Copy or "
+                "download the model again; a training that diverged left no weights to start from."
+            )
+
+
+@torch.no_grad()
+def _is_finite(piece: Piece, parameter: Tensor) -> bool:
+    """Whether all numbers of a piece are finite; one pass without a copy, for NaN and infinity are extremes."""
+    numbers = parameter.as_strided(piece.box.shape, piece.strides, parameter.storage_offset() + piece.offset)
+    return bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
 
 
 def export(
