@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import traceback
 import warnings
@@ -49,17 +48,18 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, its model and its data; then train."""
-    from megarl.preflight import check, count_records
+    from megarl.preflight import check, check_rewards, count_records
     from megarl.recipe import load
 
-    sys.path.append(os.getcwd())  # Where `reward.functions` may find a module of the user's own.
     path, given = Path(recipe), list(overrides or ())
     if resume and path.is_dir():
         given = [f"runs_folder={path.absolute().parent}", f"name={path.absolute().name}", *given]
         path /= "config.yaml"
     loaded = load(path, given)
     layout = check(loaded)
-    _print_sizes(loaded, layout, count_records(loaded))
+    records = count_records(loaded)
+    check_rewards(loaded)
+    _print_sizes(loaded, layout, records)
     if not dry_run:
         from megarl.loops.run import run
 

@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megarl.parallel_layout import ParallelLayout
 from megarl.rewards.scoring import RewardPool
-from megarl.types import Completion, Problem, Request, Reward, SamplingSettings
+from megarl.rewards.worker import Failure
+from megarl.types import Completion, MegarlError, Problem, Request, Reward, SamplingSettings
 from megarl.workers.process_group import ProcessGroup
 from megarl.workers.sampling import sample
 
@@ -27,6 +28,8 @@ class Answered:
     completion: Completion
     text: str
     reward: Reward
+    failure: Failure | None = None
+    """Why the reward functions gave no reward; `reward` is zero then."""
 
     def record(self) -> dict[str, object]:
         """The line of samples/."""
@@ -35,6 +38,7 @@ class Answered:
             "completion": self.text,
             "answer": self.problem.answer,
             "reward": self.reward.score,
+            "reward_failure": self.failure,
             "answer_correct": self.reward.answer_correct,
             "format_valid": self.reward.format_valid,
             "finish_reason": self.completion.finish_reason,
@@ -76,8 +80,8 @@ class Respondents:
     async def _score(self, completion: Completion, problems: Sequence[Problem]) -> Answered:
         group = int(completion.request_id.partition(".")[0])
         text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        reward = await self.rewards.score(text, problems[group].answer)  # type: ignore[arg-type]
-        return Answered(problems[group], group, completion, text, reward)  # type: ignore[arg-type]
+        scored = await self.rewards.score(text, problems[group].answer)  # type: ignore[arg-type]
+        return Answered(problems[group], group, completion, text, scored.reward, scored.failure)  # type: ignore[arg-type]
 
 
 async def accuracy(
@@ -91,6 +95,24 @@ async def accuracy(
         "format_valid": sum(a.reward.format_valid for a in answered) / count,
         "completion_tokens/mean": sum(len(a.completion.token_ids) for a in answered) / count,
     }, answered
+
+
+def failure_metrics(answered: Sequence[Answered], max_failed_fraction: float, prefix: str) -> dict[str, float]:
+    """Completions whose scoring raised or gave no proper reward, PREFIX`errors`, or took too long, PREFIX`timeouts`.
+
+    Raises MegarlError if they are more than `max_failed_fraction` of all.
+    """
+    failures = [a.failure for a in answered]
+    metrics = {f"{prefix}{kind}s": float(failures.count(kind)) for kind in get_args(Failure)}
+    failed = sum(metrics.values())
+    if failed > max_failed_fraction * len(answered):
+        counts = ", ".join(f"{name} {count:.0f}" for name, count in metrics.items())
+        raise MegarlError(
+            f"{failed:.0f} of {len(answered)} completions could not be scored ({counts}), which is more than "
+            f"reward.max_failed_fraction = {max_failed_fraction:g}; a warning above shows the first of each kind. Mend "
+            "the reward function, or raise reward.timeout_seconds, reward.wall_timeout_seconds or this fraction."
+        )
+    return metrics
 
 
 def _seed(*parts: object) -> int:

@@ -61,9 +61,29 @@ def test_help_comes_at_once() -> None:
     assert min(seconds) < 0.5
 
 
+OWN_REWARD = """
+from megarl.types import Reward
+
+
+def score(text, answer, *, correct_score):
+    return Reward(correct_score, True, text == answer)
+"""
+
+
+def test_a_dry_run_tries_the_rewards(recipe: Path) -> None:
+    for name, told in (
+        ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),
+        ("own_rewards:of_trl", "its signature is (completions, **kwargs)"),
+    ):
+        (recipe.parent / "own_rewards.py").write_text("def of_trl(completions, **kwargs): return [0.0]\n")
+        done = megarl("train", recipe, f"reward.functions=[{name}]", "--dry-run", cwd=recipe.parent)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert told in done.stderr and "Traceback" not in done.stderr
+
+
 def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
     # A reward of the user's own is found in the current folder.
-    (recipe.parent / "own_rewards.py").write_text("def score(text, answer, *, correct_score): ...\n")
+    (recipe.parent / "own_rewards.py").write_text(OWN_REWARD)
     own = "reward.functions=[own_rewards:score]"
     done = megarl("train", recipe, "rollout.tp=2", own, "--dry-run", cwd=recipe.parent)
     assert done.returncode == 0, done.stderr

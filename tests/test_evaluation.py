@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.evaluation import Respondents, accuracy
+from megarl.evaluation import Answered, Respondents, accuracy, failure_metrics
 from megarl.parallel_layout import ParallelLayout
+from megarl.rewards.worker import Failure, Scored
 from megarl.tracking.metrics import Sum
-from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, TrainingSequence
+from megarl.types import Completion, MegarlError, Problem, Request, Reward, SamplingSettings, TrainingSequence
 from megarl.workers.batching import TrainerRanks
 from megarl.workers.sampling import AbandonedError, sample
 
@@ -122,9 +123,9 @@ class Words:
 class Scores:
     """Right where the text is the answer; later answers come back sooner."""
 
-    async def score(self, text: str, answer: str) -> Reward:
+    async def score(self, text: str, answer: str) -> Scored:
         await asyncio.sleep(0.02 / (1 + int(text)))
-        return Reward(float(text == answer), int(text) % 2 == 0, text == answer)
+        return Scored(Reward(float(text == answer), int(text) % 2 == 0, text == answer))
 
 
 def respondents(layout: ParallelLayout, pace: dict[int, int], max_running: int) -> Any:
@@ -162,6 +163,7 @@ def test_answers_come_by_problem(setting: Any) -> None:
         "completion": "3",
         "answer": "3",
         "reward": 1.0,
+        "reward_failure": None,
         "answer_correct": True,
         "format_valid": False,
         "finish_reason": "stop",
@@ -188,6 +190,23 @@ def test_accuracy() -> None:
     measured, answered = asyncio.run(accuracy(respondents(*TWO), PROBLEMS, SAMPLING))
     assert measured == pytest.approx({"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 2.0})
     assert [a.problem.index for a in answered] == [7, 2, 11]
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.5])
+def test_completions_that_could_not_be_scored_are_counted_and_end_a_run_where_they_are_too_many(limit: float) -> None:
+    zero = Reward(0.0, False, False)
+    failures: tuple[Failure | None, ...] = ("error", None, "timeout", "error", None, None)
+    answered: list[Any] = [Answered(PROBLEMS[0], 0, None, "", zero, failure) for failure in failures]  # type: ignore[arg-type]
+    if limit == 0.5:
+        counted = failure_metrics(answered, limit, "val/easy/reward_")
+        assert counted == {"val/easy/reward_errors": 2.0, "val/easy/reward_timeouts": 1.0}
+        assert failure_metrics([], limit, "reward/") == {"reward/errors": 0.0, "reward/timeouts": 0.0}
+        return
+    with pytest.raises(MegarlError) as caught:
+        failure_metrics(answered, limit, "reward/")
+    assert caught.value.exit_code == 70
+    for words in ("3 of 6 completions", "reward/errors 2, reward/timeouts 1", "reward.max_failed_fraction = 0.05"):
+        assert words in str(caught.value)
 
 
 class Trainers:

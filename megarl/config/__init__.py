@@ -154,7 +154,13 @@ class RewardConfig(Section):
     num_workers: PositiveInt = 2
     """Processes that score completions while others are still sampled."""
     timeout_seconds: PositiveFloat = 5.0
-    """A completion that takes longer to score gets zero, and its process is replaced."""
+    """CPU seconds that the functions and what they start may take for one completion; beyond, it gets zero and the
+    process is replaced."""
+    wall_timeout_seconds: PositiveFloat | None = None
+    """Seconds by the clock, for functions that wait or hang; left out, ten times timeout_seconds, at least 30."""
+    max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
+    """The run ends where a larger fraction of a step's or an evaluation's completions failed or timed out
+    (reward/errors, reward/timeouts)."""
     correct_score: float = 1.0
     """Score of a right answer (ColossalRL: 10)."""
 

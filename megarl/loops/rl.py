@@ -6,6 +6,7 @@ import math
 
 from megarl.algorithms.kl import adapted
 from megarl.data.sampler import DataOrder
+from megarl.evaluation import failure_metrics
 from megarl.loops.batches import add_advantages, add_corrections, reward_metrics, split, to_sequences, update_metrics
 from megarl.loops.collection import Collection
 from megarl.loops.session import Session, sampling_settings
@@ -31,6 +32,7 @@ async def train(session: Session) -> None:
         try:
             with tracker.phase("rollout"):
                 answered, asked, scalars = await collection.step()
+            scalars |= failure_metrics(asked, recipe.reward.max_failed_fraction, "reward/")
         except AbandonedError:
             await session.stop_if_asked(step - 1, collection.save)
             raise

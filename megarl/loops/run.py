@@ -22,6 +22,7 @@ from megarl.parallel_layout import ParallelLayout
 from megarl.preflight import read_problems, row_multiple
 from megarl.recipe import error_page
 from megarl.rewards.scoring import RewardPool
+from megarl.rewards.worker import worker_settings
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError
@@ -94,10 +95,10 @@ async def _run(
             ranks.on_asked, stacks.ask_others = stop.ask, ranks.show_stacks
             await _prepare(ranks, recipe, layout, folder, tracker)
         rewards = RewardPool(
-            recipe.reward.functions,
+            worker_settings(recipe.reward),
             num_workers=recipe.reward.num_workers if recipe.has_engine else 0,
-            timeout_seconds=recipe.reward.timeout_seconds,
-            correct_score=recipe.reward.correct_score,
+            log_folder=folder.logs_folder,
+            notice=tracker.notice,
             make_worker=reward_workers(recipe.cluster),
         )
         stack.callback(rewards.close)

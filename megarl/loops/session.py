@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.config import Recipe, SamplingConfig
 from megarl.data.preferences import scored
-from megarl.evaluation import Answered, Respondents, accuracy
+from megarl.evaluation import Answered, Respondents, accuracy, failure_metrics
 from megarl.loops.batches import critic_batches
 from megarl.loops.checkpoints import Checkpoints
 from megarl.loops.stopping import StopRequest
@@ -124,6 +124,7 @@ class Session:
                     break
                 scalars |= {f"val/{name}/{key}": value for key, value in measured.items()}
                 self.tracker.samples(step, [{"set": name} | answer.record() for answer in answered])
+                scalars |= failure_metrics(answered, self.recipe.reward.max_failed_fraction, f"val/{name}/reward_")
         return scalars
 
     def evaluates_at(self, step: int) -> bool:

@@ -14,6 +14,7 @@ from megarl.model_shape import ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.preflight import learning, sizes
 from megarl.preflight.files import count_records, data_files, read_conversations, read_preferences, read_problems
+from megarl.preflight.rewards import check_rewards
 from megarl.preflight.sizes import row_multiple
 from megarl.recipe import error_page
 from megarl.types import ConfigError, DataError
@@ -21,6 +22,7 @@ from megarl.types import ConfigError, DataError
 __all__ = [
     "check",
     "check_plan",
+    "check_rewards",
     "count_records",
     "read_conversations",
     "read_preferences",

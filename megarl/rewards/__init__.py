@@ -1,17 +1,20 @@
 """Rewards: what is good, decided by functions of a completion's text and the gold answer.
 
 A reward function is `(completion_text, answer, *, correct_score) -> megarl.types.Reward`, pure and free to be slow: it
-runs in a process of its own that is killed at a deadline (`scoring.RewardPool`). A recipe names functions of the table
-below, or its own as `package.module:function`.
+runs in a process of its own that is killed at a deadline. A recipe names functions of the table below, or its own as
+`package.module:function`.
 
-Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `scoring` (processes).
-Importing this package imports no reward function; a function's module is imported where it is resolved.
+Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `scores` (what a
+function may return), `server` (the process that calls functions), `keeper` (its parent, which bounds it), `worker` (the
+driver's side of one process, over `frames`), `scoring` (the pool).
+Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable
 
 from megarl.types import ConfigError, Reward
@@ -20,6 +23,9 @@ REWARDS = {
     "boxed": "megarl.rewards.boxed:boxed",
     "think_answer_tags": "megarl.rewards.think_answer_tags:think_answer_tags",
 }
+
+EXPECTED = "def {function}(completion_text: str, answer: str, *, correct_score: float) -> megarl.types.Reward"
+"""How a reward function is defined."""
 
 
 def locate(name: str) -> str:
@@ -55,3 +61,23 @@ def resolve(name: str) -> Callable[..., Reward]:
     nearest = difflib.get_close_matches(function_name, [key for key in vars(module) if not key.startswith("_")], n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
     raise ConfigError(f"reward.functions: {name!r}: module {module_name} has no function {function_name!r}{hint}")
+
+
+def check_signature(name: str, function: Callable[..., object]) -> None:
+    """Raise ConfigError if the function cannot be called as a reward function is."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # Some functions of compiled modules do not tell; they show it when they are called.
+    try:
+        signature.bind("completion", "answer", correct_score=1.0)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.functions: {name!r}: its signature is {signature}, which does not take completion, answer and "
+            f"correct_score ({error}). Define it as: {expected(name)}"
+        ) from None
+
+
+def expected(name: str) -> str:
+    """The line that defines a reward function of that name."""
+    return EXPECTED.format(function=locate(name).rpartition(":")[2])

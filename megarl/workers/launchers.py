@@ -7,7 +7,8 @@ from typing import Any
 
 from megarl.config import ClusterConfig
 from megarl.platform import device
-from megarl.rewards.scoring import MakeScorer, RewardWorker
+from megarl.rewards.scoring import MakeScorer
+from megarl.rewards.worker import RewardWorker
 from megarl.workers.process_group import ProcessGroup
 from megarl.workers.srun_group import SrunGroup
 

@@ -9,11 +9,13 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from megarl.config import RewardConfig
 from megarl.rewards.scoring import RewardPool
+from megarl.rewards.worker import worker_settings
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -107,11 +109,13 @@ from megarl.types import Reward
 
 
 def node(completion, answer, correct_score):
-    # The process's grandparent is the node's raylet.
+    # Above the process are its keeper, the actor, and the node's raylet.
     if completion == "slow":
         time.sleep(60)
-    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
-    Path(f"node_{stat.rpartition(')')[2].split()[1]}").touch()
+    pid = os.getppid()
+    for _ in range(2):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    Path(f"node_{pid}").touch()
     return Reward(float(answer), True, True)
 """
 
@@ -128,16 +132,15 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
     spare = cluster.add_node(num_cpus=0)
     cluster.wait_for_nodes()
     join(cluster.address)
-    settings: dict[str, Any] = {"num_workers": 4, "timeout_seconds": 5.0, "correct_score": 1.0}
-    pool = RewardPool(["places:node"], make_worker=on_nodes_in_turn(), **settings)
+    settings = worker_settings(RewardConfig(functions=("places:node",), wall_timeout_seconds=5.0))
+    pool = RewardPool(settings, num_workers=4, make_worker=on_nodes_in_turn())
     try:
 
-        async def score(*completions: str) -> list[float]:
+        async def score(*completions: str) -> list[float | str]:
             found = await asyncio.gather(*(pool.score(text, str(i)) for i, text in enumerate(completions)))
-            return [reward.score for reward in found]
+            return [scored.failure or scored.reward.score for scored in found]
 
-        assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, 0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-        assert (pool.num_timeouts, pool.num_errors) == (1, 0)
+        assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, "timeout", 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
         assert len(list(tmp_path.glob("node_*"))) >= 2
         cluster.remove_node(spare, allow_graceful=False)
         assert asyncio.run(score(*"abcdefgh")) == [float(i) for i in range(8)]

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from megarl.rewards import REWARDS, locate, resolve
+from megarl.rewards import REWARDS, check_signature, locate, resolve
 from megarl.types import ConfigError, Reward
 
 
@@ -54,9 +54,42 @@ def test_paths_that_lead_nowhere(name, message):
         resolve(name)
 
 
+def keyword_only(text, answer, *, correct_score): ...
+
+
+def by_position(completion, answer, correct_score=1.0, extra=None): ...
+
+
+def anything(*args, **kwargs): ...
+
+
+@pytest.mark.parametrize("function", [keyword_only, by_position, anything, print])
+def test_signatures_that_can_be_called(function):
+    check_signature("module:function", function)
+
+
+def of_trl(completions, **kwargs): ...
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None): ...
+
+
+def without_score(text, answer): ...
+
+
+@pytest.mark.parametrize("function", [of_trl, of_verl, without_score])
+def test_signatures_of_others_are_shown_beside_the_expected_one(function):
+    with pytest.raises(ConfigError) as caught:
+        check_signature("my.rewards:score", function)
+    told = str(caught.value)
+    assert "'my.rewards:score': its signature is (" in told
+    assert "def score(completion_text: str, answer: str, *, correct_score: float) -> megarl.types.Reward" in told
+
+
 def test_reward_processes_import_neither_torch_nor_engines():
     script = (
-        "import sys; import megarl.rewards.scoring; light = set(sys.modules); "
+        "import sys; import megarl.rewards.scoring, megarl.rewards.keeper, megarl.rewards.server; "
+        "light = set(sys.modules); "
         "from megarl.rewards import REWARDS, resolve; [resolve(name) for name in REWARDS]; "
         "heavy = {'torch', 'vllm', 'megatron', 'transformers'}; "
         "assert not heavy & set(sys.modules), heavy & set(sys.modules); assert 'sympy' not in light"

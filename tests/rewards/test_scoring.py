@@ -1,19 +1,24 @@
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megarl.config import RewardConfig
+from megarl.platform.processes import descendants
 from megarl.rewards.scoring import RewardPool
+from megarl.rewards.worker import RewardWorker, worker_settings
 from megarl.types import ConfigError, PeerLostError, Reward
 
 FUNCTIONS = """
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, json, multiprocessing, os, pickle, signal, socket, struct, subprocess, sys, time
 from pathlib import Path
 from megarl.types import Reward
 
@@ -40,11 +45,62 @@ def act(text, answer, *, correct_score):
         os.kill(os.getpid(), signal.SIGSEGV)
     elif verb == "fill":
         bytearray(8 << 30)
+    elif verb == "fork":
+        if os.fork() == 0:
+            time.sleep(float(argument))
+    elif verb == "detach":
+        started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        Path(argument).write_text(f"{os.getpid()} {started.pid}")
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                Path(argument + "2").write_text(str(os.getpid()))
+                time.sleep(600)
+            os._exit(0)
+    elif verb == "busy_child":
+        subprocess.run([sys.executable, "-c", "while True: pass"])
+    elif verb == "print":
+        line = "x" * 1023
+        for _ in range(int(argument)):
+            print(line)
+        os.write(2, b"written to stderr")
+    elif verb == "reply":
+        for descriptor in sockets():
+            os.write(descriptor, eval(argument))
+        time.sleep(600)
+    elif verb == "inherited":
+        listing = subprocess.run(["ls", "/proc/self/fd"], capture_output=True)
+        return Reward(len(listing.stdout.split()), True, True)
+    elif verb == "terminated":
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+        child.terminate()
+        child.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Reward(-child.exitcode, True, True)
     elif verb == "pid":
         return Reward(os.getpid(), True, True)
     elif verb == "return":
         return eval(argument)
     return Reward(correct_score, True, text == answer)
+
+class Command:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+def sockets():
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket"):
+                yield int(name)
+        except FileNotFoundError:
+            pass
+
+def framed(payload):
+    return struct.pack("!I", len(payload)) + payload
 
 def second(text, answer, *, correct_score):
     return Reward(0.25, text != "ill", True)
@@ -59,19 +115,29 @@ def module(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def pool_of(*functions, num_workers=1, timeout_seconds=30.0, correct_score=1.0):
-    pool = RewardPool(functions, num_workers=num_workers, timeout_seconds=timeout_seconds, correct_score=correct_score)
+def pool_of(*functions, num_workers=1, log_folder=None, notice=lambda text: None, **given):
+    limits = {"timeout_seconds": 30.0, "wall_timeout_seconds": 60.0}
+    settings = worker_settings(RewardConfig(functions=functions, **limits | given))
+    pool = RewardPool(settings, num_workers=num_workers, log_folder=log_folder, notice=notice)
     try:
         yield pool
     finally:
         pool.close()
 
 
-def score_all(pool, *texts, answer="answer"):
+def all_scored(pool, *texts, answer="answer"):
     async def gather():
         return await asyncio.gather(*(pool.score(text, answer) for text in texts))
 
     return asyncio.run(gather())
+
+
+def score_all(pool, *texts, answer="answer"):
+    return [scored.reward for scored in all_scored(pool, *texts, answer=answer)]
+
+
+def failures_of(pool, *texts):
+    return [scored.failure for scored in all_scored(pool, *texts)]
 
 
 def is_alive(pid: int) -> bool:
@@ -96,9 +162,8 @@ def test_scores_are_those_of_the_function_called_directly():
         texts = [rf"\boxed{{{number}/2}}" for number in range(40)]
         rewards = score_all(pool, *texts, answer="3.5")
         assert rewards == [Reward(10.0 * (number == 7), True, number == 7) for number in range(40)]
-        bomb = score_all(pool, r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", answer="7")
-        assert bomb == [Reward(0.0, True, False)] * 2
-        assert (pool.num_timeouts, pool.num_errors) == (0, 0)
+        bomb = all_scored(pool, r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", answer="7")
+        assert [(scored.reward, scored.failure) for scored in bomb] == [(Reward(0.0, True, False), None)] * 2
 
 
 def test_several_functions_are_summed_and_must_all_agree(module):
@@ -107,21 +172,115 @@ def test_several_functions_are_summed_and_must_all_agree(module):
 
 
 def test_a_hang_that_ignores_signals_is_killed_with_what_it_started(module, tmp_path):
-    with pool_of(f"{module}:act", timeout_seconds=1.0) as pool:
+    with pool_of(f"{module}:act", wall_timeout_seconds=0.5) as pool:
         assert score_all(pool, "answer") == [Reward(1.0, True, True)]
         started = time.monotonic()
-        assert score_all(pool, f"hang {tmp_path / 'pids'}") == [ZERO]
-        assert 1.0 <= time.monotonic() - started < 5.0
+        (hung,) = all_scored(pool, f"hang {tmp_path / 'pids'}")
+        assert (hung.reward, hung.failure) == (ZERO, "timeout") and "reward.wall_timeout_seconds = 0.5" in hung.detail
+        assert 0.5 <= time.monotonic() - started < 30.0
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         wait_until(lambda: not any(map(is_alive, pids)))
         assert score_all(pool, "answer", "other") == [Reward(1.0, True, True), Reward(1.0, True, False)]
-        assert (pool.num_timeouts, pool.num_errors) == (1, 0)
 
 
 def test_a_computation_that_never_returns_to_python_is_killed(module):
-    with pool_of(f"{module}:act", timeout_seconds=1.0) as pool:
-        assert score_all(pool, "power", "answer") == [ZERO, Reward(1.0, True, True)]
-        assert (pool.num_timeouts, pool.num_errors) == (1, 0)
+    with pool_of(f"{module}:act", timeout_seconds=0.3, wall_timeout_seconds=300.0) as pool:
+        endless, right = all_scored(pool, "power", "answer")
+        assert (endless.reward, endless.failure) == (ZERO, "timeout")
+        assert "reward.timeout_seconds = 0.3 CPU seconds" in endless.detail
+        assert (right.reward, right.failure) == (Reward(1.0, True, True), None)
+
+
+def test_the_cpu_limit_counts_what_a_function_starts(module):
+    with pool_of(f"{module}:act", timeout_seconds=0.3, wall_timeout_seconds=300.0) as pool:
+        (endless,) = all_scored(pool, "busy_child")
+        assert endless.failure == "timeout" and "CPU seconds" in endless.detail
+
+
+def test_waiting_longer_than_the_cpu_limit_is_no_failure(module):
+    """As on a machine where others have the CPU: the reward is that of a quiet one."""
+    with pool_of(f"{module}:act", timeout_seconds=0.2) as pool:
+        waited, right = all_scored(pool, "sleep 0.6", "answer")
+        assert (waited.failure, right.failure) == (None, None)
+        assert waited.reward == Reward(1.0, True, False)
+
+
+def test_a_function_that_forks_shifts_no_later_score(module):
+    with pool_of(f"{module}:act", wall_timeout_seconds=30.0) as pool:
+        texts = ["fork 0", "fork 0.2", *(f"return Reward({n}, True, True)" for n in range(100))]
+        rewards = score_all(pool, *texts)
+        assert [reward.score for reward in rewards] == [1.0, 1.0, *range(100)]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pytest.param("framed(pickle.dumps(Command({path!r})))", id="pickle"),
+        pytest.param("framed(b'[1, 2]')", id="no object"),
+        pytest.param('framed(b\'{{"id": 1, "score": "1"}}\')', id="other types"),
+        pytest.param('framed(b\'{{"id": 99, "score": 1.0}}\')', id="another id"),
+        pytest.param("framed(b'[' * 60000)", id="deep"),
+        pytest.param("struct.pack('!I', (1 << 32) - 1)", id="4 GiB announced"),
+    ],
+)
+def test_a_reply_that_is_none_is_refused_and_runs_nothing(module, tmp_path, reply):
+    with pool_of(f"{module}:act", wall_timeout_seconds=30.0) as pool:
+        started = time.monotonic()
+        forged, right = all_scored(pool, "reply " + reply.format(path=str(tmp_path / "ran")), "answer")
+        assert time.monotonic() - started < 30.0
+        assert (forged.reward, forged.failure) == (ZERO, "error") and "the reward process sent" in forged.detail
+        assert right.reward == Reward(1.0, True, True)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("reply", ["b'x'", "framed(bytes(100))[:50]"])
+def test_the_limit_holds_for_all_of_a_reply(module, reply):
+    with pool_of(f"{module}:act", wall_timeout_seconds=0.5) as pool:
+        started = time.monotonic()
+        assert failures_of(pool, f"reply {reply}", "answer") == ["timeout", None]
+        assert time.monotonic() - started < 30.0
+
+
+def test_what_functions_print_goes_to_a_log_that_stays_small(module, tmp_path, capfd):
+    with pool_of(f"{module}:act", log_folder=tmp_path / "logs", wall_timeout_seconds=300.0) as pool:
+        assert failures_of(pool, "answer") == [None]
+        assert not (tmp_path / "logs").exists(), "nothing was printed"
+        assert failures_of(pool, "print 1") == [None]
+        log = tmp_path / "logs/reward_0000.log"
+        wait_until(lambda: log.exists() and log.read_text() == "x" * 1023 + "\nwritten to stderr")
+        assert failures_of(pool, "print 20000", "die", "print 20000") == [None, "error", None]
+    assert (1 << 20) <= log.stat().st_size < (1 << 20) + 100
+    assert log.read_text().count("[more is not kept") == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_functions_start_processes_without_the_connection(module):
+    with pool_of(f"{module}:act") as pool:
+        # Standard streams and the listing's own.
+        assert score_all(pool, "inherited") == [Reward(4.0, True, True)]
+
+
+def test_a_signal_to_all_processes_of_a_job_ends_no_reward_process(module):
+    with pool_of(f"{module}:act") as pool:
+        assert score_all(pool, "terminated") == [Reward(float(signal.SIGTERM), True, True)]
+        for process in descendants_of(pool):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+        assert failures_of(pool, "answer") == [None]
+
+
+@pytest.mark.parametrize("ending", ["die", "close"])
+def test_what_leaves_the_process_group_is_killed_too(module, tmp_path, ending):
+    with pool_of(f"{module}:act", wall_timeout_seconds=30.0) as pool:
+        path = tmp_path / "pids"
+        assert failures_of(pool, f"detach {path}") == [None]
+        wait_until(lambda: Path(f"{path}2").exists() and Path(f"{path}2").read_text())
+        pids = [int(pid) for pid in (path.read_text() + " " + Path(f"{path}2").read_text()).split()]
+        assert len(pids) == 3 and all(map(is_alive, pids))
+        if ending == "die":
+            assert failures_of(pool, "die") == ["error"]
+            assert not any(map(is_alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize(
@@ -136,42 +295,80 @@ def test_a_computation_that_never_returns_to_python_is_killed(module):
         "return Reward(float('inf'), True, True)",
         "return Reward('1', True, True)",
         "return Reward(10 ** 400, True, True)",
+        "return Reward(1e300, True, True)",
+        "return Reward(-1.1e6, True, True)",
+        "return Reward(True, True, True)",
+        "return Reward(None, True, True)",
+        "return Reward(1j, True, True)",
+        "return Reward(1.0, 'False', True)",
+        "return Reward(1.0, True, None)",
         "return None",
         "return 1.0",
+        "return {'score': 1.0}",
     ],
 )
-def test_a_failure_is_counted_and_scores_zero(module, text):
+def test_a_failure_is_told_and_scores_zero(module, text):
     with pool_of(f"{module}:act") as pool:
-        assert score_all(pool, text, "answer") == [ZERO, Reward(1.0, True, True)]
-        assert (pool.num_timeouts, pool.num_errors) == (0, 1)
+        failed, right = all_scored(pool, text, "answer")
+        assert (failed.reward, failed.failure) == (ZERO, "error")
+        assert failed.detail.startswith(f"{module}:act: ")
+        assert right.reward == Reward(1.0, True, True)
 
 
-def test_the_first_failure_is_logged_with_its_traceback(module, caplog):
+@pytest.mark.parametrize(
+    ("text", "told"), [("exit", "SystemExit: 3"), ("die", "ended with exit code 3"), ("crash", "killed by SIGSEGV")]
+)
+def test_the_end_of_a_process_is_told(module, text, told):
     with pool_of(f"{module}:act") as pool:
-        score_all(pool, "raise first", "raise second")
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "ValueError: first" in caplog.text and "in act" in caplog.text
+        (failed,) = all_scored(pool, text)
+        assert told in failed.detail
+
+
+def test_numbers_of_other_types_are_scores(module):
+    with pool_of(f"{module}:act") as pool:
+        texts = (
+            "return Reward(__import__('numpy').float32(0.5), __import__('numpy').bool_(True), 0)",
+            "return Reward(__import__('fractions').Fraction(1, 2), 1, False)",
+            "return Reward(1e6, True, True)",
+        )
+        expected = [Reward(0.5, True, False), Reward(0.5, True, False), Reward(1e6, True, True)]
+        assert score_all(pool, *texts) == expected
+
+
+def test_a_text_that_is_no_unicode_is_scored_as_it_is(module):
+    with pool_of(f"{module}:act") as pool:
+        assert score_all(pool, "\ud800 \x00 \U0001f600", answer="\ud800 \x00 \U0001f600") == [Reward(1.0, True, True)]
+
+
+def test_the_first_failure_of_each_kind_is_noticed_with_an_example(module):
+    notices = []
+    with pool_of(f"{module}:act", wall_timeout_seconds=0.5, notice=notices.append) as pool:
+        assert failures_of(pool, "raise first", "raise second", "sleep 60", "sleep 60") == 2 * ["error"] + 2 * [
+            "timeout"
+        ]
+    error, timeout = notices
+    assert "reward/errors" in error and "ValueError: first" in error and "in act" in error
+    assert "reward/timeouts" in timeout and "reward.wall_timeout_seconds = 0.5" in timeout
 
 
 def test_the_clock_starts_when_the_process_is_ready(tmp_path, monkeypatch):
-    source = "import time\nfrom megarl.types import Reward\ntime.sleep(2)\n"
+    source = "import time\nfrom megarl.types import Reward\ntime.sleep(1)\n"
     (tmp_path / "slow_to_import.py").write_text(
         source + "def one(text, answer, *, correct_score): return Reward(1, 1, 1)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     started = time.monotonic()
-    with pool_of("slow_to_import:one", timeout_seconds=1.0) as pool:
+    with pool_of("slow_to_import:one", wall_timeout_seconds=0.7) as pool:
         assert time.monotonic() - started < 1.0
         assert score_all(pool, "any") == [Reward(1.0, True, True)]
-        assert pool.num_timeouts == 0
 
 
 def test_workers_run_at_once_one_completion_each_and_stay(module):
     with pool_of(f"{module}:act", num_workers=2) as pool:
         score_all(pool, "sleep 0.2", "sleep 0.2")
         started = time.monotonic()
-        score_all(pool, *["sleep 0.5"] * 4)
-        assert 1.0 <= time.monotonic() - started < 1.8
+        score_all(pool, *["sleep 0.5"] * 8)
+        assert 2.0 <= time.monotonic() - started < 4.0
         pids = {reward.score for _ in range(5) for reward in score_all(pool, "pid", "pid")}
         assert 1 <= len(pids) <= 2
 
@@ -198,12 +395,40 @@ def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
                 score_all(pool, "any")
 
 
+def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "hangs_on_import.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = worker_settings(RewardConfig(functions=("hangs_on_import:score",)))
+    worker = RewardWorker(replace(settings, start_timeout_seconds=0.5))
+    try:
+        with pytest.raises(ConfigError, match=r"importing hangs_on_import:score took more than 0\.5 s"):
+            worker.ask("any", "")
+    finally:
+        worker.close()
+
+
+def test_only_reward_processes_search_the_current_folder_and_only_where_it_is_named(tmp_path, monkeypatch):
+    (tmp_path / "brotli.py").write_text("raise SystemExit('this was not to be imported')\n")
+    (tmp_path / "mine_in_a_test.py").write_text(
+        "from megarl.types import Reward\ndef one(text, answer, *, correct_score): return Reward(1.0, True, True)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    folder = str(tmp_path)
+    assert worker_settings(RewardConfig(functions=("mine_in_a_test:one",))).search_path[-1] == folder
+    for name in ("boxed", "no_such_module:one", "json:loads"):
+        assert folder not in worker_settings(RewardConfig(functions=(name,))).search_path
+    with pool_of("mine_in_a_test:one") as pool:
+        assert score_all(pool, "any") == [Reward(1.0, True, True)]
+    assert sys.path == before and "mine_in_a_test" not in sys.modules
+
+
 def test_a_process_that_ends_while_it_starts_is_named(tmp_path, monkeypatch):
     (tmp_path / "ends_on_import.py").write_text("import os\nos._exit(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with (
         pool_of("ends_on_import:score") as pool,
-        pytest.raises(PeerLostError, match="ends_on_import:score did not start"),
+        pytest.raises(PeerLostError, match="ends_on_import:score ended with exit code 1 while it started"),
     ):
         score_all(pool, "any")
 
@@ -222,18 +447,28 @@ def test_close_is_quick_idempotent_and_leaves_no_process(module, tmp_path):
         pids = [int(reward.score) for reward in score_all(pool, "pid", "pid")]
         started = time.monotonic()
         outcomes = asyncio.run(close_amid_scoring(pool))
-        assert time.monotonic() - started < 10.0
+        assert time.monotonic() - started < 30.0
         assert all(isinstance(outcome, PeerLostError | asyncio.CancelledError) for outcome in outcomes)
         pids += [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        wait_until(lambda: not any(map(is_alive, pids)))
-        assert (pool.num_timeouts, pool.num_errors) == (0, 0)
+        assert not any(map(is_alive, pids))
         pool.close()
+
+
+def descendants_of(pool):
+    return [process for process in descendants(os.getpid()) if b"megarl.rewards.keeper" in cmdline(process)]
+
+
+def cmdline(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def test_closing_before_the_processes_are_up():
     with pool_of("boxed", num_workers=2) as pool:
-        processes = [worker._process for worker in pool._workers]
-    assert all(process.exitcode == -signal.SIGKILL for process in processes)
+        assert descendants_of(pool)
+    assert not descendants_of(pool)
 
 
 def test_processes_die_with_a_parent_that_is_killed(module, tmp_path):
@@ -242,11 +477,15 @@ def test_processes_die_with_a_parent_that_is_killed(module, tmp_path):
         textwrap.dedent(f"""
         import asyncio, sys
         sys.path.insert(0, {str(tmp_path)!r})
+        from megarl.config import RewardConfig
         from megarl.rewards.scoring import RewardPool
+        from megarl.rewards.worker import worker_settings
 
         async def main():
-            pool = RewardPool(["{module}:act"], num_workers=2, timeout_seconds=600.0, correct_score=1.0)
-            print(int((await pool.score("pid", "")).score), int((await pool.score("pid", "")).score), flush=True)
+            settings = worker_settings(RewardConfig(functions=["{module}:act"], timeout_seconds=600.0))
+            pool = RewardPool(settings, num_workers=2)
+            pids = [int((await pool.score("pid", "")).reward.score) for _ in range(2)]
+            print(*pids, flush=True)
             await asyncio.gather(pool.score("power", ""), pool.score("sleep 600", ""))
 
         if __name__ == "__main__":

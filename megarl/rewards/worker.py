@@ -1,0 +1,298 @@
+"""The driver's side of one reward process: starts it, asks it, replaces it when it fails or takes too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.config import RewardConfig
+from megarl.platform.processes import cpu_seconds_below
+from megarl.rewards import REWARDS, locate
+from megarl.rewards.frames import MAX_REPLY_BYTES, FrameError, Patience, receive, send
+from megarl.rewards.scores import checked
+from megarl.types import ConfigError, PeerLostError, Reward
+
+_SHORT_SECONDS = 0.05
+"""An answer within it is not measured."""
+_END_SECONDS = 10.0
+"""How long the processes of a worker may take to end after SIGKILL, amid the kernel's own work."""
+_OWN_END_SECONDS = 2.0
+"""How long a process that hung up may take to end by itself, so that its exit code can be told."""
+_MAX_OUTPUT_CHARACTERS = 2000
+_KEEPER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from megarl.rewards.keeper import keep
+keep(int(sys.argv[2]), sys.argv[3] or None)
+"""
+
+Failure = Literal["error", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The reward of a completion; where it could not be scored, zero, with the kind of failure and its description."""
+
+    reward: Reward
+    failure: Failure | None = None
+    detail: str = ""
+
+    @classmethod
+    def failed(cls, failure: Failure, detail: str) -> Scored:
+        return cls(Reward(score=0.0, format_valid=False, answer_correct=False), failure, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What reward processes run, where, and what they may take."""
+
+    functions: tuple[str, ...]
+    correct_score: float
+    timeout_seconds: float
+    """CPU seconds of one completion, of the process and all that it starts."""
+    wall_timeout_seconds: float
+    """Seconds by the clock of one completion."""
+    search_path: tuple[str, ...]
+    """`sys.path` of the process."""
+    folder: str
+    """Its current folder."""
+    start_timeout_seconds: float = 300.0
+    """Seconds by the clock until the functions are imported."""
+
+
+def worker_settings(reward: RewardConfig) -> WorkerSettings:
+    """Settings for processes in the current folder, which can import modules from it where the recipe names some."""
+    folder = os.getcwd()
+    search_path = [entry for entry in sys.path if entry]
+    if any(_is_in(folder, name) for name in reward.functions):
+        search_path.append(folder)
+    return WorkerSettings(
+        functions=reward.functions,
+        correct_score=reward.correct_score,
+        timeout_seconds=reward.timeout_seconds,
+        wall_timeout_seconds=reward.wall_timeout_seconds or max(10 * reward.timeout_seconds, 30.0),
+        search_path=tuple(search_path),
+        folder=folder,
+    )
+
+
+def _is_in(folder: str, name: str) -> bool:
+    """Whether a folder holds the top-level module of a recipe's own reward function; imports nothing."""
+    if name in REWARDS:
+        return False
+    with suppress(ConfigError):
+        module = locate(name).partition(".")[0].partition(":")[0]
+        return PathFinder.find_spec(module, [folder]) is not None
+    return False
+
+
+class RewardWorker:
+    """One reward process with its keeper; used by one thread at a time, but closed by any."""
+
+    def __init__(self, settings: WorkerSettings, log_file: str | None = None) -> None:
+        """Start the process without waiting for it. What the functions print goes to `log_file`, within bounds."""
+        self._settings = settings
+        self._log_file = log_file
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._num_requests = 0
+        self._start()
+
+    def wait_until_ready(self) -> None:
+        """Wait until the functions are imported.
+
+        Raises ConfigError if they cannot be, or not in time; PeerLostError if the process ends or is closed meanwhile.
+        """
+        if self._is_ready:
+            return
+        try:
+            message = receive(self._connection, MAX_REPLY_BYTES, self._start_patience())
+        except _OverdueError:
+            self._restart()
+            seconds = self._settings.start_timeout_seconds
+            raise ConfigError(f"reward.functions: importing {self._names} took more than {seconds:g} s") from None
+        except FrameError as error:
+            self._restart()
+            raise PeerLostError(f"the reward process of {self._names} sent {error} while it started") from None
+        except (EOFError, OSError):
+            ended = self._restart(is_ending=True)
+            raise PeerLostError(
+                f"the reward process of {self._names} {ended} while it started{self._output()}"
+            ) from None
+        if message.get("ready") is not True:
+            self._restart()
+            raise ConfigError(str(message.get("refused")))
+        self._is_ready = True
+
+    def ask(self, completion_text: str, answer: str) -> Scored:
+        """The reward of a completion: the sum of the functions' scores.
+
+        Raises as `wait_until_ready`, which it waits for first; the time limits start after that.
+        """
+        self.wait_until_ready()
+        self._num_requests += 1
+        request = {"id": self._num_requests, "completion": completion_text, "answer": answer}
+        limits = _Limits(self._keeper.pid, self._settings)
+        try:
+            send(self._connection, request, limits.remaining)
+            reply = self._reply(limits)
+            limits.check_cpu()
+            return _scored(reply)
+        except _OverdueError as error:
+            self._restart()
+            return Scored.failed("timeout", f"{self._names}: {error}")
+        except FrameError as error:
+            self._restart()
+            return Scored.failed("error", f"{self._names}: the reward process sent {error}")
+        except (EOFError, OSError):
+            ended = self._restart(is_ending=True)
+            return Scored.failed("error", f"{self._names}: the reward process {ended} while scoring")
+
+    def close(self) -> None:
+        """Kill the process and all that it started."""
+        with self._lock:
+            self._is_closed = True
+            self._kill()
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self._settings.functions)
+
+    def _reply(self, limits: _Limits) -> dict[str, Any]:
+        """The reply to the newest request; those to earlier ones, from copies of the process, are dropped."""
+        while True:
+            reply = receive(self._connection, MAX_REPLY_BYTES, limits.remaining)
+            number = reply.get("id")
+            if number == self._num_requests:
+                return reply
+            if not isinstance(number, int) or number > self._num_requests:
+                raise FrameError(f"a reply to request {number!r:.60}, which was never made")
+
+    def _start(self) -> None:
+        settings = self._settings
+        self._connection, theirs = socket.socketpair()
+        self._is_ready = False
+        path, log = json.dumps(settings.search_path), self._log_file or ""
+        with theirs:
+            # -P: the folder of the script or the current one must not come before the search path.
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-P", "-c", _KEEPER, path, str(theirs.fileno()), log],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                cwd=settings.folder,
+                start_new_session=True,
+            )
+        start = {"functions": settings.functions, "correct_score": settings.correct_score}
+        with suppress(OSError):  # a process that ended already is noticed when its answer is awaited
+            send(self._connection, start)
+
+    def _restart(self, *, is_ending: bool = False) -> str:
+        """Replace the process: how the earlier one ended, if it `is_ending` by itself."""
+        with self._lock:
+            if self._is_closed:
+                raise PeerLostError("the reward processes were closed while a completion was scored")
+            if is_ending:
+                with suppress(subprocess.TimeoutExpired):
+                    self._keeper.wait(_OWN_END_SECONDS)
+            ended = self._kill()
+            self._start()
+        return ended
+
+    def _kill(self) -> str:
+        """Have the keeper kill all and end: how the reward process ended."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        try:
+            code = self._keeper.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            code = self._keeper.wait()
+        with suppress(OSError):
+            # Wakes a thread that waits for an answer; closing alone would not.
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        if code <= 128:
+            return f"ended with exit code {code}"
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(code - 128).name}"
+        return f"ended with exit code {code}"
+
+    def _start_patience(self) -> Patience:
+        deadline = time.monotonic() + self._settings.start_timeout_seconds
+
+        def remaining() -> float:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                raise _OverdueError
+            return seconds
+
+        return remaining
+
+    def _output(self) -> str:
+        """The end of what the functions printed, for an error message."""
+        if self._log_file is None:
+            return ""
+        try:
+            text = Path(self._log_file).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+        return f"; it printed:\n{text[-_MAX_OUTPUT_CHARACTERS:]}" if text else ""
+
+
+class _OverdueError(Exception):
+    """A limit of time is reached."""
+
+
+class _Limits:
+    """The time limits of one request: CPU seconds of all below a keeper, and seconds by the clock."""
+
+    def __init__(self, keeper: int, settings: WorkerSettings) -> None:
+        self._keeper = keeper
+        self._cpu_limit = settings.timeout_seconds
+        self._wall_limit = settings.wall_timeout_seconds
+        self._started = time.monotonic()
+        self._cpu_before: float | None = None
+        self._cpu_used = 0.0
+
+    def remaining(self) -> float:
+        """Seconds to wait until the limits must be looked at again. Raises _OverdueError where one is reached."""
+        elapsed = time.monotonic() - self._started
+        if elapsed >= self._wall_limit:
+            raise _OverdueError(f"took more than reward.wall_timeout_seconds = {self._wall_limit:g} by the clock")
+        wall_left = self._wall_limit - elapsed
+        if elapsed < min(_SHORT_SECONDS, self._cpu_limit):
+            return min(_SHORT_SECONDS, self._cpu_limit, wall_left)
+        if self._cpu_before is None:
+            self._cpu_before = cpu_seconds_below(self._keeper)
+        self.check_cpu()
+        return min(max(self._cpu_limit - self._cpu_used, 0.01), wall_left)
+
+    def check_cpu(self) -> None:
+        """Raise _OverdueError where the CPU limit is reached; what was answered at once is not measured."""
+        if self._cpu_before is None:
+            return
+        self._cpu_used = max(self._cpu_used, cpu_seconds_below(self._keeper) - self._cpu_before)
+        if self._cpu_used >= self._cpu_limit:
+            raise _OverdueError(f"took more than reward.timeout_seconds = {self._cpu_limit:g} CPU seconds")
+
+
+def _scored(reply: dict[str, Any]) -> Scored:
+    if "error" in reply:
+        return Scored.failed("error", str(reply["error"]))
+    try:
+        reward = Reward(reply["score"], reply["format_valid"], reply["answer_correct"])
+        return Scored(checked(reward))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FrameError(f"no reward: {error}") from None
