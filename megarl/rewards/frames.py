@@ -18,7 +18,7 @@ _LENGTH = struct.Struct("!I")
 _PART_BYTES = 1 << 20
 
 Patience = Callable[[], float]
-"""Gives the seconds to wait before it is asked again; raises where there are none left."""
+"""Gives the seconds to wait before it is asked again; raises where there are none left. Without one, waits for ever."""
 
 
 class FrameError(Exception):
@@ -30,7 +30,8 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
     payload = json.dumps(message, allow_nan=False).encode()
     rest = memoryview(_LENGTH.pack(len(payload)) + payload)
     while rest:
-        connection.settimeout(patience() if patience else None)
+        if patience:
+            connection.settimeout(patience())
         try:
             sent = connection.send(rest)
         except TimeoutError:
@@ -60,7 +61,8 @@ def receive(connection: socket.socket, max_bytes: int | None, patience: Patience
 def _receive_exactly(connection: socket.socket, size: int, patience: Patience | None) -> bytearray:
     received = bytearray()
     while len(received) < size:
-        connection.settimeout(patience() if patience else None)
+        if patience:
+            connection.settimeout(patience())
         try:
             part = connection.recv(min(size - len(received), _PART_BYTES))
         except TimeoutError:

@@ -154,6 +154,11 @@ def wait_until(condition, seconds=10.0):
         time.sleep(0.02)
 
 
+def processes_of(pool):
+    keepers = [worker._keeper.pid for worker in pool._workers]
+    return [*keepers, *(process for keeper in keepers for process in descendants(keeper))]
+
+
 ZERO = Reward(0.0, False, False)
 
 
@@ -263,9 +268,10 @@ def test_functions_start_processes_without_the_connection(module):
 def test_a_signal_to_all_processes_of_a_job_ends_no_reward_process(module):
     with pool_of(f"{module}:act") as pool:
         assert score_all(pool, "terminated") == [Reward(float(signal.SIGTERM), True, True)]
-        for process in descendants_of(pool):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGTERM)
+        processes = processes_of(pool)
+        assert len(processes) == 2
+        for process in processes:
+            os.kill(process, signal.SIGTERM)
         assert failures_of(pool, "answer") == [None]
 
 
@@ -454,21 +460,11 @@ def test_close_is_quick_idempotent_and_leaves_no_process(module, tmp_path):
         pool.close()
 
 
-def descendants_of(pool):
-    return [process for process in descendants(os.getpid()) if b"megarl.rewards.keeper" in cmdline(process)]
-
-
-def cmdline(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
 def test_closing_before_the_processes_are_up():
     with pool_of("boxed", num_workers=2) as pool:
-        assert descendants_of(pool)
-    assert not descendants_of(pool)
+        processes = processes_of(pool)
+        assert len(processes) >= 2
+    assert not any(map(is_alive, processes))
 
 
 def test_processes_die_with_a_parent_that_is_killed(module, tmp_path):
