@@ -232,7 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MegarlError as error:
         _print_error(error)
         _leave(error.exit_code)
-    except Exception:
+    except Exception as error:
+        from megarl.tracking.storage import disk_full
+
+        if (full := disk_full(error)) is not None:
+            _print_error(full)
+            _leave(full.exit_code)
         with contextlib.suppress(OSError):
             traceback.print_exc()
         _leave(MegarlError.exit_code)

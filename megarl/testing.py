@@ -130,6 +130,8 @@ class FunctionRunner:
                 getattr(sys.modules[name], verb)()
         if dist.is_initialized():
             dist.destroy_process_group()
-        # What lies in cycles keeps its groups alive, and each group of gloo a thread that wakes again and again.
+        # What lies in cycles keeps its groups alive, and each group of gloo a thread that wakes again and again. vLLM
+        # keeps what it made from the collector.
+        gc.unfreeze()
         gc.collect()
         return result

@@ -185,3 +185,43 @@ def test_the_exit_code_tells_what_ended_a_command(raised: str, code: int, traceb
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900)
     assert done.returncode == code, json.dumps(done.stderr)
     assert ("Traceback" in done.stderr) == traceback
+
+
+FAILING = """
+import sys, warnings
+from megarl.cli import app, main
+from megarl.types import DataError, MegarlError, PeerLostError
+
+@app.command()
+def fail():
+    warnings.warn("of a library", FutureWarning)
+    error = {error}
+    error.add_note("Traceback: of rank 1")
+    raise error
+
+main(["fail"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        ("PeerLostError('rank 1 died')", 76, "Traceback: of rank 1\nerror: rank 1 died\n"),
+        ("MegarlError('rank 1 raised')", 70, "Traceback: of rank 1\nerror: rank 1 raised\n"),
+        ("DataError('a faulty line')", 65, "error: a faulty line\n"),
+    ],
+)
+def test_the_first_cause_is_said_last_and_libraries_warnings_not_at_all(error: str, code: int, told: str) -> None:
+    program = FAILING.format(error=error)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (code, told)
+
+
+@pytest.mark.parametrize(("before", "code"), [("pass", 65), ("print('a table', flush=True)", 74)])
+def test_the_exit_code_is_true_although_the_output_has_no_room(before: str, code: int) -> None:
+    program = FAILING.format(error="DataError('a faulty line')").replace(
+        "    warnings.warn", f"    {before}\n    warnings.warn"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
+    assert done.returncode == code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import gc
 import random
 import re
 import time
@@ -136,7 +135,10 @@ class RolloutEngine:
             self._asleep -= given
 
     def close(self) -> None:
-        """End the engine and free its memory; the world's process group stays. A collective over the world."""
+        """End the engine; the world's process group stays. A collective over the world.
+
+        What lies in cycles goes with the process, or with `gc.unfreeze` and `gc.collect`, which take seconds.
+        """
         # Not through the engine's own shutdown: it would destroy the default process group too.
         self._worker.shutdown()
         del self.model, self._worker, self._engine
@@ -145,8 +147,6 @@ class RolloutEngine:
         parallel_state._WORLD = None
         if self._channel.group is not None:
             dist.destroy_process_group(self._channel.group)
-        gc.unfreeze()
-        gc.collect()
 
     def _sample(
         self, engine: LLMEngine, new_requests: Sequence[Request], aborts: Sequence[str], deadline: float

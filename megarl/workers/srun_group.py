@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megarl.platform.processes import die_with
 from megarl.workers.connected_group import START_LOG, Address, ConnectedGroup, connect
+from megarl.workers.rank import leave
 from megarl.workers.topology import Introduction
 
 
@@ -69,6 +70,7 @@ def main() -> None:
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", name).split(".", dots)[:-1]
     turn = int(os.environ["SLURM_PROCID"])
     connect((host, int(port)), key, Introduction(turn, name, socket.gethostname(), tuple(switches)))
+    leave()
 
 
 if __name__ == "__main__":

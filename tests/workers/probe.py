@@ -1,5 +1,6 @@
 """A worker whose methods do what the tests of the process group need of them."""
 
+import atexit
 import os
 import signal
 import sys
@@ -104,6 +105,10 @@ class Probe:
                 time.sleep(60)
             os._exit(9)
         time.sleep(60)
+
+    def linger(self):
+        """Have the interpreter take its time when it ends."""
+        atexit.register(time.sleep, 60)
 
     def leave_note(self, folder):
         self.farewell = Path(folder) / f"left_{self.rank}"

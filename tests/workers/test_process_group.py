@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
-from megarl.workers.process_group import ProcessGroup, RankFailedError
+from megarl.workers.process_group import ProcessGroup, RankFailedError, log_tail
 
 NOTICED_SECONDS = 30
 """Ranks that nobody ends sleep twice as long."""
@@ -294,6 +294,63 @@ def test_close_lets_ranks_leave_and_may_be_repeated(tmp_path):
                 await group.call("product", 1)
 
     asyncio.run(drive())
+
+
+def test_ranks_leave_without_taking_themselves_apart():
+    async def drive():
+        async with started() as group:
+            await group.call("linger")
+            begun = time.monotonic()
+            await group.close()
+            assert time.monotonic() - begun < 5
+
+    asyncio.run(drive())
+
+
+def test_stacks_are_shown_and_the_call_goes_on(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            call = asyncio.create_task(group.call("sleep", 1.0))
+            while not all("in sleep\n" in log.read_text() for log in logs):
+                await asyncio.sleep(0.05)
+                group.show_stacks()
+            await call
+            assert await group.call("product", 1) == [(0, 1), (1, 2)]
+
+    logs = [tmp_path / f"rank_{rank:04d}.log" for rank in range(2)]
+    asyncio.run(drive())
+
+
+def test_a_log_that_its_disk_does_not_take_is_a_full_disk(small_disk):
+    disk = small_disk("size=64k")
+
+    async def drive():
+        async with started(log_folder=disk) as group:
+            with (disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(b"x" * 4096):
+                    pass
+            with pytest.raises(DiskFullError, match="no room on its disk"):
+                await group.call("fail_on", 1, "raise")
+
+    asyncio.run(drive())
+
+
+NOISY_LOG = """\
+/x/site-packages/torch/distributed/c10d_logger.py:83: FutureWarning: `torch.distributed.reduce` is deprecated.
+  return func(*args, **kwargs)
+[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
+INFO 11-22 09:29:19 [parallel_state.py:12] rank 0 in world size 2
+(EngineCore pid=12) WARNING 11-22 09:29:19 [cpu.py:12] something is not set
+[W1122 09:29:19.123456 socket.cpp:755] [c10d] The client socket cannot be initialized
+WARNING: the node has 3 GPUs
+RuntimeError: the cause
+"""
+
+
+def test_the_end_of_a_log_leaves_other_libraries_noise_out(tmp_path):
+    log = tmp_path / "rank_0000.log"
+    log.write_text(NOISY_LOG)
+    assert log_tail(log) == f"The end of {log}:\nWARNING: the node has 3 GPUs\nRuntimeError: the cause"
 
 
 def test_close_ends_a_call_that_is_under_way():
