@@ -80,10 +80,13 @@ class Cluster:
             self.stop()
             self.local("up", str(self.num_nodes))
             self._is_changed = False
+            # The new controller counts jobs from one.
+            for log in self.folder.glob("job_*.log"):
+                log.unlink()
 
     def run(self, *command: str, check: bool = True, **environment: str) -> str:
         """Output of a command in the cluster's folder."""
-        settings: dict[str, Any] = {"cwd": self.folder, "env": self.environment | environment, "timeout": 1500}
+        settings: dict[str, Any] = {"cwd": self.folder, "env": self.environment | environment, "timeout": 3600}
         done = subprocess.run(command, capture_output=True, text=True, **settings)
         assert done.returncode == 0 or not check, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 ray = pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -78,7 +78,7 @@ def folder(
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [str(ROOT / ".venv/bin/megarl"), "train", "recipe.yaml", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
 
 
 def test_a_run_on_ray_is_the_run_alone(folder: Path) -> None:

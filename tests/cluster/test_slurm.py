@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -19,12 +21,13 @@ from megarl.recipe import load
 from megarl.slurm import render
 from megarl.types import ConfigError
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
+from tests.test_session_watch import end_pytest
 
 needs_slurm = pytest.mark.skipif(
     shutil.which("sbatch", path=f"{os.environ['PATH']}:/usr/sbin") is None,
     reason="needs Slurm and munge: apt-get install --no-install-recommends slurm-wlm munge",
 )
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(7200)
 
 RECIPE = """
 name: job
@@ -168,6 +171,8 @@ def test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(cluster
     status = cluster.until_ended(job, "lost", 76)
     assert "rank 3 of 4 on node n4" in status["cause"], status
     cluster.pace(0)
+    # The script has queued the job again by itself; Slurm would take minutes to give the node up.
+    cluster.until(job, lambda: cluster.log(job).count("megarl ended with 76") == 2)
     cluster.run("scontrol", "update", "NodeName=n4", "State=DOWN", "Reason=lost")
     cluster.until(job, lambda: cluster.state(job) == "PENDING")
     cluster.local("start-node", "n4")
@@ -213,6 +218,16 @@ def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Clust
     told = json.loads(cluster.run(*allocation, MEGARL, "doctor", *recipe, "--json"))
     assert told["nodes"] == ["n1", "n3", "n2", "n4"] and told["notices"][0].startswith("links: across nodes ")
     assert {nodes for nodes, *_ in told["findings"]} == {"all"}
+
+
+@needs_slurm
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_by_a_signal_pytest_leaves_no_cluster(tmp_path: Path, number: signal.Signals) -> None:
+    has_ray = find_spec("ray") is not None
+    held = {"HOLD_SLURM": "1"} | ({"HOLD_RAY": "1"} if has_ray else {})
+    commands = " ".join(end_pytest(number, tmp_path, **held))
+    for name in ("munged", "slurmctld", "slurmd", *(["raylet"] if has_ray else [])):
+        assert name in commands
 
 
 @needs_slurm
