@@ -26,6 +26,11 @@ def act(text, answer, *, correct_score):
     verb, _, argument = text.partition(" ")
     if verb == "sleep":
         time.sleep(float(argument))
+    elif verb == "meet":
+        own, _, other = argument.partition(" ")
+        Path(own).touch()
+        while not Path(other).exists():
+            time.sleep(0.01)
     elif verb == "hang":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
@@ -177,12 +182,12 @@ def test_several_functions_are_summed_and_must_all_agree(module):
 
 
 def test_a_hang_that_ignores_signals_is_killed_with_what_it_started(module, tmp_path):
-    with pool_of(f"{module}:act", wall_timeout_seconds=0.5) as pool:
+    with pool_of(f"{module}:act", wall_timeout_seconds=1.0) as pool:
         assert score_all(pool, "answer") == [Reward(1.0, True, True)]
         started = time.monotonic()
         (hung,) = all_scored(pool, f"hang {tmp_path / 'pids'}")
-        assert (hung.reward, hung.failure) == (ZERO, "timeout") and "reward.wall_timeout_seconds = 0.5" in hung.detail
-        assert 0.5 <= time.monotonic() - started < 30.0
+        assert (hung.reward, hung.failure) == (ZERO, "timeout") and "reward.wall_timeout_seconds = 1" in hung.detail
+        assert 1.0 <= time.monotonic() - started < 30.0
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         wait_until(lambda: not any(map(is_alive, pids)))
         assert score_all(pool, "answer", "other") == [Reward(1.0, True, True), Reward(1.0, True, False)]
@@ -358,38 +363,54 @@ def test_the_first_failure_of_each_kind_is_noticed_with_an_example(module):
 
 
 def test_the_clock_starts_when_the_process_is_ready(tmp_path, monkeypatch):
-    source = "import time\nfrom megarl.types import Reward\ntime.sleep(1)\n"
     (tmp_path / "slow_to_import.py").write_text(
-        source + "def one(text, answer, *, correct_score): return Reward(1, 1, 1)\n"
+        f"""
+import time
+from pathlib import Path
+from megarl.types import Reward
+
+while not Path({str(tmp_path / "go")!r}).exists():
+    time.sleep(0.01)
+
+def one(text, answer, *, correct_score):
+    return Reward(1, 1, 1)
+"""
     )
     monkeypatch.syspath_prepend(tmp_path)
-    started = time.monotonic()
-    with pool_of("slow_to_import:one", wall_timeout_seconds=0.7) as pool:
-        assert time.monotonic() - started < 1.0
-        assert score_all(pool, "any") == [Reward(1.0, True, True)]
+
+    async def score_while_it_imports(pool):
+        scoring = asyncio.ensure_future(pool.score("any", "answer"))
+        await asyncio.sleep(0.95)
+        (tmp_path / "go").touch()
+        return await scoring
+
+    # Made before its processes are ready: they wait for what only the test can do.
+    with pool_of("slow_to_import:one", wall_timeout_seconds=0.9) as pool:
+        assert asyncio.run(score_while_it_imports(pool)).reward == Reward(1.0, True, True)
 
 
-def test_workers_run_at_once_one_completion_each_and_stay(module):
+def test_workers_run_at_once_one_completion_each_and_stay(module, tmp_path):
     with pool_of(f"{module}:act", num_workers=2) as pool:
-        score_all(pool, "sleep 0.2", "sleep 0.2")
+        one, other = tmp_path / "one", tmp_path / "other"
+        met = score_all(pool, f"meet {one} {other}", f"meet {other} {one}")
+        assert met == [Reward(1.0, True, False)] * 2
         started = time.monotonic()
-        score_all(pool, *["sleep 0.5"] * 8)
-        assert 2.0 <= time.monotonic() - started < 4.0
+        score_all(pool, *["sleep 0.25"] * 4)
+        assert time.monotonic() - started >= 0.5
         pids = {reward.score for _ in range(5) for reward in score_all(pool, "pid", "pid")}
         assert 1 <= len(pids) <= 2
 
 
-def test_the_event_loop_stays_free(module):
-    async def count_while(awaitable):
-        task, ticks = asyncio.ensure_future(awaitable), 0
-        while not task.done():
+def test_the_event_loop_stays_free(module, tmp_path):
+    async def meet(pool):
+        scoring = asyncio.ensure_future(pool.score(f"meet {tmp_path / 'one'} {tmp_path / 'other'}", "answer"))
+        while not (tmp_path / "one").exists():
             await asyncio.sleep(0.01)
-            ticks += 1
-        return ticks
+        (tmp_path / "other").touch()
+        return await scoring
 
     with pool_of(f"{module}:act") as pool:
-        score_all(pool, "answer")
-        assert asyncio.run(count_while(pool.score("sleep 0.5", "answer"))) > 10
+        assert asyncio.run(meet(pool)).failure is None
 
 
 def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
