@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megarl.strict_json import parse
 from megarl.types import DataError
 
 INDEX = "model.safetensors.index.json"
@@ -67,6 +67,23 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     return files
 
 
+def largest_token(folder: str | Path) -> tuple[str, int]:
+    """The token of a folder's tokenizer.json with the largest id. Raises DataError for a file that is broken."""
+    path = Path(folder) / TOKENIZER[0]
+    tokenizer = read_object(path)
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: tokens and their scores, in the order of ids
+            tokens = [(len(vocabulary) - 1, str(vocabulary[-1][0]))] if vocabulary else []
+        else:
+            tokens = [(int(number), str(token)) for token, number in vocabulary.items()]
+        tokens += [(int(token["id"]), str(token["content"])) for token in tokenizer.get("added_tokens") or ()]
+        number, token = max(tokens)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        raise DataError(f"{path}: has no vocabulary. {_COPY_AGAIN}") from None
+    return token, number
+
+
 def companions(folder: str | Path) -> dict[str, Path]:
     """The files of a model folder that hold no weights, nor say where weights are, by their names inside it."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
@@ -99,7 +116,7 @@ _COPY_AGAIN = "Copy or download the file again."
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises DataError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
     except (OSError, ValueError) as error:

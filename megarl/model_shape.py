@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 from megarl.model_folder import read_object
+from megarl.strict_json import shortened
 from megarl.types import DataError
 
 ARCHITECTURES = {
@@ -19,6 +21,8 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Architecture of config.json -> family of `weights.families`; each also with a value head in its last place."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 VALUE_HEAD = "ForSequenceClassification"
 
@@ -73,33 +77,51 @@ def read_model_shape(model_folder: str | Path) -> ModelShape:
     path = Path(model_folder) / "config.json"
     config = read_object(path)
     try:
-        return shape_from_config(config)
+        shape = shape_from_config(config)
     except KeyError as error:
-        raise DataError(f"{path}: field {error} is missing. Copy the model folder again.") from None
+        raise DataError(f"{path}: field {error} is missing. {_COPY_AGAIN}") from None
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
+    if (model_type := config.get("model_type", shape.family)) != shape.family:
+        raise DataError(f'{path}: model_type is {_shown(model_type)}; its architecture has "{shape.family}".')
+    return shape
 
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """The shape a config.json of transformers 4 or 5 describes. Raises DataError, KeyError."""
-    architecture = (config.get("architectures") or ["none"])[0]
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise DataError(f'architectures is {_shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
+    if config.get("quantization_config") is not None:
+        raise DataError(
+            "quantization_config: the weights are quantised, which cannot be trained; take the model's bfloat16 "
+            "weights, or dequantise them and remove the field."
+        )
+    architecture = architectures[0]
     has_value_head = architecture.endswith(VALUE_HEAD)
     family = ARCHITECTURES.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if family is None:
         raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}.")
-    if has_value_head and (labels := len(config.get("id2label") or (0, 1))) != 1:
+    labels = len(_mapping(config, "id2label")) or 2
+    if has_value_head and labels != 1:
         raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
     if config.get("hidden_act", "silu") != "silu":
         raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
+    for field in ("dtype", "torch_dtype"):
+        if config.get(field) not in (None, *DTYPES):
+            raise DataError(f"{field} is {_shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise DataError(f"layer_types is {_shown(layer_types)}; it must be a list. {_COPY_AGAIN}")
     # Mistral's window is on unless the file says null; Qwen's has a switch.
     windowed = config.get("sliding_window", 4096) if family == "mistral" else config.get("use_sliding_window")
-    if windowed or "sliding_attention" in (config.get("layer_types") or ()):
+    if windowed or "sliding_attention" in layer_types:
         raise DataError(
             "sliding-window attention is not supported; set use_sliding_window to false (Mistral: sliding_window null)."
         )
     # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    rope = dict(_mapping(config, "rope_parameters") or _mapping(config, "rope_scaling"))
+    theta = _positive({"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
@@ -110,27 +132,34 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     for bias in ("attention_bias", "mlp_bias"):
         if config.get(bias) and family != "qwen2":
             raise DataError(f"{bias} is not supported for {architecture}.")
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise DataError(
+            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}. {_COPY_AGAIN}"
+        )
     experts = _expert_sizes(config) if family.endswith("_moe") else {}
     shape = ModelShape(
         family=family,
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=_given(config, "num_key_value_heads", config["num_attention_heads"]),
-        head_dim=_given(config, "head_dim", _ratio(config["hidden_size"], config["num_attention_heads"])),
-        vocab_size=config["vocab_size"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        hidden_size=_size(config, "hidden_size"),
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_size(config, "head_dim", _size(config, "hidden_size") // num_heads),
+        vocab_size=_size(config, "vocab_size"),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=family in ("qwen2", "qwen2_moe"),
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        norm_epsilon=config.get("rms_norm_eps", 1e-6),
-        rope_theta=float(theta),
+        norm_epsilon=_positive(config, "rms_norm_eps", 1e-6),
+        rope_theta=theta,
         rope_scaling=rope if rope_type == "llama3" else None,
-        max_position_embeddings=config.get("max_position_embeddings", 2048),
-        initializer_range=config.get("initializer_range", 0.02),
+        max_position_embeddings=_size(config, "max_position_embeddings", 2048),
+        initializer_range=_positive(config, "initializer_range", 0.02),
         **experts,
     )
-    _check_sizes(shape)
+    if shape.top_k > shape.num_experts:
+        raise DataError(f"num_experts_per_tok {shape.top_k} is more than the {shape.num_experts} experts.")
     return shape.with_value_head() if has_value_head else shape
 
 
@@ -152,49 +181,6 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
     return fields | dict(ids[:1])
 
 
-def _given(config: dict[str, Any], name: str, default: Any) -> Any:
-    """A field of config.json; its default where it is missing or null."""
-    value = config.get(name)
-    return default if value is None else value
-
-
-def _ratio(hidden_size: Any, num_heads: Any) -> int:
-    """Channels of a head; 0 where the sizes, which are checked afterwards, allow none."""
-    are_numbers = type(hidden_size) is int and type(num_heads) is int
-    return hidden_size // num_heads if are_numbers and num_heads > 0 else 0
-
-
-def _check_sizes(shape: ModelShape) -> None:
-    """Raise DataError for a size that no model has: it would end in a rank, amid Megatron or vLLM."""
-    sizes = {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-    }
-    if shape.family.endswith("_moe"):
-        sizes |= {
-            "num_experts": shape.num_experts,
-            "num_experts_per_tok": shape.top_k,
-            "moe_intermediate_size": shape.moe_intermediate_size,
-        }
-    for name, size in sizes.items():
-        if type(size) is not int or not 0 < size <= _LARGEST_SIZE:
-            raise DataError(
-                f"{name} is {size!r}; it must be a whole number from 1 to {_LARGEST_SIZE}. Copy the model folder again."
-            )
-    if shape.num_heads % shape.num_kv_heads:
-        raise DataError(
-            f"num_attention_heads {shape.num_heads} is no multiple of num_key_value_heads {shape.num_kv_heads}."
-        )
-    if shape.top_k > shape.num_experts:
-        raise DataError(f"num_experts_per_tok {shape.top_k} is more than the {shape.num_experts} experts.")
-
-
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Rows of Megatron's embedding over all tensor-parallel ranks.
 
@@ -211,9 +197,51 @@ def _expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
         raise DataError("qkv_bias false is not supported.")
     # transformers 5 writes num_local_experts for num_experts.
     return {
-        "num_experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-        "top_k": config["num_experts_per_tok"],
-        "norm_topk_prob": bool(config.get("norm_topk_prob", False)),
-        "moe_intermediate_size": config["moe_intermediate_size"],
-        "shared_intermediate_size": config.get("shared_expert_intermediate_size") or 0,
+        "num_experts": _size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        "top_k": _size(config, "num_experts_per_tok"),
+        "norm_topk_prob": _flag(config, "norm_topk_prob"),
+        "moe_intermediate_size": _size(config, "moe_intermediate_size"),
+        "shared_intermediate_size": _size(config, "shared_expert_intermediate_size", 0),
     }
+
+
+_COPY_AGAIN = "Copy the model folder again."
+
+
+def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """A field that counts something; with `default` it may be absent, null or, where that is its default, 0."""
+    value = config[field] if default is None else config.get(field)
+    if value is None and default is not None:
+        return default
+    if default == 0 and value == 0:
+        return 0
+    if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
+        raise DataError(
+            f"{field} is {_shown(value)}; it must be a whole number from 1 to {_LARGEST_SIZE}. {_COPY_AGAIN}"
+        )
+    return value
+
+
+def _positive(config: Mapping[str, Any], field: str, default: float) -> float:
+    value = default if config.get(field) is None else config[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise DataError(f"{field} is {_shown(value)}; it must be a positive number. {_COPY_AGAIN}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], field: str) -> bool:
+    value = config.get(field)
+    if value not in (None, False, True):
+        raise DataError(f"{field} is {_shown(value)}; it must be true or false. {_COPY_AGAIN}")
+    return bool(value)
+
+
+def _mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    value = config.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"{field} is {_shown(value)}; it must be an object. {_COPY_AGAIN}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else shortened(repr(value))

@@ -6,11 +6,13 @@ OmegaConf and pydantic are imported where they are used, so that `megarl --help`
 from __future__ import annotations
 
 import difflib
+import io
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.migration import counterpart
 from megarl.types import ConfigError
 
 if TYPE_CHECKING:
@@ -85,8 +87,13 @@ def _merged(path: Path, overrides: Sequence[str]) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from megarl import strict_yaml
+
     try:
-        tree = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
+        if doubtful := strict_yaml.problems(text):
+            raise ConfigError(error_page(path, doubtful))
+        tree = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         raise ConfigError(f"{path}: recipe not found. Give the path of a YAML file.") from None
     except yaml.MarkedYAMLError as error:
@@ -98,12 +105,15 @@ def _merged(path: Path, overrides: Sequence[str]) -> Any:
         raise ConfigError(f"{path}: a recipe is made of `section:` and `field: value` lines; this is a list.")
     problems = []
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if not equals or not all(part and part == part.strip() for part in key.split(".")):
             problems.append(f"{override!r}: not an override; write section.field=value, no spaces around the =")
             continue
         try:
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+            if doubtful := strict_yaml.problems(value, key):
+                problems += doubtful
+            else:
+                tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
         except (OmegaConfBaseException, TypeError, yaml.YAMLError) as error:
             problems.append(f"{override!r}: {_one_line(error)}; give a value in YAML, text with signs in quotes")
     if problems:
@@ -134,7 +144,11 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str) ->
         required = [name for name, field in known.items() if name.startswith(place + ".") and field.is_required()]
         return "\n".join(f"{name}: missing; add it: {_doc(known[name])}" for name in required or [place])
     if kind == "extra_forbidden":
-        return f"{shown}: unknown key; {_hint(place, known)}"
+        foreign = [(f"{place}{rest}", item) for rest, item in _leaves(value) if counterpart(f"{place}{rest}")]
+        return "\n".join(
+            f"{name} = {textwrap.shorten(repr(_printable(item, name)), 80)}: unknown key; {_hint(name, known)}"
+            for name, item in foreign or [(place, value)]
+        )
     if kind == "model_type":
         children = [name for name in known if name.rpartition(".")[0] == place]
         return f"{shown}: is a section; leave it out or set {', '.join(children)}"
@@ -145,8 +159,19 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str) ->
     return f"{shown}: {wrong}" + (f". {_doc(field)}" if field else "")
 
 
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """A section's values by the rest of their dotted names; of anything else, itself."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from ((f".{name}{rest}", leaf) for rest, leaf in _leaves(item))
+    else:
+        yield "", value
+
+
 def _hint(place: str, known: Mapping[str, Any]) -> str:
-    """Where an unknown key may have been meant to stand."""
+    """Where an unknown key may have been meant to stand, or what another program's option is called here."""
+    if known_elsewhere := counterpart(place):
+        return str(known_elsewhere)
     section, _, key = place.rpartition(".")
     leaf_of = {name: name.rpartition(".")[2] for name in known}
     siblings = {name: leaf for name, leaf in leaf_of.items() if name.rpartition(".")[0] == section}

@@ -70,6 +70,11 @@ WRONG = [
         id="dp",
     ),
     pytest.param({"rollout": {"tp": 2}}, ["rollout.tp = 2", "the 1 ranks", "use 1, or have 2 ranks"], id="rollout.tp"),
+    pytest.param(
+        {"reward": {"functions": ["boxed", "think_answer_tags", "boxed"]}},
+        ["reward.functions = ['boxed', 'think_answer_tags', 'boxed']", "boxed is named twice"],
+        id="a reward twice",
+    ),
     pytest.param({"cluster": {"nodes": 2}}, ["cluster.nodes = 2", "set cluster.nodes=1"], id="nodes"),
     pytest.param({"trainer": {"sequence_parallel": True}}, ["trainer.sequence_parallel", "trainer.tp > 1"], id="sp"),
     pytest.param(
@@ -492,3 +497,12 @@ def test_all_reward_functions_at_fault_are_told_at_once(
 def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], own_rewards: str) -> None:
     check_rewards(recipe(reward={"functions": ["boxed", f"{own_rewards}:right"]}))
     check_rewards(recipe(loop="sft", reward={"functions": ["absent_module:f"]}))
+
+
+def test_a_token_beyond_the_vocabulary(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    sound = recipe()
+    folder = shutil.copytree(sound.model.path, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 5}))
+    with pytest.raises(DataError, match=rf"has the id \d+, but config.json's vocab_size {config['vocab_size'] - 5}"):
+        check(recipe(model={"path": str(folder)}))

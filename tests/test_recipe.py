@@ -110,6 +110,18 @@ def test_an_unknown_key_says_where_it_may_belong(small: Path, override: str, hin
             id="empty stop string of an evaluation",
         ),
         pytest.param("data.validation.a/b=x", "data.validation.a/b: bad name 'a/b'; use letters", id="validation name"),
+        pytest.param("train.steps=true", "train.steps = True: is true or false, which this field", id="true as number"),
+        pytest.param("optimizer.betas=[true, 0.9]", "optimizer.betas = [True, 0.9]: is true or false", id="in a list"),
+        pytest.param("train.steps=1:30", "train.steps = 1:30: YAML reads this as 90 (base 60); write 90", id="base 60"),
+        pytest.param("train.steps=010", "train.steps = 010: YAML reads this as 8 (base 8); write 8", id="octal"),
+        pytest.param("seed=-0_17", "seed = -0_17: YAML reads this as -15", id="negative octal"),
+        pytest.param("name=on", "name = on: YAML reads this as true; write true, or text in quotes", id="on"),
+        pytest.param("rollout.sampling.stop=[No]", "rollout.sampling.stop.0 = No: YAML reads this as false", id="no"),
+        pytest.param("data.validation={yes: a}", "the key of data.validation.yes = yes: YAML reads", id="key"),
+        pytest.param('data.system_prompt="\\ud800"', "half of a surrogate pair", id="surrogate"),
+        pytest.param("data.system_prompt=a\udcff", "unacceptable character #xdcff", id="broken byte"),
+        pytest.param("rollout.vllm=" + "[" * 60 + "]" * 60, "nested deeper than 32 levels", id="deep"),
+        pytest.param("rollout.vllm=" + "{a: " * 2000 + "}" * 2000, "nested deeper than 32 levels", id="very deep"),
         pytest.param("train.hf_token=geheim", "train.hf_token = '<hidden>': unknown key", id="secret"),
     ],
 )
@@ -126,10 +138,31 @@ def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> No
         pytest.param("- a\n- b\n", "this is a list", id="list"),
         pytest.param("", "name: missing", id="empty"),
         pytest.param("rl\n", "unknown key", id="one word"),
+        pytest.param("a: " + "[" * 5000, "nested deeper than 32 levels", id="deep"),
+        pytest.param("train:\n  steps: 1:30\n  updates_per_step: 07\n", "train.updates_per_step = 07:", id="doubtful"),
     ],
 )
 def test_a_broken_file_is_told_with_its_line(tmp_path: Path, text: str, told: str) -> None:
     assert told in failure(written(tmp_path, text))
+
+
+def test_values_are_taken_as_they_are_written(small: Path) -> None:
+    """What looks like the doubtful values but is not: quoted, or no number at all."""
+    recipe = load(
+        small,
+        [
+            "rollout.sampling.stop=['on', '010', \"1:30\", a:1]",
+            "data.system_prompt='no'",
+            "optimizer.learning_rate=1e-6",
+            "train.steps=1e3",
+            "seed=0",
+            "trainer.sequence_parallel=true",
+            "rollout.vllm={a: true, b: 0x10, c: 0.5, d: 0}",
+        ],
+    )
+    assert recipe.rollout.sampling.stop == ("on", "010", "1:30", "a:1")
+    assert (recipe.data.system_prompt, recipe.optimizer.learning_rate, recipe.train.steps) == ("no", 1e-6, 1000)
+    assert recipe.rollout.vllm == {"a": True, "b": 16, "c": 0.5, "d": 0}
 
 
 def test_a_missing_file_and_a_folder_are_config_errors(tmp_path: Path) -> None:

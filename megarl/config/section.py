@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
@@ -11,3 +14,19 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """true and false are not the numbers 1 and 0, which pydantic would make of them."""
+        given = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(item, bool) for item in given) and not _takes_bool(
+            cls.model_fields[info.field_name or ""].annotation
+        ):
+            raise PydanticCustomError("boolean", "is true or false, which this field does not take")
+        return value
+
+
+def _takes_bool(annotation: Any) -> bool:
+    """Whether true and false are among the values of a type."""
+    return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))

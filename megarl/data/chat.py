@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.model_folder import read_object
 from megarl.types import DataError
 
 if TYPE_CHECKING:
@@ -36,9 +37,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     from transformers import AutoTokenizer
 
+    config = Path(folder) / "config.json"
+    # transformers and vLLM choose their classes by it.
+    if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
+        raise DataError(f"{config}: model_type is missing; copy the model folder again")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
+        _check_config(folder)
         raise DataError(f"{folder}: the tokenizer does not load ({error}); copy the tokenizer files there") from error
     if not tokenizer.chat_template:
         raise DataError(f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
@@ -166,6 +172,22 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
     ids = {number: names[name] for name in names if (number := backend.token_to_id(name)) is not None}
     special_ids = frozenset(token["id"] for token in definition["added_tokens"] if token["special"])
     return _LiteralEncoder(backend, special, ids, special_ids)
+
+
+def _check_config(folder: str | Path) -> None:
+    """Raise DataError if config.json, which transformers reads before a tokenizer, is what it does not accept."""
+    from transformers import AutoConfig
+
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return
+    try:
+        AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise DataError(
+            f"{path}: transformers does not accept it ({' '.join(str(error).split())}); "
+            "mend the field or copy the model folder again"
+        ) from error
 
 
 def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.strict_json import parse, shortened
 from megarl.types import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -29,7 +31,7 @@ class Record:
         """A field that must be there and hold text; a number counts as its text."""
         if field not in self.fields:
             raise self.error(
-                f"the record has no field '{field}', only {', '.join(map(repr, self.fields)) or 'none at all'}; "
+                f"the record has no field '{field}', only {_names(self.fields)}; "
                 f"add it, or name the field that holds the answer in data.answer_field"
             )
         value = self.fields[field]
@@ -70,6 +72,8 @@ class Record:
             raise self.error(f"{place} has role {shown(message.get('role'))}; use one of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             raise self.error(f"{place} has content {shown(message.get('content'))}; give a string")
+        if message["role"] == "user" and not message["content"].strip():
+            raise self.error(f"{place} is a user's message without text; give the prompt, or remove the line")
         if message["role"] == "system" and not is_first:
             raise self.error(f"{place} is a system message; only the first message may be one")
 
@@ -77,7 +81,7 @@ class Record:
 def read_records(path: str | Path) -> Iterator[Record]:
     """The records of a JSONL file in order; blank lines are skipped.
 
-    Raises DataError where the file is missing, holds no record, or a line is not a JSON object in UTF-8.
+    Raises DataError where the file is missing, holds no record, or a line is not a JSON object (`strict_json.parse`).
     """
     path = Path(path)
     if not path.is_file():
@@ -89,7 +93,7 @@ def read_records(path: str | Path) -> Iterator[Record]:
                 continue
             empty = False
             try:
-                fields = json.loads(raw)
+                fields = parse(raw)
             except ValueError as error:
                 raise DataError(f"{path}, line {line}: not JSON ({error}); each line must be one JSON object") from None
             if not isinstance(fields, dict):
@@ -101,5 +105,10 @@ def read_records(path: str | Path) -> Iterator[Record]:
 
 def shown(value: Any) -> str:
     """A value as an error message quotes it: as JSON, cut to a few words."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=repr))
+
+
+def _names(fields: Mapping[str, Any]) -> str:
+    """The first few of a record's fields."""
+    first = [repr(shortened(name)) for name in islice(fields, 20)]
+    return ", ".join([*first, f"{len(fields) - 20} more"] if len(fields) > 20 else first) or "none at all"

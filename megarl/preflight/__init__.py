@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config import Recipe
-from megarl.model_folder import check_model_folder, read_object
+from megarl.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.model_shape import ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.preflight import learning, sizes
@@ -50,6 +50,7 @@ def check(recipe: Recipe) -> ParallelLayout:
             further = [*_further_models(recipe, shape)]
             wrong += [text for text in further if not isinstance(text, DataError)]
             broken += [str(error) for error in further if isinstance(error, DataError)]
+            broken += _tokens_beyond(recipe.model.path, shape)
             layout = layout if wrong else sizes.aligned(recipe, shape, layout)
         except DataError as error:
             broken.insert(0, str(error))
@@ -93,6 +94,18 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
             yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
         if field == "reward.model" and not shape.has_value_head:
             yield f"{field} = {folder}: is a language model; give one that was trained with loop: reward_model"
+
+
+def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
+    """A tokenizer must not make ids that the model has no embedding for."""
+    if not (Path(folder) / TOKENIZER[0]).is_file():
+        return  # told already
+    token, number = largest_token(folder)
+    if number >= shape.vocab_size:
+        yield (
+            f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {number}, but config.json's vocab_size "
+            f"{shape.vocab_size} ends before it; take the model's own tokenizer, or enlarge its embedding"
+        )
 
 
 def _tokens(folder: str) -> tuple[object, object]:

@@ -76,6 +76,8 @@ def rewards(recipe: Recipe) -> Iterator[str]:
         yield "reward.functions = []: something must say what is right; beside a reward model it may weigh nothing"
     if reward.function_weight != 1 and not reward.model:
         yield f"reward.function_weight = {reward.function_weight}: weighs against reward.model, which is not given"
+    for name in {name: None for name in reward.functions if reward.functions.count(name) > 1}:
+        yield f"reward.functions = {list(reward.functions)}: {name} is named twice and would count twice; name it once"
     for name in reward.functions:
         try:
             locate(name)

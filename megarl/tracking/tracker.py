@@ -152,11 +152,14 @@ def _json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can say it: arrays as lists, numbers that are not finite as null."""
+    """The value as JSON can say it: arrays as lists, numbers that are not finite as null, text as UTF-8."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        # Half of a surrogate pair, which no file can hold, is written as its escape.
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

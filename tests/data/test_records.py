@@ -69,6 +69,7 @@ def test_faulty_answers(tmp_path, fields, message):
         pytest.param([{"content": "5"}], r"messages\[0\] has role null", id="no role"),
         pytest.param([{"role": "user"}], r"messages\[0\] has content null", id="no content"),
         pytest.param([{"role": "user", "content": [1]}], r"messages\[0\] has content \[1\]", id="content of parts"),
+        pytest.param({"role": "user", "content": " \n"}, r"messages\[0\] is a user's message without text", id="blank"),
         pytest.param([USER, SYSTEM], r"messages\[1\] is a system message", id="late system message"),
     ],
 )
@@ -83,6 +84,12 @@ def test_faulty_messages(tmp_path, messages, message):
     [
         pytest.param(['{"a": 1}', '{"a": '], "line 2: not JSON", id="cut line"),
         pytest.param(['{"a": 1}', "", "[1]"], r"line 3: \[1\] is not a JSON object", id="list"),
+        pytest.param(
+            ['{"a": 1}', '{"a": 1, "a": 2}'], 'line 2: not JSON \\(the key "a" is given twice', id="key twice"
+        ),
+        pytest.param(['{"gt_answer": NaN}'], "line 1: not JSON \\(NaN is no JSON number", id="NaN"),
+        pytest.param([r'{"gt_answer": "\ud800"}'], "line 1: not JSON .*surrogate", id="surrogate"),
+        pytest.param(['{"a": ' + "[" * 5000 + "]" * 5000 + "}"], "line 1: not JSON .*nested deeper", id="deep"),
         pytest.param([], "holds no record", id="empty file"),
         pytest.param(["", "  "], "holds no record", id="blank lines only"),
     ],
@@ -102,3 +109,10 @@ def test_bytes_that_are_not_utf8(tmp_path):
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         list(read_records(tmp_path / "none.jsonl"))
+
+
+def test_a_record_of_many_fields_is_told_by_a_few(tmp_path):
+    record = only_record(tmp_path, {f"field{number}" * 20: 0 for number in range(1000)})
+    with pytest.raises(DataError, match="980 more") as raised:
+        record.text("gt_answer")
+    assert len(str(raised.value)) < 3000

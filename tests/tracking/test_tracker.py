@@ -123,6 +123,13 @@ def test_samples_are_kept_word_for_word(folder: RunFolder) -> None:
     assert [tag for tag in events.Tags()["tensors"] if "/4/" in tag or "easy" in tag] == ["samples/easy/0/text_summary"]
 
 
+def test_text_that_no_file_can_hold_is_written_as_its_escape(folder: RunFolder) -> None:
+    tracker = Tracker(folder, console=plain_console()[0])
+    tracker.samples(1, [{"prompt": "a", "completion": "b\ud800c"}])
+    tracker.close()
+    assert rows(folder.samples_folder / "step_000001.jsonl") == [{"prompt": "a", "completion": "b\\ud800c"}]
+
+
 def test_without_tensorboard_a_run_goes_on_with_one_warning(folder: RunFolder) -> None:
     folder.tensorboard_folder.write_text("a file where the folder should be")
     console, text = plain_console()

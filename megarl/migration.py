@@ -1,0 +1,327 @@
+"""What the options of verl, TRL, slime, NeMo-RL, OpenRLHF and ColossalRL are called in a recipe.
+
+A recipe that names one of them is told its counterpart. Names are matched from their end: `rollout.n` also stands for
+`actor_rollout_ref.rollout.n`; case, dashes and underscores make no difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """Options of other programs that mean the same."""
+
+    names: tuple[str, ...]
+    fields: tuple[str, ...] = ()
+    """Fields of the recipe; none where there is no counterpart."""
+    note: str = ""
+    """What differs, or why there is none."""
+
+    def __str__(self) -> str:
+        """`here it is train.samples_per_prompt`."""
+        note = f" ({self.note})" if self.note and self.fields else self.note
+        return f"here it is {' and '.join(self.fields)}{note}" if self.fields else f"has no counterpart: {note}"
+
+
+def counterpart(name: str) -> Counterpart | None:
+    """What a dotted name is called in a recipe; None for one that is not listed."""
+    parts = _plain(name).split(".")
+    tails = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((_BY_NAME[tail] for tail in tails if tail in _BY_NAME), None)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+COUNTERPARTS = (
+    # Model
+    Counterpart(
+        ("model_name_or_path", "model_name", "pretrain", "hf_checkpoint", "actor_rollout_ref.model.path", "ref_load"),
+        ("model.path",),
+    ),
+    Counterpart(("torch_dtype", "bf16", "param_dtype", "precision", "policy.dtype"), ("model.dtype",)),
+    Counterpart(("trust_remote_code",), note="code of a model folder is never run; take a model that needs none"),
+    Counterpart(("ref_model", "sync_ref_model", "ref_update_steps"), note="the reference is model.path, unchanged"),
+    # Data
+    Counterpart(("train_files", "prompt_data", "dataset_name", "train_data_path"), ("data.train",), "a JSONL file"),
+    Counterpart(
+        ("val_files", "eval_prompt_data", "eval_dataset", "val_data_path", "test_files"),
+        ("data.validation",),
+        "JSONL files by name",
+    ),
+    Counterpart(("label_key", "ground_truth_key"), ("data.answer_field",)),
+    Counterpart(
+        ("prompt_key", "input_key", "apply_chat_template", "return_raw_chat"),
+        note="a record has its prompt in messages, and the tokenizer's chat template is always applied",
+    ),
+    Counterpart(
+        ("max_prompt_length", "prompt_max_len", "rollout_max_prompt_len", "max_input_seq_length"),
+        ("data.max_prompt_tokens",),
+    ),
+    Counterpart(
+        ("filter_overlong_prompts", "data.truncation"), note="a prompt above data.max_prompt_tokens is an error"
+    ),
+    Counterpart(("pretrain_data",), ("data.ptx",)),
+    Counterpart(("shuffle_dataset", "rollout_shuffle"), ("data.shuffle",)),
+    # Batches and length of the run
+    Counterpart(
+        (
+            "rollout_batch_size", "num_prompts_per_step", "inference_batch_size", "data.train_batch_size",
+            "train.batch_size", "batch_size", "prompts_per_rollout",
+        ),
+        ("train.prompts_per_step",),
+    ),
+    Counterpart(
+        ("train_batch_size",),
+        ("train.prompts_per_step", "train.updates_per_step"),
+        "verl: prompts of a step; OpenRLHF: samples of an update",
+    ),
+    Counterpart(("gen_batch_size", "over_sampling_batch_size"), ("algorithm.oversampling",), "over prompts a step"),
+    Counterpart(
+        ("rollout.n", "num_generations", "n_samples_per_prompt", "num_generations_per_prompt"),
+        ("train.samples_per_prompt",),
+    ),
+    Counterpart(
+        (
+            "ppo_mini_batch_size", "mini_batch_size", "global_batch_size", "train_global_batch_size",
+            "train_minibatch_size", "num_mini_batches", "steps_per_generation", "num_steps_per_rollout",
+        ),
+        ("train.updates_per_step",),
+        "how many updates a step's samples are split into",
+    ),
+    Counterpart(
+        (
+            "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size",
+            "log_prob_micro_batch_size_per_gpu", "micro_batch_size", "micro_train_batch_size",
+            "micro_rollout_batch_size", "train_micro_batch_size", "train_microbatch_size", "logprob_batch_size",
+            "ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "max_tokens_per_gpu",
+            "max_total_sequence_length", "max_length", "max_seq_length", "max_len",
+        ),
+        ("trainer.max_tokens_per_microbatch",),
+        "in tokens, sequences are packed",
+    ),
+    Counterpart(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"),
+        ("train.prompts_per_step", "trainer.max_tokens_per_microbatch"),
+        "a step's prompts over all ranks; how many microbatches they make follows",
+    ),
+    Counterpart(
+        ("use_dynamic_bsz", "use_dynamic_batch_size", "use_remove_padding", "packing", "packing_samples",
+         "sequence_packing", "dynamic_batching", "balance_batch", "balance_data", "padding_free"),
+        note="sequences are always packed and balanced, up to trainer.max_tokens_per_microbatch",
+    ),
+    Counterpart(
+        ("total_training_steps", "max_steps", "num_rollout", "max_num_steps", "max_train_steps"), ("train.steps",)
+    ),
+    Counterpart(
+        ("total_epochs", "num_train_epochs", "max_num_epochs", "num_episodes", "num_epochs"),
+        ("train.steps",),
+        "in steps; an epoch has records / train.prompts_per_step of them",
+    ),
+    Counterpart(("val_batch_size", "per_device_eval_batch_size"), ("rollout.max_concurrent_requests",)),
+    # Algorithm
+    Counterpart(("adv_estimator", "advantage_estimator", "use_leave_one_out_baseline"), ("algorithm.advantage",)),
+    Counterpart(("algorithm.algo", "algo", "algorithm.name"), ("algorithm.preset",)),
+    Counterpart(("lam", "lambd", "gae.lambda"), ("algorithm.gae_lambda",)),
+    Counterpart(
+        ("norm_adv_by_std_in_grpo", "scale_rewards", "grpo_std_normalization", "normalize_rewards"),
+        ("algorithm.normalize_by_std",),
+    ),
+    Counterpart(("whiten_rewards", "normalize_advantages", "advantage_norm"), ("algorithm.whiten_advantages",)),
+    Counterpart(("loss_fn.type", "policy_loss.loss_mode", "loss_mode", "importance_sampling_level"),
+                ("algorithm.policy_loss",)),
+    Counterpart(
+        ("loss_type",),
+        ("algorithm.policy_loss", "algorithm.aggregation"),
+        "of pairs of answers: preference.loss",
+    ),
+    Counterpart(
+        ("epsilon", "clip_ratio", "eps_clip", "cliprange", "clip_eps", "clip_range"),
+        ("algorithm.clip_low", "algorithm.clip_high"),
+        "Adam's epsilon is optimizer.epsilon",
+    ),
+    Counterpart(("epsilon_low", "clip_ratio_low", "eps_clip_low", "clip_eps_low", "ratio_clip_min"),
+                ("algorithm.clip_low",)),
+    Counterpart(("epsilon_high", "clip_ratio_high", "eps_clip_high", "clip_eps_high", "ratio_clip_max"),
+                ("algorithm.clip_high",)),
+    Counterpart(("eps_clip_low_high",), ("algorithm.clip_low", "algorithm.clip_high")),
+    Counterpart(("clip_ratio_c", "eps_clip_c", "ratio_clip_c", "dual_clip_c"), ("algorithm.dual_clip",)),
+    Counterpart(("delta",), ("algorithm.largest_ratio",)),
+    Counterpart(("skip_threshold",), ("algorithm.skip_ratio",)),
+    Counterpart(("entropy_coeff", "entropy_coef", "entropy_loss_coef"), ("algorithm.entropy_coefficient",)),
+    Counterpart(
+        ("beta",), ("algorithm.kl_coefficient",), "of pairs of answers: preference.beta; Adam's: optimizer.betas"
+    ),
+    Counterpart(
+        ("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_coeff", "kl_ctrl.kl_coef", "reference_policy_kl_penalty",
+         "kl_beta"),
+        ("algorithm.kl_coefficient",),
+    ),
+    Counterpart(
+        ("use_kl_loss", "use_kl_in_reward"),
+        ("algorithm.kl_in", "algorithm.kl_coefficient"),
+        "a coefficient above 0 switches it on",
+    ),
+    Counterpart(("kl_loss_type", "kl_penalty", "reference_policy_kl_type"), ("algorithm.kl_estimator",)),
+    Counterpart(("target_kl", "kl_ctrl.target_kl"), ("algorithm.kl_target",)),
+    Counterpart(("kl_ctrl.horizon", "horizon"), ("algorithm.kl_horizon",)),
+    Counterpart(("loss_agg_mode", "token_level_loss", "loss_variation", "calculate_per_token_loss"),
+                ("algorithm.aggregation",)),
+    Counterpart(
+        ("filter_groups", "filter_groups.enable", "filter_groups.metric", "use_dynamic_sampling",
+         "dynamic_sampling_filter_path", "dynamic_filtering", "dynamic_filtering_reward_range"),
+        ("algorithm.filter_range",),
+    ),
+    Counterpart(("filter_groups.max_num_gen_batches", "max_num_gen_batches", "dynamic_sampling_max_gen_batches"),
+                ("algorithm.max_attempts",)),
+    Counterpart(
+        ("overlong_buffer", "overlong_buffer.len", "overlong_buffer.enable", "overlong_buffer_len", "cache_length",
+         "soft_over_length_punishment", "overlong_buffer_length"),
+        ("algorithm.overlength_buffer",),
+        "a share of rollout.sampling.max_new_tokens",
+    ),
+    Counterpart(("mask_truncated_completions", "filter_truncated_response", "overlong_filtering"),
+                ("algorithm.mask_truncated",)),
+    Counterpart(
+        ("use_tis", "rollout_is", "vllm_importance_sampling_correction", "use_importance_sampling_correction",
+         "enable_vllm_is_correction", "vllm_importance_sampling_mode", "rollout_rs"),
+        ("algorithm.correction",),
+    ),
+    Counterpart(
+        ("tis_imp_ratio_cap", "tis_clip", "rollout_is_threshold", "vllm_importance_sampling_cap",
+         "truncated_importance_sampling_ratio"),
+        ("algorithm.correction_high",),
+    ),
+    Counterpart(("tis_clip_low", "rollout_is_threshold_lower"), ("algorithm.correction_low",)),
+    Counterpart(("ptx_coef",), ("algorithm.ptx_coefficient",)),
+    Counterpart(("n_behind", "max_trajectory_age_steps"), note="samples are always those of the newest weights"),
+    # Critic and pairs
+    Counterpart(("cliprange_value", "value_clip", "value_clip_range"), ("critic.clip",)),
+    Counterpart(("critic_warmup", "freezing_actor_steps", "num_critic_only_steps"), ("critic.warmup_steps",)),
+    Counterpart(("critic_pretrain", "value_model_path", "critic.model.path", "critic_load"), ("critic.path",)),
+    Counterpart(("vf_coef", "value_loss_coef"), note="the critic has weights and an optimizer of its own"),
+    Counterpart(("simpo_gamma", "gamma_beta_ratio"), ("preference.margin",)),
+    # Optimizer
+    Counterpart(("critic.optim.lr", "critic.optimizer.lr", "critic.lr", "critic_learning_rate", "critic_lr"),
+                ("critic.optimizer.learning_rate",)),
+    Counterpart(("lr", "optim.lr", "actor_learning_rate", "actor_lr", "max_lr"), ("optimizer.learning_rate",)),
+    Counterpart(("min_lr", "lr_min", "min_lr_ratio", "lr_end"), ("optimizer.min_learning_rate",), "not a ratio"),
+    Counterpart(("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "warmup_style"), ("optimizer.schedule",)),
+    Counterpart(
+        ("lr_warmup_steps", "lr_warmup_iters", "lr_warmup_steps_ratio", "warmup_ratio", "lr_warmup_ratio",
+         "lr_warmup_fraction", "num_warmup_steps"),
+        ("optimizer.warmup_steps",),
+        "in optimizer steps",
+    ),
+    Counterpart(("grad_clip", "max_grad_norm", "clip_grad", "max_norm", "gradient_clipping"),
+                ("optimizer.clip_grad_norm",)),
+    Counterpart(("adam_beta1", "adam_beta2", "adam_betas"), ("optimizer.betas",)),
+    Counterpart(("adam_epsilon", "adam_eps", "eps"), ("optimizer.epsilon",)),
+    Counterpart(("l2",), ("optimizer.weight_decay",)),
+    # Sampling and engine
+    Counterpart(
+        ("max_response_length", "max_completion_length", "rollout_max_response_len", "generate_max_len",
+         "max_generation_length", "response_length"),
+        ("rollout.sampling.max_new_tokens",),
+    ),
+    Counterpart(("rollout_temperature",), ("rollout.sampling.temperature",)),
+    Counterpart(("rollout_top_p",), ("rollout.sampling.top_p",)),
+    Counterpart(("rollout_top_k",), ("rollout.sampling.top_k",)),
+    Counterpart(("rollout_stop", "stop_strings"), ("rollout.sampling.stop",)),
+    Counterpart(("val_kwargs", "eval_temperature", "val_kwargs.temperature"), ("evaluation.sampling",)),
+    Counterpart(
+        ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static",
+         "mem_fraction_static"),
+        ("rollout.kv_cache_gib",),
+        "the KV cache's size in GiB",
+    ),
+    Counterpart(
+        ("rollout.tensor_model_parallel_size", "vllm_tensor_parallel_size", "rollout_num_gpus_per_engine",
+         "vllm_cfg.tensor_parallel_size", "rollout.tensor_parallel_size", "vllm_num_engines"),
+        ("rollout.tp",),
+    ),
+    Counterpart(("max_num_seqs", "inference_microbatch_size", "sglang_server_concurrency"),
+                ("rollout.max_concurrent_requests",)),
+    Counterpart(
+        ("enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching",
+         "max_model_len", "engine_kwargs"),
+        ("rollout.vllm",),
+        "by vLLM's own names",
+    ),
+    Counterpart(
+        ("use_vllm", "vllm_mode", "rollout.name", "colocate", "colocate_all_models", "colocate_all",
+         "free_cache_engine", "vllm_enable_sleep", "enable_sleep_mode"),
+        note="vLLM always shares the ranks with the trainer and sleeps while it works",
+    ),
+    # Trainer
+    Counterpart(
+        ("tensor_model_parallel_size", "tensor_parallel_size", "tp_size"),
+        ("trainer.tp", "rollout.tp"),
+        "of the trainer and of each engine",
+    ),
+    Counterpart(("megatron.tensor_model_parallel_size", "megatron_cfg.tensor_model_parallel_size"), ("trainer.tp",)),
+    Counterpart(("pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size"), ("trainer.pp",)),
+    Counterpart(("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"), ("trainer.vpp",)),
+    Counterpart(("context_parallel_size", "ulysses_sequence_parallel_size", "ring_attn_size", "cp_size"),
+                ("trainer.cp",)),
+    Counterpart(("expert_model_parallel_size", "expert_parallel_size", "ep_size"), ("trainer.ep",)),
+    Counterpart(("expert_tensor_parallel_size",), ("trainer.etp",)),
+    Counterpart(
+        ("gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
+         "recompute_granularity"),
+        ("trainer.recompute",),
+    ),
+    Counterpart(
+        ("param_offload", "optimizer_offload", "grad_offload", "adam_offload", "offload_optimizer", "offload_train"),
+        ("trainer.offload",),
+    ),
+    Counterpart(("use_distributed_optimizer",), ("trainer.distributed_optimizer",)),
+    Counterpart(("override_transformer_config",), ("trainer.megatron",)),
+    Counterpart(("use_rollout_routing_replay", "enable_rollout_routing_replay"), ("trainer.router_replay",)),
+    Counterpart(("zero_stage", "fsdp_config", "fsdp", "deepspeed", "strategy"),
+                note="Megatron-Core trains; see trainer.tp, trainer.pp and trainer.distributed_optimizer"),
+    Counterpart(("lora_rank", "lora_r", "lora_dim"), ("lora.rank",)),
+    Counterpart(("lora_alpha",), ("lora.alpha",)),
+    Counterpart(("lora_dropout",), ("lora.dropout",)),
+    Counterpart(("lora_target_modules", "target_modules"), ("lora.targets",)),
+    # Rewards
+    Counterpart(
+        ("reward_funcs", "reward_type", "rm_type", "custom_rm_path", "remote_rm_url", "custom_reward_function",
+         "custom_reward_function.path", "custom_reward_function.name", "reward_manager"),
+        ("reward.functions",),
+        "names, or package.module:function",
+    ),
+    Counterpart(("reward_pretrain", "reward_model_path", "reward_model.model.path", "reward_model_name_or_path"),
+                ("reward.model",)),
+    Counterpart(("reward_weights",), ("reward.function_weight", "reward.model_weight")),
+    Counterpart(("reward_clip_range",), ("reward.model_clip",)),
+    # Machines and files
+    Counterpart(
+        ("n_gpus_per_node", "gpus_per_node", "actor_num_gpus_per_node", "num_gpus_per_node"),
+        ("cluster.ranks_per_node",),
+    ),
+    Counterpart(("nnodes", "num_nodes", "actor_num_nodes"), ("cluster.nodes",)),
+    Counterpart(("num_trainers", "num_inferencer"), ("cluster.ranks_per_node",), "every rank trains and samples"),
+    Counterpart(("experiment_name", "run_name", "exp_name"), ("name",)),
+    Counterpart(("output_dir", "default_local_dir", "checkpoint_dir", "ckpt_path", "save_path", "save_dir"),
+                ("runs_folder",)),
+    Counterpart(("save_freq", "save_interval", "save_steps", "save_period"), ("checkpoint.every_steps",)),
+    Counterpart(("max_actor_ckpt_to_keep", "save_total_limit", "keep_top_k", "max_ckpt_num"), ("checkpoint.keep",)),
+    Counterpart(("save_hf", "save_hf_interval", "save_hf_ckpt"), ("checkpoint.export_every_steps",)),
+    Counterpart(("async_save",), ("checkpoint.asynchronous",)),
+    Counterpart(("test_freq", "eval_interval", "eval_steps", "val_period"), ("evaluation.every_steps",)),
+    Counterpart(("max_val_samples",), ("evaluation.max_problems",)),
+    Counterpart(("val_before_train", "val_at_start", "eval_on_start"),
+                note="the validation sets are always evaluated before the first step"),
+    Counterpart(("resume_mode", "resume_from_checkpoint", "load_checkpoint"),
+                note="a run goes on with: megarl train RECIPE --resume"),
+    Counterpart(("log_completions", "rollout_data_dir", "log_val_generations"), ("samples_every_steps",)),
+    Counterpart(("logger", "report_to", "use_wandb", "wandb_project", "project_name", "logging_steps"),
+                note="every step goes to TensorBoard and to metrics.jsonl in the run folder"),
+)  # fmt: skip
+"""One entry a meaning."""
+
+_BY_NAME = {name: entry for entry in COUNTERPARTS for name in entry.names}

@@ -1,0 +1,82 @@
+"""JSON as its standard has it, read without surprises: for data files and model folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from typing import Any, NoReturn
+
+MAX_DEPTH = 100
+"""Objects and lists inside each other. What later copies or writes a value recurses as deep."""
+
+
+def parse(content: bytes) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Raises ValueError, on one line, also for what Python's own reader lets pass: a key that is given twice, NaN and
+    infinite numbers, half of a surrogate pair (which no file can hold), and a value nested deeper than MAX_DEPTH.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_object_of, parse_constant=_refuse_constant, parse_float=_finite_number
+        )
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    # Looked for only where it can be: most texts have few brackets and no escaped surrogate.
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_surrogates(value)
+    return value
+
+
+def shortened(text: str) -> str:
+    """A text as an error message quotes it: its beginning."""
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {shortened(json.dumps(twice))} is given twice")
+    return fields
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite_number(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {shortened(text)} is too large")
+    return number
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested deeper than `levels`."""
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            inner
+            for item in layer
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not layer:
+            return False
+    return any(isinstance(item, dict | list) for item in layer)
+
+
+def _refuse_surrogates(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise ValueError(f"\\u{half:04x} is half of a surrogate pair, which is no character") from None

@@ -1,0 +1,62 @@
+"""What YAML 1.1 reads otherwise than it looks: found in a text before anything is made of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import yaml
+
+MAX_DEPTH = 32
+"""Sections and lists inside each other; recipes have four."""
+
+NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+BOOLEAN = "tag:yaml.org,2002:bool"
+OCTAL = re.compile(r"[-+]?0[0-7_]+")
+
+
+def problems(text: str, field: str = "") -> list[str]:
+    """A line for each value of a YAML text that is not what a reader takes it for: field, value as written, remedy.
+
+    Numbers to the base 60 (`1:30`) and 8 (`010`), yes, no, on and off, halves of surrogate pairs, and nesting deeper
+    than MAX_DEPTH. `field` is the place of the text's own value. Raises yaml.YAMLError for what is no YAML.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        return [_too_deep(field)]
+    return [] if root is None else list(_problems(root, field, 0))
+
+
+def _problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:
+    if depth > MAX_DEPTH:
+        yield _too_deep(field)
+    elif isinstance(node, yaml.ScalarNode):
+        yield from _problems_of_scalar(node, field)
+    elif isinstance(node, yaml.SequenceNode):
+        for place, item in enumerate(node.value):
+            yield from _problems(item, f"{field}.{place}" if field else str(place), depth + 1)
+    elif isinstance(node, yaml.MappingNode):
+        for key, item in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else "?"
+            place = f"{field}.{name}" if field else name
+            yield from _problems(key, f"the key of {place}", depth + 1)
+            yield from _problems(item, place, depth + 1)
+
+
+def _problems_of_scalar(node: yaml.ScalarNode, field: str) -> Iterator[str]:
+    written = node.value if len(node.value) <= 60 else node.value[:57] + "..."
+    if any("\ud800" <= character <= "\udfff" for character in node.value):
+        yield f"{field} = {written!a}: half of a surrogate pair or a broken byte, no character; remove it"
+    is_plain = node.style is None
+    if is_plain and node.tag in NUMBERS and (":" in node.value or OCTAL.fullmatch(node.value)):
+        base = 60 if ":" in node.value else 8
+        meant = yaml.safe_load(node.value)
+        yield f"{field} = {written}: YAML reads this as {meant} (base {base}); write {meant}, or text in quotes"
+    if is_plain and node.tag == BOOLEAN and node.value.lower() not in ("true", "false"):
+        meant = str(yaml.safe_load(node.value)).lower()
+        yield f"{field} = {written}: YAML reads this as {meant}; write {meant}, or text in quotes"
+
+
+def _too_deep(field: str) -> str:
+    return f"{field or 'the file'}: nested deeper than {MAX_DEPTH} levels; a recipe has sections and fields only"
