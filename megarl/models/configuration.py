@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +73,21 @@ def transformer_config(
         return TransformerConfig(**(settings | defaults | dict(overrides)))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None
+
+
+@contextmanager
+def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
+    """While a model is built: tell what Megatron-Core refuses as a fault of `trainer.megatron`, if that sets anything.
+
+    Raises ConfigError.
+    """
+    try:
+        yield
+    except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
+        if not overrides:
+            raise
+        fields = ", ".join(f"trainer.megatron.{name} = {value!r}" for name, value in overrides.items())
+        raise ConfigError(f"{fields}. Megatron-Core refuses it: {error}") from error
 
 
 def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.model_shape import ModelShape, padded_vocab_size, read_model_shape
-from megarl.models.configuration import uses_transformer_engine
+from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.rollout.engine import RolloutEngine
@@ -199,7 +199,8 @@ class Worker:
             check_against(parameter_shapes(layouts, self.layout.coordinates(self.rank)), parameters)
             safetensors.load(folder, layouts[self.rank], parameters)
 
-        return kind(self.recipe, self.layout, shape, load_weights)
+        with refusals_named(self.recipe.trainer.megatron):
+            return kind(self.recipe, self.layout, shape, load_weights)
 
     def _layouts(self, shape: ModelShape) -> MegatronLayouts:
         return megatron_layouts(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.model_shape import padded_vocab_size, read_model_shape
-from megarl.models.configuration import transformer_config
+from megarl.models.configuration import refusals_named, transformer_config
 from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError
 
@@ -54,6 +54,23 @@ def test_an_unknown_override_names_the_nearest(config: Callable[..., Any]) -> No
 def test_what_megatron_refuses_is_a_config_error(config: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.megatron: Megatron-Core refuses these settings: .*fp16"):
         config(fp16=True)
+
+
+def test_what_megatron_refuses_while_it_builds_is_a_config_error(config: Callable[..., Any]) -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    overrides = {"layernorm_zero_centered_gamma": True}
+
+    def build() -> None:
+        WrappedTorchNorm(config(**overrides), 8)
+
+    told = (
+        r"trainer\.megatron\.layernorm_zero_centered_gamma = True\. Megatron-Core refuses it: zero_centered_gamma not"
+    )
+    with pytest.raises(ConfigError, match=told), refusals_named(overrides):
+        build()
+    with pytest.raises(AssertionError, match="zero_centered_gamma"), refusals_named({}):
+        build()
 
 
 @pytest.mark.parametrize(
