@@ -275,8 +275,10 @@ def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]
     from rich.table import Table
 
     settings = recipe.train
-    per_step = settings.prompts_per_step * (settings.samples_per_prompt if recipe.loop == "rl" else 1)
-    updates = settings.updates_per_step if recipe.loop == "rl" else 1
+    is_rl = recipe.loop == "rl"
+    per_step = settings.prompts_per_step * (settings.samples_per_prompt if is_rl else 1)
+    updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_rl else (1, 1)
+    passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
     nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
     groups = {"trainer.tp": layout.tp, "rollout.tp": layout.rollout_tp}
     spread = [f"{field} {tp}" for field, tp in groups.items() if nodes > 1 and size % tp]
@@ -289,7 +291,7 @@ def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]
         "steps": f"{settings.steps}, {settings.steps * settings.prompts_per_step / records['train']:.2f} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
         f"{per_step // updates // layout.dp} an update and data-parallel rank",
-        "updates": f"{updates} a step, {settings.steps * updates} in all",
+        "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
         "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
         "run folder": f"{recipe.runs_folder}/{recipe.name}",
     }

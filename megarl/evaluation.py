@@ -16,12 +16,18 @@ from megarl.workers.process_group import ProcessGroup
 from megarl.workers.sampling import sample
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A problem, one completion of it as tokens and as text, and its reward. `group` numbers the prompts asked."""
+    """A problem, one completion of it as tokens and as text, and its reward. `group` numbers the prompts asked.
+
+    `old_logprobs`, float32 [new_tokens], are the trainer's log-probs of the completion under the weights that sampled
+    it, where they were computed.
+    """
 
     problem: Problem
     group: int
@@ -30,6 +36,7 @@ class Answered:
     reward: Reward
     failure: Failure | None = None
     """Why the reward functions gave no reward; `reward` is zero then."""
+    old_logprobs: NDArray[np.float32] | None = None
 
     def record(self) -> dict[str, object]:
         """The line of samples/."""

@@ -146,7 +146,9 @@ class TrainingSequence:
     token_weights: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
+    """Where the ratio starts. NaN, or None for all tokens: at the log-probs of the update's own forward pass."""
     rollout_logprobs: NDArray[np.float32] | None = None
+    """The engine's, of the weights that sampled. NaN where no trainer's log-probs of those weights are at hand."""
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
     """What the policy loss counts for the gap between trainer and engine (`algorithms.importance`)."""

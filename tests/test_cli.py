@@ -96,6 +96,9 @@ def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
     ):
         assert words in done.stdout
     assert not (recipe.parent / "runs").exists()
+    again = megarl("train", recipe, "train.epochs_per_step=3", "--dry-run")
+    for words in ("80 a step, 40 an update", "6 a step (3 passes of 2), 36 in all"):
+        assert words in again.stdout, again.stderr
 
 
 def test_plan_needs_nothing_but_a_config(recipe: Path) -> None:

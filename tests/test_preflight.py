@@ -269,6 +269,16 @@ WRONG = [
         id="warm-up",
     ),
     pytest.param(
+        {"optimizer": {"warmup_steps": 41}, "train": {"steps": 10, "updates_per_step": 2, "epochs_per_step": 2}},
+        ["optimizer.warmup_steps = 41", "40 updates"],
+        id="warm-up over several passes",
+    ),
+    pytest.param(
+        {"loop": "sft", "train": {"epochs_per_step": 2}},
+        ["train.epochs_per_step: is used in loop: rl only; leave it out"],
+        id="passes in sft",
+    ),
+    pytest.param(
         {"optimizer": {"learning_rate": 1e-6, "min_learning_rate": 1e-5}}, ["optimizer.min_learning_rate"], id="minimum"
     ),
 ]

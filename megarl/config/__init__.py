@@ -174,6 +174,14 @@ class TrainConfig(Section):
     """Completions per prompt (rl): the group that a sample is compared with."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates that one rl step's samples are split into."""
+    epochs_per_step: PositiveInt = 1
+    """Passes over one rl step's samples, each in `updates_per_step` updates; shuffled anew from the second on. The
+    critic's updates are those of `critic.updates_per_step`."""
+
+    @property
+    def num_updates(self) -> int:
+        """The policy's optimizer updates in one rl step."""
+        return self.epochs_per_step * self.updates_per_step
 
 
 class EvaluationSamplingConfig(Section):

@@ -135,7 +135,8 @@ class AlgorithmConfig(Section):
     ] = "token_mean"
     """How token losses become one number, over the whole batch (`algorithms.reduction`)."""
     old_logprobs: Literal["rollout", "trainer"] = "trainer"
-    """Whose log-probs the ratio starts from: the engine's, or the trainer's before the update."""
+    """Whose log-probs the ratio starts from, of the weights that sampled: the engine's, or the trainer's, computed
+    before the step's update where needed. With the engine's, `logprob_gap/` is that of a step's first update alone."""
     filter_range: tuple[float, float] | None = None
     """Train only on groups whose accuracy is between the two, both excluded; others are drawn instead (DAPO)."""
     max_attempts: PositiveInt = 10

@@ -23,9 +23,37 @@ from megarl.tracking.metrics import Metric, merge, values
 from megarl.types import PER_TOKEN, TrainingSequence
 
 
-def to_sequences(answered: Sequence[Answered], recipe: Recipe) -> list[TrainingSequence]:
-    """One sequence per completion: prompt and completion tokens, of which the completion's are trained."""
-    return [_to_sequence(a, recipe.algorithm.mask_truncated) for a in answered]
+def to_sequences(answered: Sequence[Answered], recipe: Recipe, weight_version: int) -> list[TrainingSequence]:
+    """One sequence per completion: prompt and completion tokens, of which the completion's are trained.
+
+    `old_logprobs` are the answers' own, with algorithm.old_logprobs rollout the engine's; those of answers without are
+    NaN, and None where no answer has any. `weight_version` is that of the trainer's weights before the update.
+    """
+    sequences = [_to_sequence(a, recipe.algorithm.mask_truncated) for a in answered]
+    if recipe.algorithm.old_logprobs == "rollout":
+        return [_from_rollout(s, a, weight_version) for s, a in zip(sequences, answered, strict=True)]
+    if all(a.old_logprobs is None for a in answered):
+        return sequences
+    return [
+        replace(s, old_logprobs=_after_prompt(a, np.float32(np.nan) if a.old_logprobs is None else a.old_logprobs))
+        for s, a in zip(sequences, answered, strict=True)
+    ]
+
+
+def _from_rollout(sequence: TrainingSequence, answered: Answered, weight_version: int) -> TrainingSequence:
+    """The ratio starts from the engine's log-probs, whatever its weights; compared are only those of equal weights."""
+    engine = sequence.rollout_logprobs
+    assert engine is not None
+    is_stale = answered.completion.weight_version < weight_version
+    return replace(sequence, old_logprobs=engine, rollout_logprobs=np.full_like(engine, np.nan) if is_stale else engine)
+
+
+def _after_prompt(answered: Answered, of_completion: np.ndarray | np.float32) -> np.ndarray:
+    """Values of a completion's tokens, float32 [tokens], zero on the prompt."""
+    length = len(answered.problem.prompt_token_ids)
+    whole = np.zeros(length + len(answered.completion.token_ids), np.float32)
+    whole[length:] = of_completion
+    return whole
 
 
 def _to_sequence(answered: Answered, mask_truncated: bool) -> TrainingSequence:
@@ -40,7 +68,7 @@ def _to_sequence(answered: Answered, mask_truncated: bool) -> TrainingSequence:
     return TrainingSequence(
         token_ids=np.concatenate([np.array(prompt, np.int64), completion.token_ids]),
         loss_mask=trained,
-        rollout_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.rollout_logprobs]),
+        rollout_logprobs=_after_prompt(answered, completion.rollout_logprobs),
         routed_experts=routed,
     )
 
@@ -164,18 +192,42 @@ class _Flat:
 
 
 def split(
-    sequences: Sequence[TrainingSequence], recipe: Recipe, conversations: Sequence[TrainingSequence] = ()
+    sequences: Sequence[TrainingSequence],
+    recipe: Recipe,
+    step: int,
+    conversations: Sequence[TrainingSequence] = (),
 ) -> list[list[TrainingSequence]]:
-    """The sequences of each update of a step, in order, with the token weights of that update.
+    """The sequences of each update of a step, with the token weights of that update.
 
-    `conversations` are dealt out to the updates and learnt beside (`algorithm.ptx_coefficient`).
+    Each of `train.epochs_per_step` passes visits all sequences in `train.updates_per_step` updates: the first in the
+    given order, each later one in an order drawn from the seed, the step and the pass. `conversations` are dealt out to
+    the updates of a pass and learnt beside (`algorithm.ptx_coefficient`).
     """
     updates, longest = recipe.train.updates_per_step, recipe.rollout.sampling.max_new_tokens
-    parts = [weigh(part, recipe.algorithm, longest) for part in _parts(sequences, updates)]
-    if not conversations:
-        return parts
-    share = recipe.algorithm.ptx_coefficient
-    return [_mixed(part, conversations[i::updates], share) for i, part in enumerate(parts)]
+    batches: list[list[TrainingSequence]] = []
+    for number in range(recipe.train.epochs_per_step):
+        ordered = [sequences[index] for index in _order(len(sequences), recipe.seed, step, number)]
+        parts = [weigh(part, recipe.algorithm, longest) for part in _parts(ordered, updates)]
+        if conversations:
+            share = recipe.algorithm.ptx_coefficient
+            parts = [_mixed(part, conversations[i::updates], share) for i, part in enumerate(parts)]
+        batches += parts
+    if recipe.algorithm.old_logprobs == "rollout":
+        # From the second update on, the weights are not those that sampled.
+        batches[1:] = [[_not_compared(sequence) for sequence in batch] for batch in batches[1:]]
+    return batches
+
+
+def _order(count: int, seed: int, step: int, number: int) -> Sequence[int]:
+    """Indices in the order of a step's pass, counted from 0."""
+    if number == 0:
+        return range(count)
+    return np.random.default_rng([seed, step, number]).permutation(count).tolist()
+
+
+def _not_compared(sequence: TrainingSequence) -> TrainingSequence:
+    assert sequence.rollout_logprobs is not None
+    return replace(sequence, rollout_logprobs=np.full_like(sequence.rollout_logprobs, np.nan))
 
 
 def _parts(sequences: Sequence[TrainingSequence], count: int) -> list[Sequence[TrainingSequence]]:
@@ -218,23 +270,27 @@ def weigh(
 
 
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """What a step's updates tell, if any, and of its first `logprob_gap/`: the gap between trainer and engine.
+    """The metrics of a step's updates together; `logprob_gap/` is the gap between trainer and engine.
 
-    Only there do both speak of the same weights, but for answers that waited since an earlier step. `max` and `mean` of
-    the tokens' |trainer - engine| log-probs, in nats, and what `algorithms.importance.gap_metrics` makes of them.
+    Both log-probs of a token are those of the weights that sampled it: in a later update, and for answers that waited
+    since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/max` and `/mean` are of |trainer - engine|, in
+    nats, over the trained tokens; `/measured` is the share of them with both at hand: 1, but with
+    algorithm.old_logprobs rollout that of the first update's tokens which did not wait. The others are those of
+    `algorithms.importance.gap_metrics`.
     """
-    if not updates:
-        return {}
+    found = values(merge(updates))
     gap = {
-        name.removeprefix("logprob_gap/"): value
-        for name, value in values(updates[0]).items()
-        if name.startswith("logprob_gap/")
+        name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
     }
-    found = {name: value for name, value in values(merge(updates)).items() if not name.startswith("logprob_gap/")}
-    if gap:
+    if "mean" in gap:
         found |= {f"logprob_gap/{name}": value for name, value in gap_metrics(gap).items()}
-        found["logprob_gap/max"] = gap["max"]
-    return found
+    return found | {f"logprob_gap/{name}": gap[name] for name in ("max", "measured") if name in gap}
+
+
+def staleness_metrics(answered: Sequence[Answered], weight_version: int) -> dict[str, float]:
+    """`staleness/mean`, `/max`: weight versions between those that sampled an answer and those that it updates."""
+    staleness = [weight_version - a.completion.weight_version for a in answered]
+    return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
 def reward_metrics(answered: Sequence[Answered]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import ceil
@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save
 from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
 from megarl.evaluation import Answered, Respondents
-from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings
+from megarl.loops.batches import to_sequences
+from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings, TrainingSequence
 from megarl.workers.sampling import AbandonedError
 
 Group = list[Answered]
@@ -50,9 +51,8 @@ class Collection:
         """The answers to train on, `train.prompts_per_step` groups in order; all that were drawn for it; metrics.
 
         Metrics, where groups are filtered: `rollout/attempts`, batches of prompts that were drawn; `rollout/kept`, the
-        share of drawn groups that passed; `rollout/waited`, the share of answers from weights before the newest. Raises
-        MegarlError if `algorithm.max_attempts` batches do not fill a step, AbandonedError, everything as before, where
-        the run is to stop.
+        share of drawn groups that passed. Raises MegarlError if `algorithm.max_attempts` batches do not fill a step,
+        AbandonedError, everything as before, where the run is to stop.
         """
         self._before = self.drawn, self.waiting
         try:
@@ -92,16 +92,41 @@ class Collection:
         answers = [replace(a, group=number) for number, group in enumerate(taken) for a in group]
         if recipe.algorithm.filter_range is None:
             return answers, asked, {}
-        versions = [a.completion.weight_version for a in answers]
-        return (
-            answers,
-            asked,
-            {
-                "rollout/attempts": attempts,
-                "rollout/kept": passed / max(attempts * self._order.batch_size, 1),
-                "rollout/waited": float(np.mean([version < max(versions) for version in versions])),
-            },
-        )
+        kept = passed / max(attempts * self._order.batch_size, 1)
+        return answers, asked, {"rollout/attempts": attempts, "rollout/kept": kept}
+
+    async def add_old_logprobs(
+        self,
+        answered: Sequence[Answered],
+        forward: Callable[[Sequence[TrainingSequence]], Awaitable[Sequence[np.ndarray]]],
+        weight_version: int,
+    ) -> list[Answered]:
+        """The answers to train on with the trainer's `old_logprobs` where needed. Call it before the step's update.
+
+        Answers that wait for a later step get theirs now, while the trainer has the weights that sampled them,
+        `weight_version`. Fresh answers that one update trains on need none: their ratio starts at that update's own
+        pass. `forward` computes log-probs, float32 [tokens] a sequence; it is called at most once.
+        """
+        if self.recipe.algorithm.old_logprobs == "rollout":
+            return list(answered)
+        everything = [*answered, *(a for group in self.waiting for a in group)]
+        first = 0 if self._needs_old_logprobs else len(answered)
+        lacking = [place for place in range(first, len(everything)) if everything[place].old_logprobs is None]
+        if lacking:
+            sequences = to_sequences([everything[place] for place in lacking], self.recipe, weight_version)
+            for place, logprobs in zip(lacking, await forward(sequences), strict=True):
+                prompt = everything[place].problem.prompt_token_ids
+                everything[place] = replace(everything[place], old_logprobs=logprobs[len(prompt) :])
+        staying = iter(everything[len(answered) :])
+        self.waiting = [[next(staying) for _ in group] for group in self.waiting]
+        return everything[: len(answered)]
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        """Whether the trainer's log-probs of all that is trained on are needed before the first update."""
+        algorithm = self.recipe.algorithm
+        is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_in != "loss"
+        return self.recipe.train.num_updates > 1 or algorithm.correction is not None or is_kl_before
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint's folder."""
@@ -112,6 +137,8 @@ class Collection:
             arrays[f"{index}.rollout_logprobs"] = a.completion.rollout_logprobs
             if a.completion.routed_experts is not None:
                 arrays[f"{index}.routed_experts"] = a.completion.routed_experts
+            if a.old_logprobs is not None:
+                arrays[f"{index}.old_logprobs"] = a.old_logprobs
         state = {
             "drawn": self.drawn, "kl_coefficient": self.kl_coefficient,
             "waiting": [_plain(number, a) for number, a in flat],
@@ -119,15 +146,19 @@ class Collection:
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (folder / ARRAYS).write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
-    def load(self, folder: Path) -> None:
-        """Go on from a checkpoint's state."""
+    def load(self, folder: Path) -> int:
+        """Go on from a checkpoint's state. Returns how many waiting answers lack the trainer's log-probs.
+
+        The weights that sampled them are gone: those answers get the engine's log-probs instead.
+        """
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         arrays = load_file(folder / ARRAYS)
         self.drawn = state["drawn"]
         if self.recipe.algorithm.kl_target is not None:
             self.kl_coefficient = state["kl_coefficient"]
         by_index = {problem.index: problem for problem in self.problems}
-        answers = []
+        answers: list[Answered] = []
+        num_lacking = 0
         for index, plain in enumerate(state["waiting"]):
             completion = Completion(
                 **plain["completion"],
@@ -135,9 +166,22 @@ class Collection:
                 rollout_logprobs=arrays[f"{index}.rollout_logprobs"],
                 routed_experts=arrays.get(f"{index}.routed_experts"),
             )
-            problem = by_index[plain["problem"]]
-            answers.append(Answered(problem, plain["group"], completion, plain["text"], Reward(**plain["reward"])))
+            old_logprobs = arrays.get(f"{index}.old_logprobs")
+            if old_logprobs is None and self.recipe.algorithm.old_logprobs == "trainer":
+                old_logprobs = completion.rollout_logprobs
+                num_lacking += 1
+            answers.append(
+                Answered(
+                    by_index[plain["problem"]],
+                    plain["group"],
+                    completion,
+                    plain["text"],
+                    Reward(**plain["reward"]),
+                    old_logprobs=old_logprobs,
+                )
+            )
         self.waiting = [list(group) for _, group in groupby(answers, key=lambda a: a.group)]
+        return num_lacking
 
 
 def teaches(group: Group, filter_range: tuple[float, float] | None) -> bool:

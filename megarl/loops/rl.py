@@ -7,7 +7,15 @@ import math
 from megarl.algorithms.kl import adapted
 from megarl.data.sampler import DataOrder
 from megarl.evaluation import failure_metrics
-from megarl.loops.batches import add_advantages, add_corrections, reward_metrics, split, to_sequences, update_metrics
+from megarl.loops.batches import (
+    add_advantages,
+    add_corrections,
+    reward_metrics,
+    split,
+    staleness_metrics,
+    to_sequences,
+    update_metrics,
+)
 from megarl.loops.collection import Collection
 from megarl.loops.session import Session, sampling_settings
 from megarl.preflight import read_conversations, read_problems
@@ -24,11 +32,16 @@ async def train(session: Session) -> None:
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx) if recipe.data.ptx else []
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
     if session.checkpoint:
-        collection.load(session.checkpoint)
+        if lacking := collection.load(session.checkpoint):
+            tracker.notice(
+                f"{lacking} answers of {session.checkpoint} wait without the trainer's log-probs, since "
+                "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
+            )
         await session.reshard(session.folder.resumed_step)
     else:
         tracker.log(0, await session.evaluate(0))
     for step in session.steps:
+        # The version of the weights that sample for a step is its number: each step ends with a reshard.
         try:
             with tracker.phase("rollout"):
                 answered, asked, scalars = await collection.step()
@@ -38,7 +51,10 @@ async def train(session: Session) -> None:
             raise
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
-            sequences = await session.add_logprobs(to_sequences(answered, recipe))
+            answered = await collection.add_old_logprobs(answered, session.trainer.forward, weight_version=step)
+            sequences = to_sequences(answered, recipe, weight_version=step)
+            if recipe.has_reference:
+                sequences = await session.add("reference_logprobs", sequences, of="reference")
             if recipe.reward.model:
                 answered, scores = await session.add_scores(answered, sequences)
                 asked, scalars = answered, scalars | scores
@@ -56,9 +72,10 @@ async def train(session: Session) -> None:
             if recipe.has_critic:
                 known |= await session.update_critic(sequences)
             beside = [conversations[index] for index in order.batch(step - 1)] if conversations else []
-            batches = split(sequences, recipe, beside) if step > recipe.frozen_steps else []
+            batches = split(sequences, recipe, step, beside) if step > recipe.frozen_steps else []
             updates = [await session.trainer.update(batch, collection.kl_coefficient) for batch in batches]
         scalars |= known | update_metrics(updates) | reward_metrics(asked or answered)
+        scalars |= staleness_metrics(answered, weight_version=step)
         scalars |= _adapt(collection, scalars, sequences)
         await session.checkpoints.begin(step, collection.save)
         with tracker.phase("reshard"):

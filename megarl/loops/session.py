@@ -83,18 +83,6 @@ class Session:
         updates = [await self.trainer.update(batch, of="critic") for batch in critic_batches(sequences, self.recipe)]
         return {name.replace("train/", "critic/", 1): value for name, value in values(merge(updates)).items()}
 
-    async def add_logprobs(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-        """The sequences with what is asked of the trainer before its update: old and reference log-probs."""
-        algorithm = self.recipe.algorithm
-        asks_trainer = algorithm.correction or (algorithm.kl_coefficient and algorithm.kl_in != "loss")
-        if algorithm.old_logprobs == "rollout":
-            sequences = [replace(s, old_logprobs=s.rollout_logprobs) for s in sequences]
-        elif self.recipe.train.updates_per_step > 1 or asks_trainer:
-            sequences = await self.add("old_logprobs", sequences)
-        if algorithm.kl_coefficient:
-            sequences = await self.add("reference_logprobs", sequences, of="reference")
-        return sequences
-
     async def reshard(self, step: int) -> dict[str, float]:
         """Bring the trainer's weights into the engines; the slowest rank's seconds and the bytes of all."""
         every = self.recipe.weights.verify_every

@@ -12,7 +12,7 @@ from megarl.types import ConfigError
 def optimizers(recipe: Recipe) -> Iterator[str]:
     """The policy's settings and the critic's."""
     train, critic, is_rl = recipe.train, recipe.critic, recipe.loop == "rl"
-    updates = (train.steps - recipe.frozen_steps) * (train.updates_per_step if is_rl else 1)
+    updates = (train.steps - recipe.frozen_steps) * (train.num_updates if is_rl else 1)
     yield from _optimizer("optimizer", recipe.optimizer, updates, recipe.trainer.distributed_optimizer)
     if not recipe.has_critic:
         return
@@ -62,6 +62,7 @@ def unused(recipe: Recipe) -> Iterator[str]:
         ("data.validation_conversations", bool(data.validation_conversations), "loop: sft", recipe.loop == "sft"),
         ("data.ptx", bool(data.ptx), "loop: rl", is_rl),
         ("reward.model", bool(recipe.reward.model), "loop: rl", is_rl),
+        ("train.epochs_per_step", recipe.train.epochs_per_step > 1, "loop: rl", is_rl),
         ("critic", recipe.critic != CriticConfig(), "loop: rl with algorithm.advantage gae", recipe.has_critic),
     ):
         if is_set and not is_used:

@@ -5,6 +5,6 @@ whole or not at all and names faults of the disk. `metrics` are numbers that kno
 writes a step: TensorBoard, `metrics.jsonl`, a console line, sample texts.
 
 A metric's name is `group/what[/mean|max|min]`, documented where it is made. Groups: `reward/` `rollout/` `train/` `kl/`
-`logprob_gap/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name:
+`logprob_gap/` `staleness/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name:
 `_seconds`, `_bytes`, `_tokens`.
 """

@@ -26,6 +26,7 @@ from megarl.training.model import LoadWeights, ModelShard, Row
 from megarl.training.objective import (
     Objective,
     critic_objective,
+    old_logprobs_of,
     policy_objective,
     preference_objective,
     reward_objective,
@@ -54,7 +55,7 @@ def role_of_policy(recipe: Recipe) -> Role:
     """The model that a recipe is about."""
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.loop == "rl":
-        updates = (steps - recipe.frozen_steps) * recipe.train.updates_per_step
+        updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
         return Role(policy_objective(algorithm), recipe.optimizer, updates, algorithm.skip_ratio)
     objective = {
         "sft": lambda: supervised,
@@ -176,7 +177,8 @@ class TrainingEngine(ModelShard):
         self.optimizer.zero_grad()
         if kl is None:
             kl = self.recipe.algorithm.kl_coefficient
-        reduce = partial(_weighted_loss, objective=self.role.objective, kl=kl)
+        starts_from_engine = self.recipe.algorithm.old_logprobs == "rollout"
+        reduce = partial(_weighted_loss, objective=self.role.objective, kl=kl, starts_from_engine=starts_from_engine)
         with adapters.running(self.chunks, on=True, drops=True):
             losses = self._run(rows, reduce, forward_only=False)
         self.schedule.step(increment=1)
@@ -218,9 +220,12 @@ class TrainingEngine(ModelShard):
 
 
 def _weighted_loss(
-    output: Tensor, batch: Microbatch, objective: Objective, kl: float
+    output: Tensor, batch: Microbatch, objective: Objective, kl: float, starts_from_engine: bool
 ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """The row's part of the global loss, a token count that Megatron wants, and the row's metrics."""
+    """The row's part of the global loss, a token count that Megatron wants, and the row's metrics.
+
+    `starts_from_engine`: the batch's `old_logprobs` are the engine's.
+    """
     per_token, metrics = objective(output, batch, kl)
     # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
     loss = (torch.where(batch.mask, per_token, 0.0) * batch.known["token_weights"]).sum()
@@ -233,11 +238,21 @@ def _weighted_loss(
     for name, values in metrics.items():
         # What is not per token is per pair.
         logged[name] = _mean(values.detach()[of_policy] if len(values) == len(of_policy) else values.detach())
-    if (rollout_logprobs := batch.known.get("rollout_logprobs")) is not None and of_policy.any():
-        ours, theirs = output[0].detach()[of_policy].double(), rollout_logprobs[of_policy].double()
-        logged["logprob_gap/max"] = Max((ours - theirs).abs().max().item())
-        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in gap_moments(ours, theirs).items()}
+    if (rollout_logprobs := batch.known.get("rollout_logprobs")) is not None:
+        trainer_logprobs = output[0].detach() if starts_from_engine else old_logprobs_of(output[0], batch)
+        logged |= _gap(trainer_logprobs[of_policy], rollout_logprobs[of_policy])
     return loss, torch.ones((), dtype=torch.int, device=loss.device), logged
+
+
+def _gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
+    """`logprob_gap/`: of the tokens [tokens] whose two log-probs are of the same weights; the others' second is NaN."""
+    is_measured = ~rollout_logprobs.isnan()
+    logged: dict[str, Metric] = {"logprob_gap/measured": _mean(is_measured.double())}
+    if is_measured.any():
+        trainer, engine = trainer_logprobs[is_measured].double(), rollout_logprobs[is_measured].double()
+        logged["logprob_gap/max"] = Max((trainer - engine).abs().max().item())
+        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in gap_moments(trainer, engine).items()}
+    return logged
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

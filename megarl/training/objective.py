@@ -44,9 +44,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
         policy_logprobs, entropies = output
         known = batch.known
-        # With one update per rollout the trainer's log-probs before the update are those of this very pass.
-        old_logprobs = known.get("old_logprobs", policy_logprobs.detach())
-        arguments = policy_logprobs, old_logprobs, known["advantages"]
+        arguments = policy_logprobs, old_logprobs_of(policy_logprobs, batch), known["advantages"]
         if is_of_sequences:
             loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
         else:
@@ -65,6 +63,16 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         return loss, metrics
 
     return objective
+
+
+def old_logprobs_of(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
+    """The log-probs that the ratio starts from, [tokens], without gradient.
+
+    The batch's `old_logprobs`; where they are NaN, or absent, those of this forward pass.
+    """
+    own = policy_logprobs.detach()
+    known = batch.known.get("old_logprobs")
+    return own if known is None else torch.where(known.isnan(), own, known)
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:

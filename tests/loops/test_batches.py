@@ -18,6 +18,7 @@ from megarl.loops.batches import (
     critic_batches,
     reward_metrics,
     split,
+    staleness_metrics,
     to_sequences,
     update_metrics,
     weigh,
@@ -55,7 +56,7 @@ def advantages(answers: list[Answered], changed: Recipe, kl_coefficient: float =
     """Each sequence's, without its prompt; policy log-probs of the trainer are those of the engine less 1/2."""
     sequences = [
         replace(s, old_logprobs=s.rollout_logprobs - np.float32(0.5), reference_logprobs=s.rollout_logprobs)
-        for s in to_sequences(answers, changed)
+        for s in to_sequences(answers, changed, 1)
         if s.rollout_logprobs is not None
     ]
     found, _ = add_advantages(sequences, answers, changed, kl_coefficient)
@@ -64,7 +65,7 @@ def advantages(answers: list[Answered], changed: Recipe, kl_coefficient: float =
 
 def test_to_sequences() -> None:
     answers = [answered(0, 1.0, 2), answered(0, -1.0, 1, prompt=3), answered(1, 5.0, 2), answered(1, 5.0, 1)]
-    sequences, metrics = add_advantages(to_sequences(answers, recipe()), answers, recipe(), 0.0)
+    sequences, metrics = add_advantages(to_sequences(answers, recipe(), 1), answers, recipe(), 0.0)
     first, second, third, _ = sequences
     assert first.token_ids.tolist() == [10, 11, 50, 51] and first.token_ids.dtype == np.int64
     assert first.loss_mask.tolist() == [False, False, True, True]
@@ -126,12 +127,12 @@ def test_advantages_of_tokens(algorithm: dict[str, Any], expected: list[list[flo
 def test_truncated_completions_are_masked() -> None:
     changed = recipe(algorithm={"mask_truncated": True, "kl_coefficient": 1.0, "kl_in": "advantage"})
     answers = [answered(0, 1.0, 2, "length"), answered(0, 0.0, 2)]
-    assert [s.loss_mask.sum() for s in to_sequences(answers, changed)] == [0, 2]
+    assert [s.loss_mask.sum() for s in to_sequences(answers, changed, 1)] == [0, 2]
     assert advantages(answers, changed)[0] == [0, 0]
 
 
 def test_corrections_weigh_tokens() -> None:
-    [sequence] = to_sequences([answered(0, 1.0, 2)], recipe())
+    [sequence] = to_sequences([answered(0, 1.0, 2)], recipe(), 1)
     # Ratios of e^(1/2) on the first token and e^2 on the second, cut to 2.
     old = np.array([0, 0, -0.5, 0], np.float32)
     config = AlgorithmConfig.model_validate({"correction": "truncated"})
@@ -166,7 +167,7 @@ def test_weigh_tells_token_mean_from_sequence_mean() -> None:
 
 def test_split_weighs_each_update_alone() -> None:
     two = recipe(train={"updates_per_step": 2}, algorithm={"aggregation": "token_mean"})
-    updates = split(masked("-x", "-xxx", "-xx", "-xxxxxx"), two)
+    updates = split(masked("-x", "-xxx", "-xx", "-xxxxxx"), two, 1)
     assert [[len(s) for s in update] for update in updates] == [[2, 4], [3, 7]]
     assert [sum(map(sum, weights(update))) for update in updates] == pytest.approx([1, 1])
     assert weights(updates[0])[0] == [0, 0.25] and weights(updates[1])[0] == [0, 0.125, 0.125]
@@ -174,21 +175,77 @@ def test_split_weighs_each_update_alone() -> None:
 
 def test_split_divides_by_the_longest_completion() -> None:
     longest = recipe(algorithm={"aggregation": "constant_length"}, rollout={"sampling": {"max_new_tokens": 8}})
-    [update] = split(masked("-x", "-xx"), longest)
+    [update] = split(masked("-x", "-xx"), longest, 1)
     assert weights(update) == [[0, 0.0625], [0, 0.0625, 0.0625]]
 
 
-def test_the_gap_is_that_of_the_first_update() -> None:
-    def update(gap: float, loss: float) -> dict[str, Metric]:
+def test_the_gap_is_that_of_all_updates() -> None:
+    def update(gap: float, loss: float, tokens: float) -> dict[str, Metric]:
         moments = gap_moments(torch.tensor([-1.0 - gap]), torch.tensor([-1.0]))
-        found: dict[str, Metric] = {f"logprob_gap/{n}": Mean(float(v), 4.0) for n, v in moments.items()}
-        return found | {"logprob_gap/max": Max(gap), "train/loss": Sum(loss)}
+        found: dict[str, Metric] = {f"logprob_gap/{n}": Mean(float(v), tokens) for n, v in moments.items()}
+        return found | {
+            "logprob_gap/max": Max(gap),
+            "logprob_gap/measured": Mean(1.0, tokens),
+            "train/loss": Sum(loss),
+        }
 
-    metrics = update_metrics([update(0.5, 1.0), update(9.0, 2.0)])
-    assert metrics["train/loss"] == 3.0 and metrics["logprob_gap/max"] == metrics["logprob_gap/mean"] == 0.5
-    assert metrics["logprob_gap/perplexity_ratio"] == pytest.approx(np.exp(0.5))
+    metrics = update_metrics([update(0.5, 1.0, 3.0), update(0.1, 2.0, 1.0)])
+    assert metrics["train/loss"] == 3.0 and metrics["logprob_gap/max"] == 0.5
+    assert metrics["logprob_gap/mean"] == pytest.approx(0.4) and metrics["logprob_gap/measured"] == 1.0
+    assert metrics["logprob_gap/perplexity_ratio"] == pytest.approx(np.exp(0.4))
     assert {"logprob_gap/ess", "logprob_gap/correlation"} <= metrics.keys() and "logprob_gap/product" not in metrics
-    assert update_metrics([{"train/loss": Sum(1.0)}]) == {"train/loss": 1.0}
+    unmeasured: dict[str, Metric] = {"logprob_gap/measured": Mean(0.0, 4.0)}
+    assert update_metrics([unmeasured]) == {"logprob_gap/measured": 0.0}
+    assert update_metrics([update(0.5, 1.0, 3.0), unmeasured])["logprob_gap/measured"] == pytest.approx(3 / 7)
+    assert update_metrics([{"train/loss": Sum(1.0)}]) == {"train/loss": 1.0} and update_metrics([]) == {}
+
+
+def test_answers_that_waited_keep_where_their_ratio_starts() -> None:
+    fresh = replace(answered(0, 1.0, 2), completion=replace(answered(0, 1.0, 2).completion, weight_version=3))
+    waited = replace(answered(0, 0.0, 1), old_logprobs=np.array([-7], np.float32))
+    now, then = to_sequences([fresh, waited], recipe(), 3)
+    assert now.old_logprobs is not None and then.old_logprobs is not None
+    assert now.old_logprobs.tolist() == pytest.approx([0, 0, np.nan, np.nan], nan_ok=True)
+    assert then.old_logprobs.tolist() == [0, 0, -7] and then.old_logprobs.dtype == np.float32
+    assert then.rollout_logprobs is not None and then.rollout_logprobs.tolist() == [0, 0, -1]
+    assert to_sequences([fresh], recipe(), 3)[0].old_logprobs is None
+    assert staleness_metrics([fresh, waited], 3) == {"staleness/mean": 1.0, "staleness/max": 2.0}
+
+    engine = recipe(algorithm={"old_logprobs": "rollout"}, train={"updates_per_step": 2})
+    sequences = to_sequences([fresh, fresh, waited, waited], engine, 3)
+    assert [s.old_logprobs is not None and s.old_logprobs[2] for s in sequences] == [-1, -1, -1, -1]
+    # Compared are log-probs of equal weights alone: no answer's that waited, none's after the first update.
+    compared = [[not np.isnan(s.rollout_logprobs).any() for s in sequences]]  # type: ignore[arg-type]
+    mixed = [sequences[0], sequences[2], sequences[1], sequences[3]]
+    for update in split(mixed, engine, 3):
+        compared.append([not np.isnan(s.rollout_logprobs).any() for s in update])  # type: ignore[arg-type]
+    assert compared == [[True, True, False, False], [True, False], [False, False]]
+
+
+def test_each_pass_visits_all_sequences_in_an_order_of_its_own() -> None:
+    sequences = masked(*("-" + "x" * length for length in range(1, 9)))
+
+    def lengths(step: int, seed: int = 5, **train: int) -> list[list[int]]:
+        batches = split(sequences, recipe(train=train, seed=seed), step)
+        assert [sum(map(sum, weights(batch))) for batch in batches] == pytest.approx([1] * len(batches))
+        return [[len(s) - 1 for s in batch] for batch in batches]
+
+    once = lengths(1, updates_per_step=2)
+    assert once == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    thrice = lengths(1, updates_per_step=2, epochs_per_step=3)
+    assert thrice[:2] == once and len(thrice) == 6
+    passes = [[*thrice[i], *thrice[i + 1]] for i in (0, 2, 4)]
+    assert all(sorted(one) == passes[0] for one in passes) and len(set(map(tuple, passes))) == 3
+    assert thrice == lengths(1, updates_per_step=2, epochs_per_step=3)
+    assert thrice[2:] != lengths(2, updates_per_step=2, epochs_per_step=3)[2:]
+    assert thrice[2:] != lengths(1, seed=6, updates_per_step=2, epochs_per_step=3)[2:]
+    assert [len(batch) for batch in lengths(1, epochs_per_step=2)] == [8, 8]
+
+
+def test_each_pass_learns_all_conversations_beside() -> None:
+    twice = recipe(algorithm={"ptx_coefficient": 0.5}, train={"updates_per_step": 2, "epochs_per_step": 2})
+    batches = split(masked("-x", "-xx"), twice, 1, masked("-xxx", "-xxxx"))
+    assert [len(batch[-1]) for batch in batches] == [4, 5, 4, 5]
 
 
 def test_reward_metrics() -> None:
@@ -228,7 +285,7 @@ def test_a_critic_s_values_become_advantages_and_returns(
     answers = [answered(0, 2.0, 2), answered(0, 7.0, 1)]
     first, second = (
         replace(s, old_logprobs=s.rollout_logprobs - np.float32(0.5), reference_logprobs=s.rollout_logprobs)
-        for s in to_sequences(answers, changed)
+        for s in to_sequences(answers, changed, 1)
         if s.rollout_logprobs is not None
     )
     values = np.array([9, 9, 1, 3], np.float32), np.array([9, 9, 7], np.float32)
@@ -254,7 +311,7 @@ def test_a_critic_s_values_become_advantages_and_returns(
 def test_conversations_make_their_share_of_the_loss() -> None:
     changed = recipe(algorithm={"ptx_coefficient": 0.25, "aggregation": "token_mean"}, train={"updates_per_step": 2})
     sequences = [replace(s, advantages=np.full(3, 5, np.float32)) for s in masked(".xx", ".x.")]
-    first, second = split(sequences, changed, masked(".xx", "..xxxx", ".xx"))
+    first, second = split(sequences, changed, 1, masked(".xx", "..xxxx", ".xx"))
     # 3/4 for the update's own tokens, 1/4 for those of its conversations: the first and third here, the second there.
     assert weights(first) == [[0, 0.375, 0.375], [0, 0.0625, 0.0625], [0, 0.0625, 0.0625]]
     assert weights(second) == [[0, 0.75, 0], [0, 0, 0.0625, 0.0625, 0.0625, 0.0625]]

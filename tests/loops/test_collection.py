@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.evaluation import Answered
 from megarl.loops.collection import Collection, teaches
-from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings
+from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings, TrainingSequence
 
 PROBLEMS = [Problem(index, (), (index, 5), f"{index}") for index in range(10)]
 SAMPLES = 4
@@ -47,11 +48,14 @@ class Students:
         return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed)
 
 
-def collection(right: dict[int, int], **algorithm: Any) -> Collection:
+def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Collection:
+    train = {
+        "prompts_per_step": 3, "samples_per_prompt": SAMPLES, "updates_per_step": updates, "epochs_per_step": epochs,
+    }  # fmt: skip
     recipe = Recipe.model_validate(
         {
             "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False},
-            "train": {"prompts_per_step": 3, "samples_per_prompt": SAMPLES}, "algorithm": algorithm, "seed": 7,
+            "train": train, "algorithm": algorithm, "seed": 7,
         }
     )  # fmt: skip
     return Collection(recipe, PROBLEMS, Students(right), SamplingSettings(8))  # type: ignore[arg-type]
@@ -71,7 +75,7 @@ def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
 
 
 def measured(attempts: int, kept: float) -> dict[str, float]:
-    return {"rollout/attempts": attempts, "rollout/kept": kept, "rollout/waited": 0.0}
+    return {"rollout/attempts": attempts, "rollout/kept": kept}
 
 
 MIXED = {0: 4, 1: 1, 2: 0, 3: 2, 4: 4, 5: 3, 6: 1, 7: 1, 8: 1, 9: 0}
@@ -129,12 +133,98 @@ def test_groups_of_several_attempts_are_told_apart() -> None:
 
 def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
     first = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
-    asyncio.run(first.step())
+    asyncio.run(first.add_old_logprobs(asyncio.run(first.step())[0], Trainer().forward, 1))
     assert len(first.waiting) == 3
     first.save(tmp_path)
     second = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
-    second.load(tmp_path)
+    assert second.load(tmp_path) == 0
     assert plain(second.waiting) == plain(first.waiting)
+
+
+@dataclass
+class Trainer:
+    """Log-probs that name the weights: those of version v are v and the token's id, as a fraction."""
+
+    version: int = 1
+    num_asked: list[int] = field(default_factory=list)
+
+    async def forward(self, sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
+        assert len({s.old_logprobs is None for s in sequences}) == 1
+        self.num_asked.append(len(sequences))
+        return [(self.version + s.token_ids / 1000).astype(np.float32) for s in sequences]
+
+
+def old_logprobs(answers: Sequence[Answered]) -> list[Any]:
+    """The version that the old log-probs of each group name, None where it has none."""
+    for a in answers:
+        if a.old_logprobs is not None:
+            fraction = (a.completion.token_ids / 1000).tolist()
+            assert (a.old_logprobs - a.old_logprobs.astype(int)).tolist() == pytest.approx(fraction, abs=1e-6)
+            assert len(a.old_logprobs) == len(a.completion.token_ids)
+    return [a.old_logprobs if a.old_logprobs is None else int(a.old_logprobs[0]) for a in answers[::SAMPLES]]
+
+
+FILTERED: dict[str, Any] = {"filter_range": (0.0, 1.0), "oversampling": 2.0}
+ALL_MIXED = dict.fromkeys(range(10), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained", "num_asked"),
+    [
+        # Six groups are drawn for every other step, three of which wait: only theirs are asked for.
+        pytest.param({}, [[None] * 3, [1] * 3, [None] * 3, [3] * 3], [12, 12], id="one update"),
+        pytest.param({"updates": 3}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several updates"),
+        pytest.param({"epochs": 2}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several passes"),
+        pytest.param({"correction": "band"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="correction"),
+        pytest.param(
+            {"kl_coefficient": 0.1, "kl_in": "reward"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="kl before"
+        ),
+        pytest.param(
+            {"kl_coefficient": 0.1}, [[None] * 3, [1] * 3, [None] * 3, [3] * 3], [12, 12], id="kl in the loss"
+        ),
+        pytest.param({"old_logprobs": "rollout"}, [[None] * 3] * 4, [], id="of the engine"),
+    ],
+)
+def test_the_weights_that_sampled_give_the_old_logprobs(
+    settings: dict[str, Any], trained: list[Any], num_asked: list[int], tmp_path: Path
+) -> None:
+    trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED, **settings)
+    found = []
+    for _ in range(4):
+        answered, _, _ = asyncio.run(collected.step())
+        answered = asyncio.run(collected.add_old_logprobs(answered, trainer.forward, trainer.version))
+        assert [a.group for a in answered] == [group for group in range(3) for _ in range(SAMPLES)]
+        found.append(old_logprobs(answered))
+        collected.save(tmp_path)
+        collected = collection(ALL_MIXED, **FILTERED, **settings)
+        assert collected.load(tmp_path) == 0
+        trainer.version += 1
+    assert found == trained and trainer.num_asked == num_asked
+
+
+def test_without_a_filter_nothing_is_asked_of_the_trainer() -> None:
+    trainer, collected = Trainer(), collection(ALL_MIXED)
+    answered, _, _ = asyncio.run(collected.step())
+    assert old_logprobs(asyncio.run(collected.add_old_logprobs(answered, trainer.forward, 1))) == [None] * 3
+    assert trainer.num_asked == []
+
+
+def test_a_step_that_is_forgotten_leaves_what_waited() -> None:
+    trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED)
+    asyncio.run(collected.add_old_logprobs(asyncio.run(collected.step())[0], trainer.forward, 1))
+    before = plain(collected.waiting)
+    asyncio.run(collected.add_old_logprobs(asyncio.run(collected.step())[0], trainer.forward, 2))
+    collected.forget_step()
+    assert plain(collected.waiting) == before and len(before) == 3
+
+
+def test_answers_that_waited_for_an_engine_s_ratio_are_told_when_the_trainer_s_is_asked_for(tmp_path: Path) -> None:
+    first = collection(ALL_MIXED, **FILTERED, old_logprobs="rollout")
+    asyncio.run(first.step())
+    first.save(tmp_path)
+    second = collection(ALL_MIXED, **FILTERED)
+    assert second.load(tmp_path) == 3 * SAMPLES
+    assert all(a.old_logprobs is a.completion.rollout_logprobs for group in second.waiting for a in group)
 
 
 def plain(value: Any) -> Any:
@@ -146,5 +236,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Answered):
         completion = value.completion
         fields = ("token_ids", "rollout_logprobs", "routed_experts", "finish_reason", "weight_version", "request_id")
-        return [value.problem.index, value.text, value.reward] + [plain(getattr(completion, name)) for name in fields]
+        own = [value.problem.index, value.text, value.reward, plain(value.old_logprobs)]
+        return own + [plain(getattr(completion, name)) for name in fields]
     return value
