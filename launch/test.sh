@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Passes all tests that this machine can run: style, types, floors, then pytest. Arguments go to pytest.
-# Takes about 35 minutes on two quiet cores. The last lines say which tests are left out here and why; pytest's own
+# Takes about 37 minutes on two quiet cores. The last lines say which tests are left out here and why; pytest's own
 # closing line is the very last.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -25,6 +25,8 @@ MARK = "MEGARL_TEST_RUN"
 """Names the runs of pytest that a process belongs to, each followed by a comma; a test may start pytest itself."""
 _ENDING_SECONDS = 20.0
 _POLL_SECONDS = 2.0
+_OF_LIBRARIES = re.compile(r"torchinductor_.*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""Temporary files that are removed at the end but are nobody's fault: torch's cache and vLLM's sockets."""
 _SHARED_MEMORY = re.compile(rb"/dev/shm/(\S+)")
 
 
@@ -90,8 +92,7 @@ def _mapped_memory(processes: list[Process]) -> set[str]:
 def _left(mark: str, folder: Path, memory: set[str]) -> list[str]:
     """What is there of a run, a line each."""
     processes = [f"process {pid}: {command[:200]}" for pid, command in marked_processes(mark)]
-    # torch makes its cache wherever parts of it are imported.
-    made = (path for path in sorted(folder.glob("*")) if not path.name.startswith("torchinductor_"))
+    made = (path for path in sorted(folder.glob("*")) if not _OF_LIBRARIES.fullmatch(path.name))
     files = [str(path) for path in (*made, *(Path("/dev/shm") / n for n in sorted(memory)))]
     return processes + [path for path in files if Path(path).exists()]
 
