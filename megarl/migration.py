@@ -92,6 +92,7 @@ COUNTERPARTS = (
         ("train.updates_per_step",),
         "how many updates a step's samples are split into",
     ),
+    Counterpart(("ppo_epochs", "num_ppo_epochs", "num_iterations"), ("train.epochs_per_step",)),
     Counterpart(
         (
             "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size",

@@ -29,6 +29,7 @@ WRITTEN = {
     "actor_rollout_ref.actor.optim.lr": "optimizer.learning_rate",
     "critic.optim.lr": "critic.optimizer.learning_rate",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "train.updates_per_step",
+    "actor_rollout_ref.actor.ppo_epochs": "train.epochs_per_step",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": MICROBATCH,
     "actor_rollout_ref.actor.clip_ratio": CLIP,
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.dual_clip",
@@ -56,6 +57,8 @@ WRITTEN = {
     "custom_reward_function.path": "reward.functions",
     "reward_model.overlong_buffer.len": "algorithm.overlength_buffer",
     # TRL
+    "num_ppo_epochs": "train.epochs_per_step",
+    "num_iterations": "train.epochs_per_step",
     "algorithm.epsilon": CLIP,
     "algorithm.epsilon_high": "algorithm.clip_high",
     "algorithm.beta": "algorithm.kl_coefficient",
