@@ -19,27 +19,32 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from megarl.config import Recipe, Section
-
-SECRET_ENDINGS = ("token", "secret", "password", "passwd", "api_key", "access_key", "credentials")
-"""A field whose name ends so is not written to run folders or terminals."""
+    from megarl.config.secrets import Place
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a YAML file with `section.field=value` overrides on top.
 
-    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`); `???` is a value
-    that an override must give. Raises one ConfigError that lists all that is wrong.
+    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`), which the recipe
+    remembers (`Recipe.references`); `???` is a value that an override must give. Raises one ConfigError that lists all
+    that is wrong; a secret in clear is.
     """
     from pydantic import ValidationError
 
     from megarl.config import Recipe
+    from megarl.config.secrets import literal_secrets
 
-    values = _merged(Path(path), overrides)
+    values, references = _merged(Path(path), overrides)
+    problems = [*literal_secrets(values, references)]
     try:
-        return Recipe.model_validate(values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(e["type"], e["loc"], e["input"], e["msg"]) for e in error.errors(include_url=False)]
-        raise ConfigError(error_page(path, lines)) from None
+        for found in error.errors(include_url=False):
+            problems.append(_explain(found["type"], found["loc"], found["input"], found["msg"], references))
+        raise ConfigError(error_page(path, problems)) from None
+    if problems:
+        raise ConfigError(error_page(path, problems))
+    return recipe.with_references(references)
 
 
 def error_page(title: str | Path, problems: Sequence[str]) -> str:
@@ -49,11 +54,16 @@ def error_page(title: str | Path, problems: Sequence[str]) -> str:
     )
 
 
-def to_yaml(section: Section, comments: bool = False) -> str:
-    """The section with all its fields as YAML that `load` reads back; the values of secret fields are hidden.
+def to_yaml(recipe: Recipe, comments: bool = False) -> str:
+    """The recipe with all its fields as YAML that `load` reads back.
 
-    With `comments` each field comes after its description.
+    What was read from the environment stays a reference to it; a secret in clear is hidden. With `comments` each field
+    comes after its description.
     """
+    return _section_yaml(recipe, (), recipe.references, comments)
+
+
+def _section_yaml(section: Section, place: Place, references: Mapping[Place, str], comments: bool) -> str:
     import yaml
 
     parts = []
@@ -62,27 +72,41 @@ def to_yaml(section: Section, comments: bool = False) -> str:
         if comments:
             doc = " ".join((field.description or "").split())
             parts.append(textwrap.fill(doc, 110, initial_indent="# ", subsequent_indent="# ") + "\n")
-        if hasattr(value, "model_fields_set"):
-            parts.append(f"{name}:\n{textwrap.indent(to_yaml(value, comments), '  ')}")
+        if hasattr(value, "model_fields_set") and (*place, name) not in references:
+            inner = _section_yaml(value, (*place, name), references, comments)
+            parts.append(f"{name}:\n{textwrap.indent(inner, '  ')}")
         else:
-            plain = {name: _printable(value, name)}
+            plain = {name: _printable(value, (*place, name), references)}
             parts.append(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6))
     return "".join(parts)
 
 
-def _printable(value: Any, key: str) -> Any:
+def _printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
+    """A value as it may be written: references as they stand, secrets hidden."""
+    from megarl.config.secrets import holds_secret
+
+    if place in references:
+        return references[place]
     if isinstance(value, Mapping):
-        return {name: _printable(item, str(name)) for name, item in value.items()}
+        return {name: _printable(item, (*place, str(name)), references) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_printable(item, key) for item in value]
+        return [_printable(item, (*place, index), references) for index, item in enumerate(value)]
     if isinstance(value, str):
         # `load` would take a bare ${...} for a reference.
-        return "<hidden>" if key.lower().endswith(SECRET_ENDINGS) else value.replace("${", "\\${")
+        return "<hidden>" if holds_secret(place, value) else value.replace("${", "\\${")
     return value
 
 
-def _merged(path: Path, overrides: Sequence[str]) -> Any:
-    """File and overrides as plain values, references resolved. Raises ConfigError."""
+def _reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
+    """The reference that a value, or a section around it, was read by."""
+    return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)
+
+
+def _merged(path: Path, overrides: Sequence[str]) -> tuple[Any, dict[Place, str]]:
+    """File and overrides as plain values, references resolved; and the text of those that read the environment.
+
+    Raises ConfigError.
+    """
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -119,7 +143,7 @@ def _merged(path: Path, overrides: Sequence[str]) -> Any:
     if problems:
         raise ConfigError(error_page("command line", problems))
     try:
-        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True), _environment_references(tree)
     except OmegaConfBaseException as error:
         place = getattr(error, "full_key", None) or "value"
         raise ConfigError(
@@ -128,18 +152,54 @@ def _merged(path: Path, overrides: Sequence[str]) -> Any:
         ) from None
 
 
+def _environment_references(tree: Any) -> dict[Place, str]:
+    """The text of each value whose resolving reads the environment, also by way of another field."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    has_read = False
+
+    def read(*arguments: Any) -> Any:
+        nonlocal has_read
+        has_read = True
+        return oc.env(*arguments)
+
+    def walk(raw: Any, node: Any, place: Place) -> Iterator[tuple[Place, str]]:
+        nonlocal has_read
+        if isinstance(raw, str):
+            if "${" in raw:
+                has_read = False
+                resolved = node[place[-1]]
+                if OmegaConf.is_config(resolved):
+                    OmegaConf.to_container(resolved, resolve=True)
+                if has_read:
+                    yield place, raw
+        elif raw and isinstance(raw, dict | list):
+            inner = node[place[-1]] if place else node
+            for key in raw if isinstance(raw, dict) else range(len(raw)):
+                yield from walk(raw[key], inner, (*place, key))
+
+    OmegaConf.register_resolver("oc.env", read, replace=True)
+    try:
+        found = walk(OmegaConf.to_container(tree, resolve=False), tree, ())
+        return {tuple(p if isinstance(p, int) else str(p) for p in place): raw for place, raw in found}
+    finally:
+        OmegaConf.register_resolver("oc.env", oc.env, replace=True)
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split("\n    full_key")[0].split())
 
 
-def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str) -> str:
-    """One line for one error of pydantic: field, value, what is wrong, remedy."""
+def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]) -> str:
+    """One line for one error of pydantic: field, value as it may be written, what is wrong, remedy."""
     from megarl.config import Recipe
 
     known = dict(_fields(Recipe))
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
-    shown = f"{place} = {textwrap.shorten(repr(_printable(value, place)), 80)}"
+    value = _reference_around(loc, references) or _printable(value, loc, references)
+    shown = f"{place} = {textwrap.shorten(repr(value), 80)}"
     if kind == "missing":
         required = [name for name, field in known.items() if name.startswith(place + ".") and field.is_required()]
         return "\n".join(f"{name}: missing; add it: {_doc(known[name])}" for name in required or [place])

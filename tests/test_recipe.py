@@ -189,12 +189,84 @@ def test_yaml_reads_back_as_the_same_recipe(small: Path, comments: bool) -> None
     assert again.evaluation_sampling.max_new_tokens == 17
 
 
-def test_yaml_hides_secrets_and_explains_every_field(small: Path) -> None:
-    text = to_yaml(load(small, ["rollout.vllm={hf_token: geheim, nested: {API_KEY: geheim}}"]), comments=True)
-    assert "geheim" not in text
-    assert text.count("<hidden>") == 2
-    lines = text.splitlines()
+def test_yaml_explains_every_field(small: Path) -> None:
+    lines = to_yaml(load(small), comments=True).splitlines()
     assert lines[lines.index("  pp: 1") - 1].startswith("  # Pipeline-parallel size")
+
+
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        pytest.param("rollout.vllm.hf_token=geheim", "rollout.vllm.hf_token", id="token"),
+        pytest.param("rollout.vllm.hf_tokens=[geheim]", "rollout.vllm.hf_tokens.0", id="tokens"),
+        pytest.param("rollout.vllm.api_keys={a: geheim}", "rollout.vllm.api_keys.a", id="keys"),
+        pytest.param("rollout.vllm.auth={user: geheim}", "rollout.vllm.auth.user", id="auth"),
+        pytest.param("rollout.vllm.nested={apiKey: geheim}", "rollout.vllm.nested.apiKey", id="nested"),
+        pytest.param("train.hf_token=geheim", "train.hf_token", id="unknown field"),
+        pytest.param("rollout.vllm.url=https://me:geheim@host/x", "rollout.vllm.url", id="password in a URL"),
+        pytest.param("runs_folder=https://geheim@host/x", "runs_folder", id="token in a URL"),
+        pytest.param("rollout.vllm.url=https://host/x?sig=1&token=geheim", "rollout.vllm.url", id="query"),
+        pytest.param("cluster.srun_options=['--export=ALL,HF_TOKEN=geheim']", "cluster.srun_options.0", id="srun"),
+        pytest.param("rollout.vllm.url=https://me:geheim@${oc.env:HOST}", "rollout.vllm.url", id="beside a reference"),
+    ],
+)
+def test_a_secret_in_clear_is_refused_and_not_repeated(
+    small: Path, override: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOST", "example.org")
+    page = failure(small, override)
+    assert f"  {place} = <hidden>: a secret must not stand in a recipe; refer to it by the name of an env" in page
+    assert "${oc.env:NAME}" in page and "geheim" not in page
+
+
+def test_names_that_only_look_like_a_secrets_are_accepted(small: Path) -> None:
+    given = (
+        "{max_num_batched_tokens: 64, pad_token: <pad>, hf_token: true, tokenizer_mode: auto, url: 'https://h:80/a@b'}"
+    )
+    vllm = load(small, [f"rollout.vllm={given}", "data.validation.tokens=t.jsonl"]).rollout.vllm
+    assert vllm["pad_token"] == "<pad>"
+
+
+def test_what_comes_from_the_environment_is_written_as_a_reference(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "geheim")
+    monkeypatch.setenv("MY_STEPS", "7")
+    overrides = [
+        "rollout.vllm.hf_token=${oc.env:MY_TOKEN}",
+        "rollout.vllm.url=https://me:${oc.env:MY_TOKEN}@host",
+        "rollout.vllm.list=[a, '${oc.env:MY_TOKEN}']",
+        "rollout.sampling.stop=['${rollout.vllm.hf_token}']",
+        "trainer.megatron=${rollout.vllm}",
+        "train.steps=${oc.env:MY_STEPS}",
+        "runs_folder=${oc.env:ABSENT,elsewhere}",
+        "data.system_prompt=${name}",
+    ]
+    recipe = load(small, overrides)
+    assert recipe.rollout.vllm["url"] == "https://me:geheim@host" and recipe.rollout.sampling.stop == ("geheim",)
+    assert (recipe.train.steps, recipe.runs_folder) == (7, "elsewhere")
+    text = to_yaml(recipe, comments=True)
+    assert "geheim" not in text
+    kept = yaml.safe_load(text)
+    assert kept["rollout"]["vllm"]["hf_token"] == "${oc.env:MY_TOKEN}"
+    assert kept["rollout"]["vllm"]["list"] == ["a", "${oc.env:MY_TOKEN}"]
+    assert kept["train"]["steps"] == "${oc.env:MY_STEPS}" and kept["data"]["system_prompt"] == "small"
+    # Read again, with what the environment says then.
+    assert load(written(small.parent, text)) == recipe
+    monkeypatch.setenv("MY_TOKEN", "neu")
+    again = load(small.parent / "recipe.yaml")
+    assert again.rollout.vllm["hf_token"] == again.trainer.megatron["hf_token"] == "neu"
+    assert to_yaml(again, comments=True) == text
+
+
+def test_an_error_shows_the_reference_and_not_what_it_was_read_as(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "geheim")
+    page = failure(small, "train.steps=${oc.env:MY_TOKEN}", "trainer.tpp=${oc.env:MY_TOKEN}")
+    assert "train.steps = '${oc.env:MY_TOKEN}'" in page and "geheim" not in page
+    monkeypatch.delenv("MY_TOKEN")
+    assert "rollout.vllm.hf_token: Environment variable 'MY_TOKEN' not found" in failure(
+        small, "rollout.vllm.hf_token=${oc.env:MY_TOKEN}"
+    )
 
 
 def test_evaluation_sampling_takes_from_the_rollout_what_it_leaves_out(small: Path) -> None:

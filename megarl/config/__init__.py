@@ -6,11 +6,13 @@ What one field can tell is checked here; what several fields, the model folder o
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
 
 from megarl.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, PreferenceConfig
+from megarl.config.secrets import Place
 from megarl.config.section import Section
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -269,6 +271,19 @@ class Recipe(Section):
     """The reshard."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is saved on the way."""
+
+    _references: dict[Place, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def references(self) -> Mapping[Place, str]:
+        """The text of each value that was read from the environment, such as `${oc.env:HF_TOKEN}`."""
+        return self._references
+
+    def with_references(self, references: Mapping[Place, str]) -> Self:
+        """The recipe, which is to be written with these texts in place of what they were read as."""
+        copy = self.model_copy()
+        copy._references = dict(references)
+        return copy
 
     @property
     def has_reference(self) -> bool:
