@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from megarl.types import ConfigError, MegarlError, PeerLostError
 
@@ -39,24 +40,47 @@ Overrides = Annotated[
 ]
 
 
-@app.command()
+class _TrainCommand(TyperCommand):
+    """`--resume` may come alone or with a value behind an equals sign; the next argument is never taken for one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--resume=if-any" if text == "--resume" else text for text in args])
+
+
+@app.command(cls=_TrainCommand)
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the sizes, stop.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's newest checkpoint; RECIPE may be its run folder.")
+        Literal["if-any", "must"] | None,
+        typer.Option(
+            "--resume",
+            metavar="[=must]",
+            help="Go on from the run's newest checkpoint, if there is one; --resume=must: fail where there is none. "
+            "RECIPE may be the run's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew; what the run's folder holds is moved to earlier/ in it.")
     ] = False,
 ) -> None:
     """Check a recipe, its model and its data; then train."""
     from megarl.preflight import check, check_rewards, count_records
     from megarl.recipe import load
 
+    if resume and restart:
+        raise ConfigError("--resume and --restart: give one of them; --resume goes on, --restart begins anew")
     path, given = Path(recipe), list(overrides or ())
-    if resume and path.is_dir():
-        given = [f"runs_folder={path.absolute().parent}", f"name={path.absolute().name}", *given]
+    if path.is_dir():
+        if not resume and not restart:
+            raise ConfigError(_folder_hint(path))
+        given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
     loaded = load(path, given)
+    if not dry_run and not restart and not _has_work(loaded, resume):
+        return
     layout = check(loaded)
     records = count_records(loaded)
     check_rewards(loaded)
@@ -64,7 +88,43 @@ def train(
     if not dry_run:
         from megarl.loops.run import run
 
-        run(loaded, layout, resume=resume)
+        run(loaded, layout, resume=resume, restart=restart)
+
+
+def _folder_hint(path: Path) -> str:
+    if (path / "config.yaml").exists():
+        return f"{path}: is the folder of a run; go on with: megarl train {path} --resume"
+    return f"{path}: is a folder; give the YAML file of a recipe"
+
+
+def _place_of(run_folder: Path) -> dict[str, str]:
+    """Where a run's folder is, as a recipe says it."""
+    absolute = run_folder.absolute()
+    return {"runs_folder": str(absolute.parent), "name": absolute.name}
+
+
+def _has_work(recipe: Recipe, resume: str | None) -> bool:
+    """Whether there is anything to train: a finished run is told of, before anything is started or changed.
+
+    Raises ConfigError where the run's folder does not fit what is asked.
+    """
+    from megarl.recipe import recipe_changes
+    from megarl.tracking.earlier_run import EarlierRun
+    from megarl.tracking.run_folder import run_path
+
+    earlier = EarlierRun.read(run_path(recipe))
+    if resume is None:
+        earlier.refuse_new_start()
+        return True
+    if finished := earlier.finished_text(recipe.train.steps):
+        print(finished)
+        as_it_was_run = earlier.recipe()
+        for change in recipe_changes(as_it_was_run, recipe) if as_it_was_run else ():
+            print(f"not as it was run: {change}")
+        return False
+    if resume == "must":
+        earlier.require_checkpoint()
+    return True
 
 
 @app.command()

@@ -63,6 +63,36 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
     return _section_yaml(recipe, (), recipe.references, comments)
 
 
+def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """`field: old -> new` for each field whose value is not what it was in an earlier recipe, read from its YAML.
+
+    What the earlier recipe does not know counts as what it is by default.
+    """
+    import yaml
+
+    from megarl.config import Recipe
+
+    required = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
+    defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
+    before = dict(_leaves(yaml.safe_load(to_yaml(defaults)))) | dict(_leaves(earlier))
+    now = dict(_leaves(yaml.safe_load(to_yaml(recipe))))
+    absent = "(not set)"
+    return [
+        f"{field}: {before.get(field, absent)} -> {now.get(field, absent)}"
+        for field in dict.fromkeys((*now, *before))
+        if before.get(field, absent) != now.get(field, absent)
+    ]
+
+
+def _leaves(values: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value by its dotted name; a list is one value."""
+    if not isinstance(values, Mapping):
+        yield field, values
+    else:
+        for name, value in values.items():
+            yield from _leaves(value, f"{field}.{name}" if field else str(name))
+
+
 def _section_yaml(section: Section, place: Place, references: Mapping[Place, str], comments: bool) -> str:
     import yaml
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,6 +83,22 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
 @pytest.fixture
 def num_kills(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--kills")
+
+
+@contextmanager
+def _no_file_may_grow() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def no_file_may_grow() -> Callable[[], AbstractContextManager[None]]:
+    """`with no_file_may_grow():` each write to a file fails, as on a disk without room."""
+    return _no_file_may_grow
 
 
 @pytest.fixture(scope="session")

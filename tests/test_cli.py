@@ -161,6 +161,45 @@ def test_wrong_usage_exits_2() -> None:
         assert megarl(*arguments).returncode == 2
 
 
+def finished(recipe: Path) -> Path:
+    """The folder of the recipe's run, which has finished with another learning rate."""
+    run = recipe.parent / "runs/small"
+    run.mkdir(parents=True)
+    (run / "status.json").write_text(json.dumps({"state": "done", "step": 6}))
+    shown = megarl("show-config", recipe, "optimizer.learning_rate=0.25").stdout
+    (run / "config.yaml").write_text(shown)
+    return run
+
+
+def test_a_finished_run_says_so_at_once_and_changes_nothing(recipe: Path) -> None:
+    run = finished(recipe)
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    for arguments in ([recipe, "--resume"], ["--resume", recipe], ["--resume=must", run]):
+        began = os.times()
+        done = megarl("train", *arguments)
+        ended = os.times()
+        # The CPU time of the process, which a busy machine does not change.
+        assert sum(ended[2:4]) - sum(began[2:4]) < 2
+        assert done.returncode == 0 and f"{run} is finished (step 6 of 6): nothing is changed" in done.stdout
+        assert ("not as it was run: optimizer.learning_rate: 0.25 -> " in done.stdout) == (run not in arguments)
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+def test_starts_that_do_not_fit_what_the_folder_holds_are_refused(recipe: Path) -> None:
+    run = finished(recipe)
+    for arguments, told in (
+        ([recipe], "already holds a run, which is done at step 6"),
+        ([recipe, "--resume=must", "name=smal"], "smal has no checkpoint to go on from"),
+        ([recipe, "--resume=never"], "--resume"),
+        ([recipe, "--resume", "--restart"], "--resume and --restart: give one of them"),
+        ([run], f"go on with: megarl train {run} --resume"),
+        ([recipe.parent], "is a folder; give the YAML file of a recipe"),
+    ):
+        done = megarl("train", *arguments)
+        assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert not (run.parent / "smal").exists()
+
+
 def test_show_config_is_a_recipe_again(recipe: Path) -> None:
     shown = megarl("show-config", recipe, "train.steps=7")
     assert shown.returncode == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.recipe import load, to_yaml
+from megarl.recipe import load, recipe_changes, to_yaml
 from megarl.types import ConfigError
 
 SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -264,9 +264,8 @@ def test_an_error_shows_the_reference_and_not_what_it_was_read_as(small: Path, m
     page = failure(small, "train.steps=${oc.env:MY_TOKEN}", "trainer.tpp=${oc.env:MY_TOKEN}")
     assert "train.steps = '${oc.env:MY_TOKEN}'" in page and "geheim" not in page
     monkeypatch.delenv("MY_TOKEN")
-    assert "rollout.vllm.hf_token: Environment variable 'MY_TOKEN' not found" in failure(
-        small, "rollout.vllm.hf_token=${oc.env:MY_TOKEN}"
-    )
+    page = failure(small, "rollout.vllm.hf_token=${oc.env:MY_TOKEN}")
+    assert "rollout.vllm.hf_token: " in page and "Environment variable 'MY_TOKEN' not found" in page
 
 
 def test_evaluation_sampling_takes_from_the_rollout_what_it_leaves_out(small: Path) -> None:
@@ -275,3 +274,30 @@ def test_evaluation_sampling_takes_from_the_rollout_what_it_leaves_out(small: Pa
     assert (sampling.max_new_tokens, sampling.stop, sampling.temperature, sampling.top_k) == (5, ("a",), 0.0, 0)
     own = load(small, [*overrides, "evaluation.sampling={stop: [], top_p: 0.5}"]).evaluation_sampling
     assert (own.max_new_tokens, own.stop, own.temperature, own.top_p) == (5, (), 0.0, 0.5)
+
+
+def test_changes_are_named_field_by_field(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "geheim")
+    earlier = yaml.safe_load(to_yaml(load(small, ["data.validation={a: a.jsonl}", "train.steps=6"])))
+    del earlier["seed"]  # a field that was not known then
+    now = load(
+        small,
+        [
+            "optimizer.learning_rate=0.5",
+            "train.steps=6",
+            "rollout.vllm.hf_token=${oc.env:MY_TOKEN}",
+            "rollout.sampling.stop=[x]",
+            "data.validation={b: b.jsonl}",
+        ],
+    )
+    changes = recipe_changes(earlier, now)
+    before = earlier["optimizer"]["learning_rate"]
+    assert set(changes) == {
+        f"optimizer.learning_rate: {before} -> 0.5",
+        "rollout.vllm.hf_token: (not set) -> ${oc.env:MY_TOKEN}",
+        "rollout.sampling.stop: [] -> ['x']",
+        "data.validation.a: a.jsonl -> (not set)",
+        "data.validation.b: (not set) -> b.jsonl",
+    }
+    assert recipe_changes(yaml.safe_load(to_yaml(now)), now) == []
+    assert recipe_changes({**earlier, "seed": 3}, now)[0] == "seed: 3 -> 0"

@@ -7,17 +7,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
+from megarl.tracking.earlier_run import EarlierRun
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.storage import disk_full_named, replace_text, sync
+from megarl.tracking.storage import disk_full_named, replace_text, storage_faults_named, sync
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
 from megarl.weights.layouts.torch_dist_reader import check_harmless
@@ -25,8 +28,7 @@ from megarl.weights.ledger import MANIFEST, check_hashes, check_sizes, file_reco
 from megarl.workers.process_group import ProcessGroup
 
 DRIVER = "driver.json"
-_HARMLESS = {"cluster", "trainer", "weights", "checkpoint", "runs_folder", "name"}
-"""Parts of the recipe that a resumed run may change without training differently."""
+_LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 
 
 class Checkpoints:
@@ -35,8 +37,13 @@ class Checkpoints:
     Adds to a step's metrics `time/checkpoint_seconds`: how long training waited for its saves.
     """
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: ProcessGroup) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: ProcessGroup, inputs: Mapping[str, Any]
+    ) -> None:
+        """`inputs` tells of models and data; a resume compares it with its own."""
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
+        self._inputs = inputs
+        self._unlogged: Mapping[str, float] | None = None
         self._begun: int | None = None
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
@@ -52,8 +59,17 @@ class Checkpoints:
         if every and (step % every == 0 or step == self._recipe.train.steps):
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
 
-    async def save(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Save the state after a step, reshard and all, and wait for it, unless that is done already."""
+    async def save(
+        self,
+        step: int,
+        save_driver: Callable[[Path], None] | None = None,
+        unlogged: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save the state after a step, reshard and all, and wait for it, unless that is done already.
+
+        `unlogged` are the step's metrics where its evaluation was cut short, for the resumed run to log with it.
+        """
+        self._unlogged = unlogged
         if self._begun != step and not self._published(step).exists():
             await self._begin(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
@@ -86,7 +102,11 @@ class Checkpoints:
 
     def _publish(self, step: int, files: dict[str, Any]) -> None:
         partial, home = self._partial(step), self._folder.checkpoints_folder
-        driver = {"step": step, "recipe": _plain(self._recipe)}
+        unlogged = {name: float(value) for name, value in (self._unlogged or {}).items()}
+        driver = {
+            "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
+            "unlogged": None if self._unlogged is None else unlogged,
+        }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         for path in partial.iterdir():
             if path.name not in files:
@@ -99,7 +119,7 @@ class Checkpoints:
         sync(home)
         replace_text(home / "latest", target.name + "\n")
         if check_sizes(target):
-            for older in _found(home)[self._recipe.checkpoint.keep :]:
+            for older in EarlierRun.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
                 # First it loses its name: half a checkpoint must not look like one.
                 shutil.rmtree(older.rename(home / f".{older.name}.removed"))
 
@@ -124,55 +144,71 @@ class Checkpoints:
             raise
 
 
-def newest_good(home: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every byte is as it was written; None where none was ever complete.
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The newest good checkpoint, and why each newer one is damaged, by name."""
 
-    A damaged one is warned of and renamed to `.damaged`. Raises DataError if none is good.
+    good: Path | None
+    damaged: Mapping[str, str]
+
+    def settle(self, home: Path) -> None:
+        """Act on it: damaged checkpoints get another name, what half saves left goes, `latest` names the good one.
+
+        Raises StorageError.
+        """
+        with storage_faults_named(home):
+            for name in self.damaged:
+                _rename_damaged(home / name)
+            for leftover in home.glob(".step_*"):
+                if _LEFTOVER.fullmatch(leftover.name):
+                    shutil.rmtree(leftover, ignore_errors=True)
+            if self.good and _read(home / "latest") != self.good.name + "\n":
+                replace_text(home / "latest", self.good.name + "\n")
+
+
+def survey(earlier: EarlierRun) -> Survey:
+    """Look for the newest checkpoint whose every byte is as it was written, and change nothing.
+
+    Only a file that is proven to be wrong speaks against a checkpoint. Raises StorageError for one that cannot be read
+    at all, DataError if there are checkpoints and none is good.
     """
-    for leftover in home.glob(".step_*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    found = _found(home)
-    for folder in found:
+    damaged: dict[str, str] = {}
+    for folder in earlier.checkpoints:
         try:
-            expected = check_sizes(folder)
-            if not expected:
-                raise DataError(f"{folder / MANIFEST}: not found.")
-            check_hashes(folder, expected)
-            check_harmless(folder)
-            replace_text(home / "latest", folder.name + "\n")
-            return folder
-        except (DataError, OSError) as error:
-            warn(f"checkpoint {folder.name} is left out: {error}")
-            damaged = folder.with_name(f"{folder.name}.damaged")
-            shutil.rmtree(damaged, ignore_errors=True)
-            folder.rename(damaged)
-    if found:
-        raise DataError(
-            f"{home}: none of its {len(found)} checkpoints is good. Bring one back from a copy, or remove the run's "
-            "folder and start again."
-        )
-    return None
+            with storage_faults_named(folder):
+                expected = check_sizes(folder)
+                if not expected:
+                    raise DataError(f"{folder / MANIFEST}: not found.")
+                check_hashes(folder, expected)
+                check_harmless(folder)
+        except DataError as error:
+            damaged[folder.name] = str(error)
+        else:
+            return Survey(folder, damaged)
+    try:
+        earlier.refuse_start_over()
+    except DataError as error:
+        raise DataError("\n  ".join([str(error), *damaged.values()])) from None
+    return Survey(None, {})
 
 
-def checkpoint_step(folder: Path) -> int:
-    """The step after which a checkpoint was made."""
-    return int(folder.name.removeprefix("step_"))
-
-
-def changed_sections(checkpoint: Path, recipe: Recipe) -> list[str]:
-    """Parts of the recipe that decide what is trained and are not as they were when the checkpoint was made."""
-    earlier = json.loads((checkpoint / DRIVER).read_text(encoding="utf-8"))["recipe"]
-    return [name for name, now in _plain(recipe).items() if now != earlier.get(name) and name not in _HARMLESS]
-
-
-def _found(home: Path) -> list[Path]:
-    """Folders with a checkpoint's name, the newest first."""
-    folders = (path for path in home.glob("step_*") if path.suffix != ".damaged")
-    return sorted(folders, key=checkpoint_step, reverse=True)
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """The recipe without its secrets."""
+def plain_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as it may be written: secrets are references."""
     import yaml
 
     return yaml.safe_load(to_yaml(recipe))
+
+
+def _rename_damaged(folder: Path) -> None:
+    target, number = folder.with_name(f"{folder.name}.damaged"), 1
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.damaged_{number}")
+    folder.rename(target)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None

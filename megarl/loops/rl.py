@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from megarl.algorithms.kl import adapted
 from megarl.data.sampler import DataOrder
@@ -31,15 +32,18 @@ async def train(session: Session) -> None:
     collection = Collection(recipe, problems, session.respondents, sampling)
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx) if recipe.data.ptx else []
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
-    if session.checkpoint:
-        if lacking := collection.load(session.checkpoint):
+    if checkpoint := session.origin.checkpoint:
+        if lacking := collection.load(checkpoint):
             tracker.notice(
-                f"{lacking} answers of {session.checkpoint} wait without the trainer's log-probs, since "
+                f"{lacking} answers of {checkpoint} wait without the trainer's log-probs, since "
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
             )
-        await session.reshard(session.folder.resumed_step)
+        resumed_step, unlogged = session.folder.resumed_step, session.origin.unlogged
+        await session.reshard(resumed_step)
+        if unlogged is not None:
+            await _evaluate_and_log(session, resumed_step, unlogged, collection)
     else:
-        tracker.log(0, await session.evaluate(0))
+        await _evaluate_and_log(session, 0, {}, collection)
     for step in session.steps:
         # The version of the weights that sample for a step is its number: each step ends with a reshard.
         try:
@@ -80,14 +84,26 @@ async def train(session: Session) -> None:
         await session.checkpoints.begin(step, collection.save)
         with tracker.phase("reshard"):
             scalars |= await session.reshard(step)
-        if session.evaluates_at(step):
-            scalars |= await session.evaluate(step)
         if step % recipe.samples_every_steps == 0:
             tracker.samples(step, [answer.record() for answer in asked])
-        tracker.log(step, scalars)
+        if session.evaluates_at(step):
+            await _evaluate_and_log(session, step, scalars, collection)
+        else:
+            tracker.log(step, scalars)
         session.folder.set_status(step=step)
         await session.checkpoints.complete()
         await session.stop_if_asked(step, collection.save)
+
+
+async def _evaluate_and_log(session: Session, step: int, scalars: Mapping[str, float], collection: Collection) -> None:
+    """Log a step with its evaluation; where a signal cuts that short, both are left to the resumed run."""
+    try:
+        evaluated = await session.evaluate(step)
+    except AbandonedError:
+        session.folder.set_status(step=step)
+        await session.stop_if_asked(step, collection.save, unlogged=scalars)
+        raise
+    session.tracker.log(step, {**scalars, **evaluated})
 
 
 def _adapt(collection: Collection, scalars: dict[str, float], sequences: list[TrainingSequence]) -> dict[str, float]:

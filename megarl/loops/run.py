@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
-
-from rich.console import Console
 
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.packing import attention_ratio
 from megarl.evaluation import Respondents
 from megarl.loops import preference, rl, sft
-from megarl.loops.checkpoints import Checkpoints, changed_sections, checkpoint_step, newest_good
+from megarl.loops.checkpoints import Checkpoints
+from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.model_shape import read_model_shape
@@ -39,25 +37,15 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 }
 
 
-def run(recipe: Recipe, layout: ParallelLayout, *, resume: bool = False) -> None:
-    """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model."""
-    with stopping_at_once(), RunFolder(recipe, resume=resume) as folder, stacks_on_quit(folder.logs_folder) as stacks:
-        checkpoint = _rewind(recipe, folder) if resume else None
-        asyncio.run(_run(recipe, layout, folder, checkpoint, stacks))
+def run(recipe: Recipe, layout: ParallelLayout, *, resume: Resume | None = None, restart: bool = False) -> None:
+    """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model.
 
-
-def _rewind(recipe: Recipe, folder: RunFolder) -> Path | None:
-    """Bring the folder back to its newest good checkpoint."""
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    found = newest_good(folder.checkpoints_folder, lambda text: console.print(f"warning: {text}", style="yellow"))
-    if found is None:
-        console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
-    else:
-        console.print(f"resuming from {found}")
-        if changed := changed_sections(found, recipe):
-            console.print(f"warning: the recipe is not what it was then: {', '.join(changed)}", style="yellow")
-    folder.rewind(None if found is None else checkpoint_step(found), recipe.cluster.max_restarts)
-    return found
+    `restart` moves aside what the run's folder holds.
+    """
+    with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
+        origin = find_origin(recipe, folder, resume)
+        with stacks_on_quit(folder.logs_folder) as stacks:
+            asyncio.run(_run(recipe, layout, folder, origin, stacks))
 
 
 async def _prepare(
@@ -78,9 +66,7 @@ async def _prepare(
     ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
 
 
-async def _run(
-    recipe: Recipe, layout: ParallelLayout, folder: RunFolder, checkpoint: Path | None, stacks: StackRequest
-) -> None:
+async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, origin: Origin, stacks: StackRequest) -> None:
     stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
@@ -123,13 +109,13 @@ async def _run(
             ),
             respondents=Respondents(ranks, layout, tokenizer, rewards, 2 * concurrent, lambda: bool(stop)),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
-            checkpoints=Checkpoints(recipe, folder, tracker, ranks),
-            checkpoint=checkpoint,
+            checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),
+            origin=origin,
             stop=stop,
         )
-        if checkpoint:
+        if origin.checkpoint:
             await ranks.call("sleep_engine")
-            await ranks.call("load_checkpoint", checkpoint)
+            await ranks.call("load_checkpoint", origin.checkpoint)
         stop.steps_begin()
         await LOOPS[recipe.loop](session)
         await session.checkpoints.complete(wait=True)

@@ -14,6 +14,7 @@ from megarl.data.preferences import scored
 from megarl.evaluation import Answered, Respondents, accuracy, failure_metrics
 from megarl.loops.batches import critic_batches
 from megarl.loops.checkpoints import Checkpoints
+from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.metrics import merge, values
@@ -22,7 +23,6 @@ from megarl.tracking.tracker import Tracker
 from megarl.types import Problem, SamplingSettings, StoppedError, TrainingSequence
 from megarl.workers.batching import TrainerRanks
 from megarl.workers.process_group import ProcessGroup
-from megarl.workers.sampling import AbandonedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -42,18 +42,27 @@ class Session:
     respondents: Respondents
     validation: Mapping[str, list[Problem]]
     checkpoints: Checkpoints
-    checkpoint: Path | None
+    origin: Origin
     """What the run goes on from."""
     stop: StopRequest
 
-    async def stop_if_asked(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Save what `step` left and raise StoppedError, if a signal asked for it."""
+    async def stop_if_asked(
+        self,
+        step: int,
+        save_driver: Callable[[Path], None] | None = None,
+        unlogged: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save what `step` left and raise StoppedError, if a signal asked for it.
+
+        `unlogged` are the step's metrics where its evaluation was cut short: the resumed run makes up for it, then logs
+        them.
+        """
         if not self.stop:
             return
         saved = "there is nothing to save yet"
         if step > 0:
             await self.ranks.call("sleep_engine")
-            await self.checkpoints.save(step, save_driver)
+            await self.checkpoints.save(step, save_driver, unlogged)
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
@@ -101,18 +110,21 @@ class Session:
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """`val/SET/accuracy` and what goes with it, of every validation set; the answers go to samples/."""
+        """`val/SET/accuracy` and what goes with it, of every validation set; the answers go to samples/.
+
+        Raises AbandonedError, and writes nothing, where the run is to stop before all sets are answered.
+        """
         scalars: dict[str, float] = {}
+        answers: dict[str, list[Answered]] = {}
         sampling = sampling_settings(self.recipe.evaluation_sampling)
         with self.tracker.phase("evaluation"):
             for name, problems in self.validation.items():
-                try:
-                    measured, answered = await accuracy(self.respondents, problems, sampling)
-                except AbandonedError:
-                    break
+                measured, answers[name] = await accuracy(self.respondents, problems, sampling)
                 scalars |= {f"val/{name}/{key}": value for key, value in measured.items()}
-                self.tracker.samples(step, [{"set": name} | answer.record() for answer in answered])
-                scalars |= failure_metrics(answered, self.recipe.reward.max_failed_fraction, f"val/{name}/reward_")
+                failed_fraction = self.recipe.reward.max_failed_fraction
+                scalars |= failure_metrics(answers[name], failed_fraction, f"val/{name}/reward_")
+        for name, answered in answers.items():
+            self.tracker.samples(step, [{"set": name} | answer.record() for answer in answered])
         return scalars
 
     def evaluates_at(self, step: int) -> bool:

@@ -10,6 +10,7 @@ from megarl.loops.session import Session
 from megarl.preflight import read_conversations
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
+from megarl.workers.sampling import AbandonedError
 
 
 async def train(session: Session) -> None:
@@ -21,26 +22,49 @@ async def train(session: Session) -> None:
         for name, path in recipe.data.validation_conversations.items()
     }
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
-    scalars = {} if session.folder.resumed_step else await session.evaluate(0)
-    await session.ranks.call("sleep_engine")
     if not session.folder.resumed_step:
+        try:
+            scalars = await session.evaluate(0)
+        except AbandonedError:
+            await session.stop_if_asked(0)
+            raise
+        await session.ranks.call("sleep_engine")
         tracker.log(0, scalars | await _losses(session, held_out))
+    elif session.origin.unlogged is not None:
+        await _evaluate_and_log(session, session.folder.resumed_step, session.origin.unlogged, held_out)
     for step in session.steps:
         batch = weigh([conversations[index] for index in order.batch(step - 1)], recipe.algorithm)
         with tracker.phase("train"):
             scalars = values(await session.trainer.update(batch))
         await session.checkpoints.begin(step)
         if session.evaluates_at(step):
-            scalars |= await _losses(session, held_out)
-            if session.validation:
-                with tracker.phase("reshard"):
-                    scalars |= await session.reshard(step)
-                scalars |= await session.evaluate(step)
-                await session.ranks.call("sleep_engine")
-        tracker.log(step, scalars)
+            await _evaluate_and_log(session, step, scalars, held_out)
+        else:
+            tracker.log(step, scalars)
         session.folder.set_status(step=step)
         await session.checkpoints.complete()
         await session.stop_if_asked(step)
+
+
+async def _evaluate_and_log(
+    session: Session,
+    step: int,
+    scalars: Mapping[str, float],
+    held_out: Mapping[str, Sequence[TrainingSequence]],
+) -> None:
+    """Log a step with its evaluation; where a signal cuts that short, both are left to the resumed run."""
+    evaluated = await _losses(session, held_out)
+    if session.validation:
+        with session.tracker.phase("reshard"):
+            evaluated |= await session.reshard(step)
+        try:
+            evaluated |= await session.evaluate(step)
+        except AbandonedError:
+            session.folder.set_status(step=step)
+            await session.stop_if_asked(step, unlogged=scalars)
+            raise
+        await session.ranks.call("sleep_engine")
+    session.tracker.log(step, {**scalars, **evaluated})
 
 
 async def _losses(session: Session, held_out: Mapping[str, Sequence[TrainingSequence]]) -> dict[str, float]:

@@ -81,13 +81,18 @@ def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[An
     return read(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
 
 
-def data_files(recipe: Recipe) -> Iterator[str]:
+def data_paths(recipe: Recipe) -> dict[str, str]:
+    """The recipe's data files, by the fields that name them."""
     data = recipe.data
-    files = [("train", data.train), *((f"validation.{name}", path) for name, path in data.validation.items())]
-    files += [(f"validation_conversations.{name}", path) for name, path in data.validation_conversations.items()]
-    files += [("ptx", data.ptx)] if data.ptx else []
-    for field, path in files:
+    paths = {"data.train": data.train}
+    paths |= {f"data.validation.{name}": path for name, path in data.validation.items()}
+    paths |= {f"data.validation_conversations.{name}": path for name, path in data.validation_conversations.items()}
+    return paths | ({"data.ptx": data.ptx} if data.ptx else {})
+
+
+def data_files(recipe: Recipe) -> Iterator[str]:
+    for field, path in data_paths(recipe).items():
         if not Path(path).is_file():
-            yield f"{path}: data.{field} is not there; give the path of a JSONL file"
+            yield f"{path}: {field} is not there; give the path of a JSONL file"
         elif not Path(path).stat().st_size:
-            yield f"{path}: data.{field} is empty; write one JSON record a line"
+            yield f"{path}: {field} is empty; write one JSON record a line"

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from megarl.config import Recipe
 from megarl.recipe import to_yaml
-from megarl.tracking.storage import disk_full_named, replace_text, storage_error
+from megarl.tracking.earlier_run import EarlierRun, whole_number
+from megarl.tracking.storage import (
+    disk_full_named,
+    replace_bytes,
+    replace_text,
+    storage_error,
+    storage_faults_named,
+)
 from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
@@ -26,46 +36,64 @@ _STATUS_BYTES = 512
 class RunFolder:
     """`RUNS_FOLDER/NAME/`, owned by this process until it closes the folder or dies.
 
-    Holds `lock`, `config.yaml` (the recipe with every field; secrets hidden), `status.json`, `metrics.jsonl`,
-    `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model) and `logs/` (a folder for each attempt and a
-    link to the latest). As a context manager it writes the state the run ended in. `resumed_step` is the step after
+    Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets hidden),
+    `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model), `logs/` (for
+    each attempt a folder with its recipe and its ranks' output, and a link to the latest) and, of runs that were begun
+    anew, `earlier/`. As a context manager it writes the state the run ended in. `resumed_step` is the step after
     which it was taken up again, 0 for a new run.
     """
 
-    def __init__(self, recipe: Recipe, *, resume: bool = False) -> None:
-        """Make and lock the folder. Raises ConfigError where it cannot be made or holds an earlier run already that is
-        not to be resumed, RunFolderLockedError where another process owns it, DiskFullError.
+    def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
+        """Make and lock the folder, and look at what it holds; `begin` is the first to change anything.
+
+        Raises ConfigError where the folder cannot be made or holds an earlier run that is neither to be resumed nor to
+        be begun anew, RunFolderLockedError where another process owns it, StorageError where it cannot be read.
         """
-        self.path = Path(recipe.runs_folder) / recipe.name
+        self.path = run_path(recipe)
         self.metrics_file = self.path / "metrics.jsonl"
         self.tensorboard_folder = self.path / "tensorboard"
         self.samples_folder = self.path / "samples"
         self.model_folder = self.path / "hf"
         self.checkpoints_folder = self.path / "checkpoints"
         self.resumed_step = 0
+        self._recipe_text = to_yaml(recipe)
+        self._is_config_current = False
+        self._has_begun = False
+        self._is_restart = restart
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
-        self._earlier: dict[str, Any] = {}
         with disk_full_named(self.path):
             self._lock = self._acquire()
-            self._open(recipe, resume=resume)
-
-    def _open(self, recipe: Recipe, *, resume: bool) -> None:
-        """Make what a new start of the run needs in the folder; give it back if that fails."""
         try:
-            if resume:
-                self._earlier = self._read_status()
-                # Known to the next start even if this one does not come to its checkpoint.
-                kept = {"resumed_step", "restarts"} & self._earlier.keys()
-                self._status |= {field: self._earlier[field] for field in kept}
-            else:
-                self._refuse_earlier_run()
-            self.samples_folder.mkdir(exist_ok=True)
-            self.logs_folder = _new_attempt(self.path / "logs")
-            replace_text(self.path / "config.yaml", to_yaml(recipe))
-            self.set_status()
+            self.earlier = EarlierRun.read(self.path)
+            if not resume and not restart:
+                self.earlier.refuse_new_start()
+            self._counted = self.earlier.status if resume else {}
         except BaseException:
             self.close()
             raise
+
+    def begin(self, step: int | None = None, most_restarts: int | None = None) -> int:
+        """Begin an attempt: from the beginning, or from the checkpoint of a step, and forget what came after it.
+
+        Returns how many lines of metrics.jsonl were left out as unreadable, not counting one that was cut short at the
+        end. Raises MegarlError if the run was taken up from there more than `most_restarts` times in a row,
+        StorageError where a file cannot be written; nothing of an earlier attempt is lost then.
+        """
+        self._count_restart(step or 0, most_restarts)
+        with storage_faults_named(self.path):
+            if self._is_restart:
+                self._move_aside()
+            self.samples_folder.mkdir(exist_ok=True)
+            self.logs_folder = _new_attempt(self.path / "logs")
+            replace_text(self.logs_folder / "config.yaml", self._recipe_text)
+            if step is None or not (self.path / "config.yaml").exists():
+                self._write_config()
+            unreadable = self._forget_after(step)
+            self.resumed_step = step or 0
+            self._status["step"] = self.resumed_step
+            self._has_begun = True
+            self.set_status()
+        return unreadable
 
     def set_status(
         self,
@@ -82,38 +110,58 @@ class RunFolder:
         """
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
+        if not self._is_config_current and self._status["step"] > self.resumed_step:
+            self._write_config()
         text = json.dumps(self._status)
         if self._status["state"] in ("starting", "running"):
             text = text.ljust(_STATUS_BYTES - 1)
         replace_text(self.path / "status.json", text + "\n")
 
-    def rewind(self, step: int | None, most_restarts: int | None = None) -> None:
-        """Forget what was written after a step, for its checkpoint to be resumed; None forgets all.
+    def _count_restart(self, step: int, most_restarts: int | None) -> None:
+        """Count in `restarts` how often the run was taken up again in a row without a step gained."""
+        if step:
+            self._status["resumed_step"] = step
+        if not self._counted or step > whole_number(self._counted.get("resumed_step")):
+            return
+        restarts = whole_number(self._counted.get("restarts"))
+        if most_restarts is not None and restarts >= most_restarts:
+            raise MegarlError(
+                f"{self.path} was taken up {restarts} times from step {step} without a step gained; see "
+                f"logs/ for why it ended. Mend that, then set cluster.max_restarts={restarts + 1}."
+            )
+        self._status["restarts"] = restarts + 1
 
-        Raises MegarlError if the run was taken up from there more than `most_restarts` times in a row.
-        """
+    def _move_aside(self) -> None:
+        """Move all that the folder holds into a new folder below `earlier/`."""
+        moved = [path for path in self.path.iterdir() if path.name not in ("lock", "earlier")]
+        if not moved:
+            return
+        target = _unused(self.path / "earlier" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+        target.mkdir(parents=True)
+        for path in moved:
+            path.rename(target / path.name)
+
+    def _forget_after(self, step: int | None) -> int:
+        """Take what came after a step, or all, out of metrics and samples; how many lines of metrics are unreadable."""
         last = -1 if step is None else step
-        restarts = self._status.pop("restarts", 0)
-        if self._earlier and (step or 0) <= self._status.pop("resumed_step", 0):
-            if most_restarts is not None and restarts >= most_restarts:
-                self._status |= {"restarts": restarts, "resumed_step": step or 0}
-                raise MegarlError(
-                    f"{self.path} was taken up {restarts} times from step {step or 0} without a step gained; see "
-                    f"logs/ for why it ended. Mend that, then set cluster.max_restarts={restarts + 1}."
-                )
-            self._status["restarts"] = restarts + 1
+        unreadable = 0
+        if self.metrics_file.exists():
+            *lines, cut_short = self.metrics_file.read_bytes().split(b"\n")
+            steps = [_step(line) for line in lines]
+            unreadable = steps.count(None)
+            kept = [line for line, of in zip(lines, steps, strict=True) if of is not None and of <= last]
+            if len(kept) < len(lines) or cut_short:
+                replace_bytes(self.metrics_file, b"".join(line + b"\n" for line in kept))
+        for path in self.samples_folder.glob("step_*.jsonl"):
+            if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
+                path.unlink()
         if step is None:
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
-            self.set_status()
-        else:
-            self.resumed_step = self._status["resumed_step"] = step
-            self.set_status(step=step)
-        if self.metrics_file.exists():
-            kept = [line for line in self.metrics_file.read_text(encoding="utf-8").splitlines() if _step(line) <= last]
-            replace_text(self.metrics_file, "".join(f"{line}\n" for line in kept))
-        for path in self.samples_folder.glob("step_*.jsonl"):
-            if int(path.stem[5:]) > last:
-                path.unlink()
+        return unreadable
+
+    def _write_config(self) -> None:
+        replace_text(self.path / "config.yaml", self._recipe_text)
+        self._is_config_current = True
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -126,7 +174,8 @@ class RunFolder:
         """Write how the run ended. Raises StorageError in place of an error that the folder or its disk led to."""
         broken = None if error is None else storage_error(self.path, error)
         try:
-            self._set_end(broken or error)
+            if self._has_begun:
+                self._set_end(broken or error)
         except (OSError, StorageError) as failure:
             try:
                 self._overwrite_status()
@@ -172,6 +221,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             raise ConfigError(
                 f"runs_folder: {self.path} cannot be made ({error.strerror}). Choose another with runs_folder=FOLDER."
             ) from None
@@ -191,31 +242,17 @@ class RunFolder:
             raise
         return lock
 
-    def _read_status(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.path / "status.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
 
-    def _refuse_earlier_run(self) -> None:
-        path = self.path / "status.json"
-        if not path.exists():
-            return
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            told = f"which is {earlier['state']} at step {earlier['step']}"
-        except (ValueError, KeyError, TypeError):
-            told = "whose status.json cannot be read"
-        raise ConfigError(
-            f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, continue this one with "
-            "--resume, or remove the folder."
-        )
+def run_path(recipe: Recipe) -> Path:
+    """The folder of a recipe's run."""
+    return Path(recipe.runs_folder) / recipe.name
 
 
 def _new_attempt(logs: Path) -> Path:
     """The folder for the logs of this start of a run."""
     logs.mkdir(exist_ok=True)
-    folder = logs / f"attempt_{1 + max((int(path.name[8:]) for path in logs.glob('attempt_*')), default=0)}"
+    names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in logs.iterdir())
+    folder = logs / f"attempt_{1 + max((int(name[1]) for name in names if name), default=0)}"
     folder.mkdir()
     with suppress(OSError):  # a copy of a run folder may have a folder of that name
         (logs / "latest").unlink(missing_ok=True)
@@ -223,9 +260,19 @@ def _new_attempt(logs: Path) -> Path:
     return folder
 
 
-def _step(line: str) -> float:
-    """The step of a line of metrics.jsonl; of one that a crash cut short, infinite."""
+def _unused(path: Path) -> Path:
+    """The path, or where it is taken, one with a number behind it."""
+    number = 1
+    free = path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}_{number}")
+    return free
+
+
+def _step(line: bytes) -> float | None:
+    """The step of a line of metrics.jsonl; None where the line is not readable."""
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return None

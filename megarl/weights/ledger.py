@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from megarl.tracking.storage import replace_text
+from megarl.tracking.storage import replace_text, storage_faults_named
 from megarl.types import ConfigError, DataError
 from megarl.weights.layouts.safetensors import replace_folder
 
@@ -131,36 +131,48 @@ def new_folder(folder: Path) -> Iterator[Ledger]:
 def check_sizes(folder: Path) -> dict[str, str]:
     """The sha256 that a folder's manifest gives for each file, none without one.
 
-    Raises DataError for a file that is missing or of another size.
+    Raises DataError for a file that is missing or of another size, StorageError for one that cannot be looked at.
     """
     path = folder / MANIFEST
-    if not path.exists():
-        return {}
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        with storage_faults_named(path):
+            if not path.exists():
+                return {}
+            content = path.read_bytes()
+        files = json.loads(content)["files"]
         expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Copy the folder again.") from None
     for name, (size, _) in expected.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise DataError(f"{path}: {name!r} is no file of this folder.")
-        if not (folder / name).is_file():
+        with storage_faults_named(folder / name):
+            found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
             raise DataError(f"{folder / name}: not found, but in {MANIFEST}. Copy the folder again.")
-        if (folder / name).stat().st_size != size:
-            found = (folder / name).stat().st_size
+        if found != size:
             raise DataError(f"{folder / name}: {found} bytes where {MANIFEST} says {size}. Copy the folder again.")
     return {name: sha256 for name, (_, sha256) in expected.items()}
 
 
 def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
-    """Read every file. Raises DataError naming the first whose contents are not those of the manifest."""
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    """Read every file.
+
+    Raises DataError naming the first whose contents are not those of the manifest, StorageError for one that cannot be
+    read.
+    """
+    with storage_faults_named(folder), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: file_record(folder / name)["sha256"], expected)
         for (name, sha256), actual in zip(expected.items(), found, strict=True):
             if actual != sha256:
                 raise DataError(
                     f"{folder / name}: its sha256 is {actual}, {MANIFEST} says {sha256}. Copy the folder again."
                 )
+
+
+def canonical_sha256(value: Mapping[str, Any]) -> str:
+    """The sha256 of a JSON object, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_record(path: Path) -> dict[str, Any]:

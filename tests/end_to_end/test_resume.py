@@ -298,22 +298,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     import re
 
-    from megarl.loops.checkpoints import newest_good
+    from megarl.loops.checkpoints import survey
+    from megarl.tracking.earlier_run import EarlierRun
     from megarl.types import DataError
 
     home = shutil.copytree(runs.run("whole") / "checkpoints", tmp_path / "checkpoints")
     names = [f"step_{step:06d}" for step in (STEPS, STEPS - EVERY, STEPS - 2 * EVERY)]
-    warnings: list[str] = []
-    assert newest_good(home, warnings.append) == home / names[0] and not warnings
+    found = survey(EarlierRun.read(tmp_path))
+    assert found.good == home / names[0] and not found.damaged
     for name in names[:-1]:
         told = fault(home / name)
         older = home / names[names.index(name) + 1]
-        assert newest_good(home, warnings.append) == older
-        assert re.search(told, warnings.pop()) and not warnings
-        assert (home / f"{name}.damaged").is_dir()
+        found = survey(EarlierRun.read(tmp_path))
+        assert found.good == older and (home / name).is_dir()
+        assert [*found.damaged] == [name] and re.search(told, found.damaged[name])
+        found.settle(home)
+        assert (home / f"{name}.damaged").is_dir() and (home / "latest").read_text() == f"{older.name}\n"
     fault(home / names[-1])
-    with pytest.raises(DataError, match="none of its 1 checkpoints is good"):
-        newest_good(home, warnings.append)
+    with pytest.raises(DataError, match="none of its 3 checkpoints is good"):
+        survey(EarlierRun.read(tmp_path))
     assert not (home / "sprung").exists()
 
 

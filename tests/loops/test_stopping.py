@@ -42,8 +42,10 @@ async def steps(folder):
 @app.command()
 def program():
     recipe = {"name": "a", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "runs_folder": runs_folder}
-    with stopping_at_once(), RunFolder(Recipe.model_validate(recipe)) as folder, stacks_on_quit(folder.logs_folder):
-        asyncio.run(steps(folder))
+    with stopping_at_once(), RunFolder(Recipe.model_validate(recipe)) as folder:
+        folder.begin()
+        with stacks_on_quit(folder.logs_folder):
+            asyncio.run(steps(folder))
 
 main(["program"])
 """

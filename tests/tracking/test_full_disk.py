@@ -49,6 +49,7 @@ def test_what_a_full_disk_does_not_take_ends_the_run_with_74(
 ) -> None:
     disk = small_disk("size=64k")
     folder = RunFolder(recipe_on(tmp_path))
+    folder.begin()
     if part == "metrics.jsonl":
         (folder.path / part).symlink_to(disk / part)
     else:
@@ -73,6 +74,7 @@ def test_what_a_full_disk_does_not_take_ends_the_run_with_74(
 
 def test_status_is_true_although_its_own_disk_is_full(small_disk: Callable[[str], Path]) -> None:
     folder = RunFolder(recipe_on(small_disk("size=64k")))
+    folder.begin()
     with pytest.raises(DiskFullError) as caught, folder:
         folder.set_status("running", step=3)
         fill(folder.path)
@@ -96,6 +98,7 @@ def test_any_end_can_be_written_to_a_full_disk(
     small_disk: Callable[[str], Path], error: Exception | None, state: str, code: int
 ) -> None:
     folder = RunFolder(recipe_on(small_disk("size=64k")))
+    folder.begin()
 
     def run() -> None:
         with folder:
@@ -122,6 +125,7 @@ def test_a_start_on_a_full_disk_is_told_in_one_line(small_disk: Callable[[str], 
 
 def test_a_run_folder_that_is_gone_is_told_in_one_line(tmp_path: Path) -> None:
     folder = RunFolder(recipe_on(tmp_path))
+    folder.begin()
     with pytest.raises(StorageError) as caught, folder:
         tracker = tracker_of(folder)
         tracker.log(0, {})

@@ -5,20 +5,24 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from megarl.config import Recipe
-from megarl.recipe import load
+from megarl.recipe import load, to_yaml
 from megarl.tracking.run_folder import RunFolder
-from megarl.types import ConfigError, DataError, MegarlError, PeerLostError, RunFolderLockedError
+from megarl.types import ConfigError, DataError, MegarlError, PeerLostError, RunFolderLockedError, StorageError
 
 OWNER = """
 import sys
 from megarl.config import Recipe
 from megarl.tracking.run_folder import RunFolder
 folder = RunFolder(Recipe.model_validate_json(sys.argv[1]))
+folder.begin()
+folder.set_status("running", step=2)
 print("owned", flush=True)
 sys.stdin.read()
 """
@@ -35,20 +39,24 @@ def recipe(tmp_path: Path) -> Recipe:
             "data": {"train": "t"},
             "rollout": {"vllm": {"hf_token": "geheim"}, "sampling": {"stop": ["${x}"]}},
         }
-    )
+    ).with_references({("rollout", "vllm", "hf_token"): "${oc.env:MY_TOKEN}"})
 
 
 def status(recipe: Recipe) -> dict[str, object]:
     return json.loads((Path(recipe.runs_folder) / recipe.name / "status.json").read_text())
 
 
-def test_a_new_folder_says_what_runs_and_how_it_stands(recipe: Recipe) -> None:
+def test_a_new_folder_says_what_runs_and_how_it_stands(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "neu")
     folder = RunFolder(recipe)
+    folder.begin()
     assert folder.path == Path(recipe.runs_folder) / "small"
     assert status(recipe) == {"state": "starting", "step": 0, "cause": None, "exit_code": None}
     kept = load(folder.path / "config.yaml")
     assert kept.rollout.sampling.stop == ("${x}",)
-    assert kept.rollout.vllm == {"hf_token": "<hidden>"}
+    assert kept.rollout.vllm == {"hf_token": "neu"}
+    assert not any(b"geheim" in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
+    assert (folder.logs_folder / "config.yaml").read_bytes() == (folder.path / "config.yaml").read_bytes()
     assert kept.model_dump(exclude={"rollout"}) == recipe.model_dump(exclude={"rollout"})
     folder.set_status("running", step=3)
     folder.set_status(step=4)
@@ -74,6 +82,7 @@ def test_leaving_the_folder_writes_how_the_run_ended(
 ) -> None:
     def run() -> None:
         with RunFolder(recipe) as folder:
+            folder.begin()
             folder.set_status("running", step=5)
             if error:
                 raise error
@@ -103,7 +112,7 @@ def test_a_folder_in_use_is_refused_until_its_owner_dies(recipe: Recipe) -> None
         owner.send_signal(signal.SIGKILL)
         owner.communicate()
     # Dead: the lock is free, what it left is an earlier run.
-    with pytest.raises(ConfigError, match="already holds a run, which is starting at step 0"):
+    with pytest.raises(ConfigError, match="already holds a run, which is running at step 2"):
         RunFolder(recipe)
     (Path(recipe.runs_folder) / "small" / "status.json").unlink()
     RunFolder(recipe).close()
@@ -111,6 +120,7 @@ def test_a_folder_in_use_is_refused_until_its_owner_dies(recipe: Recipe) -> None
 
 def test_an_earlier_run_is_not_overwritten(recipe: Recipe) -> None:
     with RunFolder(recipe) as folder:
+        folder.begin()
         folder.set_status("running", step=12)
     before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.name != "lock"}
     for _ in range(2):  # The refusal itself leaves no lock behind.
@@ -128,36 +138,128 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(recipe: Recipe, tmp_path
         RunFolder(recipe)
 
 
+def begun(recipe: Recipe, step: int | None = None, most_restarts: int | None = None, **how: bool) -> RunFolder:
+    folder = RunFolder(recipe, **how)
+    try:
+        folder.begin(step, most_restarts)
+    finally:
+        folder.close()
+    return folder
+
+
 def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe) -> None:
     with RunFolder(recipe) as folder:
+        folder.begin()
         folder.set_status("running", step=7)
         folder.metrics_file.write_text('{"step": 0}\n{"step": 4, "x": 1}\n{"step": 5}\n{"step": 6, "x"')
         for step in (0, 4, 5):
             (folder.samples_folder / f"step_{step:06d}.jsonl").write_text("{}\n")
         folder.tensorboard_folder.mkdir()
     with RunFolder(recipe, resume=True) as folder:
-        folder.rewind(4)
+        assert folder.begin(4) == 0
         assert status(recipe)["step"] == status(recipe)["resumed_step"] == folder.resumed_step == 4
         assert folder.metrics_file.read_text() == '{"step": 0}\n{"step": 4, "x": 1}\n'
         left = sorted(path.name for path in folder.samples_folder.iterdir())
         assert left == ["step_000000.jsonl", "step_000004.jsonl"] and folder.tensorboard_folder.exists()
-    # Taken up from the same step again, and once more than is allowed.
+    # Taken up from the same step again, and once more than is allowed, which changes nothing.
+    begun(recipe, 4, 2, resume=True)
+    assert status(recipe)["restarts"] == 1
+    begun(recipe, 4, 2, resume=True)
+    with pytest.raises(MegarlError, match="taken up 2 times from step 4 without a step gained"):
+        begun(recipe, 4, 2, resume=True)
+    assert status(recipe)["restarts"] == 2 and len(list((folder.path / "logs").glob("attempt_*"))) == 4
+    begun(recipe, 5, 2, resume=True)
+    assert "restarts" not in status(recipe)
+    begun(recipe, None, resume=True)
+    assert "resumed_step" not in status(recipe)
+    assert folder.metrics_file.read_text() == "" and not list(folder.samples_folder.iterdir())
+    assert not folder.tensorboard_folder.exists()
+
+
+def test_config_yaml_is_of_the_newest_attempt_that_gained_a_step(recipe: Recipe) -> None:
+    with RunFolder(recipe) as folder:
+        folder.begin()
+        folder.set_status("running", step=4)
+    changed = recipe.model_copy(update={"seed": 5})
+    first, second = to_yaml(recipe), to_yaml(changed)
+    with RunFolder(changed, resume=True) as folder:
+        folder.begin(4)
+        assert (folder.path / "config.yaml").read_text() == first
+        assert (folder.logs_folder / "config.yaml").read_text() == second
+        folder.set_status("running")
+        assert (folder.path / "config.yaml").read_text() == first
+        folder.set_status(step=5)
+        assert (folder.path / "config.yaml").read_text() == second
+    assert (folder.path / "logs/attempt_1/config.yaml").read_text() == first
+
+
+def test_a_start_that_gained_no_step_does_not_occupy_its_name(recipe: Recipe) -> None:
+    def fail() -> None:
+        with RunFolder(recipe) as folder:
+            folder.begin()
+            folder.metrics_file.write_text('{"step": 0}\n')
+            raise DataError("line 3")
+
+    for _ in range(2):
+        with pytest.raises(DataError):
+            fail()
+    folder = begun(recipe)
+    assert folder.metrics_file.read_text() == "" and folder.logs_folder.name == "attempt_3"
+    checkpoint = folder.checkpoints_folder / "step_000004"
+    for name in ("step_000004", "step_000004.damaged"):
+        checkpoint.with_name(name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=rf"already holds a run, with checkpoints \({name}\)\. Choose"):
+            begun(recipe)
+        checkpoint.with_name(name).rmdir()
+    begun(recipe)
+
+
+def test_a_run_begun_anew_keeps_what_was_there(recipe: Recipe) -> None:
+    with RunFolder(recipe) as folder:
+        folder.begin()
+        folder.set_status("running", step=7)
+        folder.metrics_file.write_text('{"step": 0}\n')
+        (folder.checkpoints_folder / "step_000007").mkdir(parents=True)
+    for number in (1, 2):
+        again = begun(recipe, restart=True)
+        assert not again.metrics_file.exists() and not again.checkpoints_folder.exists()
+        assert again.logs_folder.name == "attempt_1" and status(recipe)["step"] == 0
+        assert len(list((folder.path / "earlier").iterdir())) == number
+    kept = min((folder.path / "earlier").iterdir())
+    assert (kept / "metrics.jsonl").read_text() == '{"step": 0}\n' and (kept / "checkpoints/step_000007").is_dir()
+    assert json.loads((kept / "status.json").read_text())["step"] == 7
+
+
+def test_stray_names_and_unreadable_content_are_tolerated(recipe: Recipe) -> None:
+    with RunFolder(recipe) as folder:
+        folder.begin()
+        folder.set_status("running", step=7)
+    folder.metrics_file.write_bytes(b'{"step": 1}\n\xff\xfe\n[3]\n{"step": 2}\n{"step": 9}\n{"st\xff')
+    for name in ("step_x.jsonl", "step_000009.jsonl.bak", "step_000009.jsonl"):
+        (folder.samples_folder / name).write_text("{}\n")
+    for name in ("attempt_old", "attempt_1.bak", "notes"):
+        (folder.path / "logs" / name).mkdir()
+    (folder.path / "status.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"whose status\.json cannot be read"):
+        begun(recipe)
     with RunFolder(recipe, resume=True) as folder:
-        folder.rewind(4, most_restarts=2)
-        assert status(recipe)["restarts"] == 1
-        folder.set_status("failed", cause="a broken link")
-    with RunFolder(recipe, resume=True) as folder:
-        folder.rewind(4, most_restarts=2)
-    with (
-        pytest.raises(MegarlError, match="taken up 2 times from step 4 without a step gained"),
-        RunFolder(recipe, resume=True) as folder,
-    ):
-        folder.rewind(4, most_restarts=2)
-    with RunFolder(recipe, resume=True) as folder:
-        folder.rewind(5, most_restarts=2)
-        assert "restarts" not in status(recipe)
-    with RunFolder(recipe, resume=True) as folder:
-        folder.rewind(None)
-        assert "resumed_step" not in status(recipe)
-        assert folder.metrics_file.read_text() == "" and not list(folder.samples_folder.iterdir())
-        assert not folder.tensorboard_folder.exists()
+        assert folder.begin(2) == 2
+    assert folder.metrics_file.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert sorted(path.name for path in folder.samples_folder.iterdir()) == ["step_000009.jsonl.bak", "step_x.jsonl"]
+    assert folder.logs_folder.name == "attempt_2"
+
+
+def test_a_resume_on_a_full_disk_ends_with_74_and_loses_nothing(
+    recipe: Recipe, no_file_may_grow: Callable[[], AbstractContextManager[None]]
+) -> None:
+    with RunFolder(recipe) as folder:
+        folder.begin()
+        folder.set_status("running", step=7)
+        folder.metrics_file.write_text('{"step": 0}\n{"step": 4}\n{"step": 5}\n')
+        (folder.samples_folder / "step_000005.jsonl").write_text("{}\n")
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.name != "lock"}
+    with no_file_may_grow(), pytest.raises(StorageError) as caught:
+        begun(recipe, 4, resume=True)
+    assert caught.value.exit_code == 74 and str(folder.path) in str(caught.value)
+    assert {path: path.read_bytes() for path in before} == before
+    assert begun(recipe, 4, resume=True).metrics_file.read_text() == '{"step": 0}\n{"step": 4}\n'

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,9 @@ from megarl.tracking.storage import replace_text, storage_faults_named
 from megarl.types import DiskFullError, StorageError
 
 
-@contextmanager
-def no_file_may_grow() -> Iterator[None]:
-    """Within, each write to a file fails, as on a disk without room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(
+    tmp_path: Path, no_file_may_grow: Callable[[], AbstractContextManager[None]]
+) -> None:
     path = tmp_path / "status.json"
     replace_text(path, "before\n")
     refusal = pytest.raises(StorageError, match=rf"^{path}: cannot be read or written")

@@ -21,6 +21,7 @@ from megarl.tracking.tracker import Tracker
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
     sections = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}}
     with RunFolder(Recipe.model_validate({**sections, "runs_folder": str(tmp_path)})) as folder:
+        folder.begin()
         yield folder
 
 

@@ -6,6 +6,7 @@ Chunks are read as weights only.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import mmap
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.model_shape import ModelShape
+from megarl.tracking.storage import storage_faults_named
 from megarl.types import DataError
 from megarl.weights.boxes import Box, Piece
 from megarl.weights.families import hf_tensors
@@ -150,12 +152,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError."""
+    """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError, StorageError."""
+    with storage_faults_named(path):
+        content = path.read_bytes() if path.exists() else None
+    if content is None:
+        raise DataError(f"{path}: not found. {_AGAIN}")
     try:
-        with path.open("rb") as file:
-            return _Unpickler(file).load()
-    except FileNotFoundError:
-        raise DataError(f"{path}: not found. {_AGAIN}") from None
+        return _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # A damaged pickle can raise anything.
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
 
@@ -163,20 +166,24 @@ def read_metadata(path: Path) -> Metadata:
 def check_harmless(folder: Path) -> None:
     """Read all that Megatron's own loader would unpickle, as weights only; it may then load the folder.
 
-    Raises DataError naming the file that holds anything but numbers, texts and tensors.
+    Raises DataError naming the file that holds anything but numbers, texts and tensors, StorageError for one that
+    cannot be read.
     """
     metadata, path = read_metadata(folder / METADATA), folder / COMMON
     try:
         torch.load(path, map_location="cpu", weights_only=True)
         for index, place in metadata.storage_data.items():
             path = folder / place.relative_path
-            if path.parent != folder or place.transform_descriptors:
+            if path.parent != folder or place.transform_descriptors or place.offset < 0:
                 raise ValueError("it is no plain file of this folder")
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with path.open("rb") as file:
                     file.seek(place.offset)
                     torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
     except Exception as error:  # As above.
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            with storage_faults_named(path):
+                raise
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
 
 

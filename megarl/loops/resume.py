@@ -1,0 +1,145 @@
+"""How a start finds what it goes on from: the newest good checkpoint, of this model and this data; or nothing.
+
+All is read and refused first, and only then is the run folder changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from rich.console import Console
+
+from megarl.config import Recipe
+from megarl.loops.checkpoints import DRIVER, Survey, survey
+from megarl.model_folder import read_object
+from megarl.preflight.files import data_paths
+from megarl.recipe import error_page, recipe_changes
+from megarl.tracking.earlier_run import checkpoint_step
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.storage import storage_faults_named
+from megarl.types import ConfigError, DataError
+from megarl.weights.ledger import canonical_sha256, file_record
+
+Resume = Literal["if-any", "must"]
+"""Whether a resumed run needs a checkpoint to go on from."""
+
+_PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Fields of config.json that say nothing of which model it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Which models and data files a run uses, by field of the recipe: sha256 of config.json, and of each file."""
+
+    models: Mapping[str, str]
+    data: Mapping[str, str]
+
+    @classmethod
+    def read(cls, recipe: Recipe) -> Self:
+        """Read what the recipe names. Raises DataError for a broken config.json, StorageError."""
+        folders = {"model.path": recipe.model.path, **recipe.further_models}
+        models = {field: _model_identity(Path(folder)) for field, folder in folders.items()}
+        data = {}
+        for field, path in data_paths(recipe).items():
+            with storage_faults_named(Path(path)):
+                data[field] = file_record(Path(path))["sha256"]
+        return cls(models, data)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `driver.json` keeps of it."""
+        return {"models": dict(self.models), "data": dict(self.data)}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a start begins. Without a checkpoint: from the beginning.
+
+    `unlogged` are the metrics of the checkpoint's step where a signal cut its evaluation short.
+    """
+
+    checkpoint: Path | None
+    inputs: Inputs
+    unlogged: Mapping[str, float] | None = None
+
+
+def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Origin:
+    """Find what to go on from, then begin the attempt in the run folder.
+
+    Raises ConfigError for another model, DataError for changed training data or where all checkpoints are damaged,
+    StorageError where something cannot be read or written: nothing has been changed then.
+    """
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    inputs = Inputs.read(recipe)
+    found = survey(folder.earlier) if resume else Survey(None, {})
+    earlier: dict[str, Any] = {}
+    if resume == "must":
+        folder.earlier.require_checkpoint()
+    if found.good:
+        earlier = read_object(found.good / DRIVER)
+        _refuse_other_models(earlier, recipe, inputs)
+        warnings = _data_changes(earlier, recipe, inputs)
+        _tell(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
+        console.print(f"resuming from {found.good}")
+        _tell(console, warnings)
+        for change in recipe_changes(earlier["recipe"], recipe):
+            console.print(f"changed since then: {change}", style="yellow")
+    elif resume:
+        console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
+    if resume:
+        found.settle(folder.checkpoints_folder)
+    unreadable = folder.begin(checkpoint_step(found.good) if found.good else None, recipe.cluster.max_restarts)
+    if unreadable:
+        _tell(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are left out"])
+    return Origin(found.good, inputs, earlier.get("unlogged"))
+
+
+def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    folders = {"model.path": recipe.model.path, **recipe.further_models}
+    before = earlier.get("models", {})
+    wrong = [
+        f"{field} = {folders[field]}: is another model than the run began with (its config.json differs; then: "
+        f"{_value_at(earlier['recipe'], field)}). Give that one, choose another name=NAME, or begin anew with --restart"
+        for field, identity in inputs.models.items()
+        if before.get(field, identity) != identity
+    ]
+    if wrong:
+        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+
+
+def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
+    """Warnings of changed validation files. Raises DataError for changed training files."""
+    before, paths = earlier.get("data", {}), data_paths(recipe)
+    changed = {
+        field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
+        f"{before[field]}"
+        for field, sha256 in inputs.data.items()
+        if before.get(field, sha256) != sha256
+    }
+    refused = [
+        f"{text}. Bring the file back, choose another name=NAME, or begin anew with --restart"
+        for field, text in changed.items()
+        if not field.startswith("data.validation")
+    ]
+    if refused:
+        raise DataError(error_page(f"data of recipe {recipe.name}", refused))
+    return list(changed.values())
+
+
+def _model_identity(folder: Path) -> str:
+    config = read_object(folder / "config.json")
+    return canonical_sha256({name: value for name, value in config.items() if name not in _PASSING_FIELDS})
+
+
+def _value_at(recipe: Mapping[str, Any], field: str) -> Any:
+    value: Any = recipe
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _tell(console: Console, warnings: list[str]) -> None:
+    for text in warnings:
+        console.print(f"warning: {text}", style="yellow")

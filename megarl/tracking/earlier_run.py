@@ -1,0 +1,145 @@
+"""What earlier starts left in a run's folder, read without changing anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from megarl.tracking.storage import storage_faults_named
+from megarl.types import ConfigError, DataError
+
+_CHECKPOINT = re.compile(r"step_(\d{6,})")
+_DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """A run folder as it is found. `status` is empty where status.json is missing or no JSON object."""
+
+    path: Path
+    status: Mapping[str, Any]
+    has_status: bool
+    checkpoints: tuple[Path, ...]
+    """Complete checkpoints, whether damaged or not, the newest first."""
+    damaged: tuple[Path, ...]
+    """Those that were found to be damaged and renamed."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises StorageError where the folder is there and cannot be read."""
+        home = path / "checkpoints"
+        with storage_faults_named(path):
+            content = _content(path / "status.json")
+            folders = _folders(home)
+        return cls(
+            path,
+            _as_object(content),
+            content is not None,
+            tuple(sorted(filter(is_checkpoint, folders), key=checkpoint_step, reverse=True)),
+            tuple(sorted(folder for folder in folders if _DAMAGED.fullmatch(folder.name))),
+        )
+
+    @property
+    def step(self) -> int:
+        """The newest step that was trained, as far as status.json tells."""
+        return whole_number(self.status.get("step"))
+
+    def recipe(self) -> dict[str, Any]:
+        """The recipe in config.yaml as plain values; empty where it cannot be read."""
+        import yaml
+
+        with storage_faults_named(self.path):
+            content = _content(self.path / "config.yaml")
+        try:
+            values = yaml.safe_load(content or b"")
+        except (yaml.YAMLError, UnicodeDecodeError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
+    def refuse_new_start(self) -> None:
+        """Raise ConfigError if a start from the beginning would overwrite something.
+
+        A start that gained no step does not occupy its name.
+        """
+        if self.checkpoints or self.damaged:
+            kept = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
+            told = f"with checkpoints ({kept})"
+        elif self.has_status and "state" not in self.status:
+            told = "whose status.json cannot be read"
+        elif self.step > 0 or self.status.get("state") == "done":
+            told = f"which is {self.status['state']} at step {self.step}"
+        else:
+            return
+        raise ConfigError(
+            f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, continue this one with "
+            "--resume, or begin anew with --restart, which keeps what is there in earlier/."
+        )
+
+    def finished_text(self, steps: int) -> str | None:
+        """What to tell if the run has finished and `steps` asks for no more of it."""
+        if self.status.get("state") != "done" or self.step < steps:
+            return None
+        return (
+            f"{self.path} is finished (step {self.step} of {steps}): nothing is changed. To train on, raise "
+            "train.steps; to begin anew, choose another name=NAME or give --restart."
+        )
+
+    def require_checkpoint(self) -> None:
+        """Raise ConfigError if there is nothing to resume."""
+        if not self.checkpoints and not self.damaged:
+            raise ConfigError(
+                f"--resume=must: {self.path} has no checkpoint to go on from. Check name and runs_folder; --resume "
+                "alone would start from the beginning."
+            )
+
+    def refuse_start_over(self) -> None:
+        """Raise DataError if checkpoints exist: a resume that cannot use them does not start from the beginning."""
+        if self.checkpoints or self.damaged:
+            raise DataError(
+                f"{self.path / 'checkpoints'}: none of its {len(self.checkpoints) + len(self.damaged)} checkpoints is "
+                "good. Bring one back from a copy, or begin anew with --restart, which keeps what is there in earlier/."
+            )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a checkpoint's name."""
+    return _CHECKPOINT.fullmatch(folder.name) is not None
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step after which a checkpoint was made."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def whole_number(value: Any) -> int:
+    """A count of status.json; 0 where it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _as_object(content: bytes | None) -> dict[str, Any]:
+    try:
+        value = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _folders(home: Path) -> list[Path]:
+    """The folders in a folder. Unlike Path.glob, this does not take one that cannot be read for an empty one."""
+    try:
+        with os.scandir(home) as entries:
+            return [home / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []

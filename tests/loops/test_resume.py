@@ -1,0 +1,180 @@
+"""What a resume looks at and refuses before it changes anything; whole runs are resumed in `end_to_end`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megarl.config import Recipe
+from megarl.loops.checkpoints import DRIVER, plain_recipe, survey
+from megarl.loops.resume import Inputs, find_origin
+from megarl.tracking.earlier_run import EarlierRun
+from megarl.tracking.run_folder import RunFolder
+from megarl.types import ConfigError, DataError, StorageError
+from megarl.weights.ledger import file_record, write_manifest
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"hidden_size": 8, "_name_or_path": "here"}')
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    return Recipe.model_validate(
+        {
+            "name": "small",
+            "loop": "rl",
+            "runs_folder": str(tmp_path),
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"train": str(tmp_path / "train.jsonl"), "validation": {"held": str(tmp_path / "heldout.jsonl")}},
+        }
+    )
+
+
+@pytest.fixture
+def home(recipe: Recipe) -> Path:
+    """The checkpoints of a run that was stopped after step 4: those of steps 2 and 4, and half of one more."""
+    with RunFolder(recipe) as folder:
+        folder.begin()
+        folder.set_status("running", step=4)
+        folder.metrics_file.write_text('{"step": 4}\n{"step": 5}\n')
+    for step in (2, 4):
+        _write_checkpoint(folder.checkpoints_folder / f"step_{step:06d}", recipe, step)
+    (folder.checkpoints_folder / ".step_000006.partial").mkdir()
+    (folder.checkpoints_folder / "latest").write_text("step_000002\n")
+    return folder.checkpoints_folder
+
+
+def _write_checkpoint(folder: Path, recipe: Recipe, step: int) -> None:
+    folder.mkdir(parents=True)
+    torch.save({}, folder / "common.pt")
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
+    driver = {"step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe).as_json(), "unlogged": {"x": 1.0}}
+    (folder / DRIVER).write_text(json.dumps(driver))
+    write_manifest(folder, {path.name: file_record(path) for path in folder.iterdir()}, {"format": "torch_dist"})
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Names and bytes of all that a folder holds, but for the lock."""
+    found = (path for path in folder.rglob("*") if path.name != "lock")
+    return {str(path): path.read_bytes() if path.is_file() else None for path in found}
+
+
+@contextmanager
+def no_file_can_be_opened() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_condemned(home: Path) -> None:
+    earlier, before = EarlierRun.read(home.parent), contents(home.parent)
+    with no_file_can_be_opened(), pytest.raises(StorageError, match=r"step_000004.*Too many open files") as caught:
+        survey(earlier)
+    assert caught.value.exit_code == 74
+    assert contents(home.parent) == before
+    assert survey(earlier).good == home / "step_000004"
+
+
+def test_a_resume_on_a_full_disk_condemns_nothing(
+    recipe: Recipe,
+    home: Path,
+    no_file_may_grow: Callable[[], AbstractContextManager[None]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = contents(home.parent)
+    with RunFolder(recipe, resume=True) as folder:
+        with no_file_may_grow(), pytest.raises(StorageError, match=str(home)):
+            find_origin(recipe, folder, "if-any")
+        after = contents(home.parent)
+        assert before.items() - after.items() == {(str(home / ".step_000006.partial"), None)}
+        origin = find_origin(recipe, folder, "if-any")
+    assert origin.checkpoint == home / "step_000004" and origin.unlogged == {"x": 1.0}
+    assert (home / "latest").read_text() == "step_000004\n"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(recipe: Recipe, home: Path) -> None:
+    (home / "step_000002").rename(home / "step_000002.damaged")
+    with (home / "step_000004/common.pt").open("ab") as file:
+        file.write(b"x")
+    before = contents(home.parent)
+    for _ in range(2):
+        with (
+            RunFolder(recipe, resume=True) as folder,
+            pytest.raises(DataError, match=r"none of its 2 checkpoints is good.*\n.*common\.pt: \d+ bytes"),
+        ):
+            find_origin(recipe, folder, "if-any")
+        assert contents(home.parent) == before
+    with RunFolder(recipe, restart=True) as folder:
+        assert find_origin(recipe, folder, None).checkpoint is None
+    assert not home.exists()
+    (kept,) = (home.parent / "earlier").iterdir()
+    assert (kept / "checkpoints/step_000002.damaged").is_dir() and (kept / "metrics.jsonl").exists()
+
+
+def test_stray_names_beside_checkpoints_are_left_alone(recipe: Recipe, home: Path) -> None:
+    for name in ("step_000001.bak", "step_x", ".step_mine", "notes"):
+        (home / name).mkdir()
+    (home / "step_000009").write_text("a file")
+    with RunFolder(recipe, resume=True) as folder:
+        assert find_origin(recipe, folder, "must").checkpoint == home / "step_000004"
+    left = {path.name for path in home.iterdir()}
+    assert {"step_000001.bak", "step_x", ".step_mine", "notes", "step_000009"} <= left
+
+
+def test_changes_are_named_and_another_model_is_refused(
+    recipe: Recipe, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"_name_or_path": "there", "hidden_size": 16}')
+    changed = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)}), "seed": 3})
+    before = contents(home.parent)
+    with RunFolder(changed, resume=True) as folder:
+        with pytest.raises(ConfigError, match=rf"model\.path = {other}: is another model .*then: {tmp_path}/model\)"):
+            find_origin(changed, folder, "if-any")
+        assert contents(home.parent) == before
+        # The same model in another place.
+        (other / "config.json").write_text('{"_name_or_path": "there", "hidden_size": 8}')
+        find_origin(changed, folder, "if-any")
+    told = capsys.readouterr().out
+    assert "changed since then: seed: 0 -> 3\n" in told
+    assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in told
+
+
+def test_changed_training_data_is_refused_and_changed_validation_data_told(
+    recipe: Recipe, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    was, before = file_record(train)["sha256"], contents(home.parent)
+    train.write_text("{}\n{}\n")
+    heldout.write_text("{}\n{}\n")
+    now = file_record(train)["sha256"]
+    with RunFolder(recipe, resume=True) as folder:
+        with pytest.raises(DataError, match=rf"{train}: data\.train is not .*sha256 is {now}, it was {was}\. Bring"):
+            find_origin(recipe, folder, "if-any")
+        assert contents(home.parent) == before
+        train.write_text("{}\n")
+        find_origin(recipe, folder, "if-any")
+    assert f"warning: {heldout}: data.validation.held is not what the run was" in capsys.readouterr().out
+
+
+def test_must_fails_where_there_is_nothing_to_go_on_from(recipe: Recipe) -> None:
+    with RunFolder(recipe, resume=True) as folder:
+        with pytest.raises(ConfigError, match=r"--resume=must: .*small has no checkpoint to go on from"):
+            find_origin(recipe, folder, "must")
+        assert find_origin(recipe, folder, "if-any").checkpoint is None
