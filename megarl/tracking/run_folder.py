@@ -61,7 +61,7 @@ class RunFolder:
         self._has_begun = False
         self._is_restart = restart
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
-        with disk_full_named(self.path):
+        with storage_faults_named(self.path), disk_full_named(self.path):
             self._lock = self._acquire()
         try:
             self.earlier = EarlierRun.read(self.path)

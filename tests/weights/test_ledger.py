@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.tracking.storage import check_space, disk_full_named
 from megarl.types import DiskFullError
-from megarl.weights.ledger import Ledger, check_hashes, check_sizes, check_space, disk_full_named, file_record
+from megarl.weights.ledger import Ledger, check_hashes, check_sizes, file_record
 
 
 @pytest.fixture
