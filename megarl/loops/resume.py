@@ -93,7 +93,8 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Ori
     unreadable = folder.begin(checkpoint_step(found.good) if found.good else None, recipe.cluster.max_restarts)
     if unreadable:
         _tell(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are left out"])
-    return Origin(found.good, inputs, earlier.get("unlogged"))
+    unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
+    return Origin(found.good, inputs, unlogged)
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:

@@ -56,6 +56,7 @@ class RunFolder:
         self.model_folder = self.path / "hf"
         self.checkpoints_folder = self.path / "checkpoints"
         self.resumed_step = 0
+        self.has_logged_resumed_step = False
         self._recipe_text = to_yaml(recipe)
         self._is_config_current = False
         self._has_begun = False
@@ -152,6 +153,7 @@ class RunFolder:
             kept = [line for line, of in zip(lines, steps, strict=True) if of is not None and of <= last]
             if len(kept) < len(lines) or cut_short:
                 replace_bytes(self.metrics_file, b"".join(line + b"\n" for line in kept))
+            self.has_logged_resumed_step = last in steps
         for path in self.samples_folder.glob("step_*.jsonl"):
             if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
                 path.unlink()

@@ -46,7 +46,7 @@ def home(recipe: Recipe) -> Path:
     with RunFolder(recipe) as folder:
         folder.begin()
         folder.set_status("running", step=4)
-        folder.metrics_file.write_text('{"step": 4}\n{"step": 5}\n')
+        folder.metrics_file.write_text('{"step": 3}\n{"step": 5}\n')
     for step in (2, 4):
         _write_checkpoint(folder.checkpoints_folder / f"step_{step:06d}", recipe, step)
     (folder.checkpoints_folder / ".step_000006.partial").mkdir()
@@ -105,6 +105,10 @@ def test_a_resume_on_a_full_disk_condemns_nothing(
         origin = find_origin(recipe, folder, "if-any")
     assert origin.checkpoint == home / "step_000004" and origin.unlogged == {"x": 1.0}
     assert (home / "latest").read_text() == "step_000004\n"
+    # An evaluation is made up for once.
+    folder.metrics_file.write_text('{"step": 3}\n{"step": 4}\n')
+    with RunFolder(recipe, resume=True) as folder:
+        assert find_origin(recipe, folder, "if-any").unlogged is None
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(recipe: Recipe, home: Path) -> None:
