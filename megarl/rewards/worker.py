@@ -101,7 +101,10 @@ class RewardWorker:
     """One reward process with its keeper; used by one thread at a time, but closed by any."""
 
     def __init__(self, settings: WorkerSettings, log_file: str | None = None) -> None:
-        """Start the process without waiting for it. What the functions print goes to `log_file`, within bounds."""
+        """Start the process without waiting for it. What the functions print goes to `log_file`, within bounds.
+
+        Raises PeerLostError where the machine can start no process.
+        """
         self._settings = settings
         self._log_file = log_file
         self._lock = threading.Lock()
@@ -181,19 +184,22 @@ class RewardWorker:
 
     def _start(self) -> None:
         settings = self._settings
-        self._connection, theirs = socket.socketpair()
         self._is_ready = False
         path, log = json.dumps(settings.search_path), self._log_file or ""
-        with theirs:
-            # -P: the folder of the script or the current one must not come before the search path.
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-c", _KEEPER, path, str(theirs.fileno()), log],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                cwd=settings.folder,
-                start_new_session=True,
-            )
+        try:
+            self._connection, theirs = socket.socketpair()
+            with theirs:
+                # -P: the folder of the script or the current one must not come before the search path.
+                self._keeper = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _KEEPER, path, str(theirs.fileno()), log],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    cwd=settings.folder,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise PeerLostError(f"a reward process for {self._names} cannot be started: {error}") from None
         start = {"functions": settings.functions, "correct_score": settings.correct_score}
         with suppress(OSError):  # a process that ended already is noticed when its answer is awaited
             send(self._connection, start)
