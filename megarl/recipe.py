@@ -74,8 +74,8 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
     required = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
     defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
-    before = dict(_leaves(yaml.safe_load(to_yaml(defaults)))) | dict(_leaves(earlier))
-    now = dict(_leaves(yaml.safe_load(to_yaml(recipe))))
+    before = _settings(yaml.safe_load(to_yaml(defaults))) | _settings(earlier)
+    now = _settings(yaml.safe_load(to_yaml(recipe)))
     absent = "(not set)"
     return [
         f"{field}: {before.get(field, absent)} -> {now.get(field, absent)}"
@@ -84,13 +84,9 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     ]
 
 
-def _leaves(values: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value by its dotted name; a list is one value."""
-    if not isinstance(values, Mapping):
-        yield field, values
-    else:
-        for name, value in values.items():
-            yield from _leaves(value, f"{field}.{name}" if field else str(name))
+def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe by their dotted names; a list is one value."""
+    return {rest[1:]: value for rest, value in _leaves(recipe) if value != {}}
 
 
 def _section_yaml(section: Section, place: Place, references: Mapping[Place, str], comments: bool) -> str:
@@ -235,10 +231,11 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str, re
         return "\n".join(f"{name}: missing; add it: {_doc(known[name])}" for name in required or [place])
     if kind == "extra_forbidden":
         foreign = [(f"{place}{rest}", item) for rest, item in _leaves(value) if counterpart(f"{place}{rest}")]
-        return "\n".join(
-            f"{name} = {textwrap.shorten(repr(_printable(item, name)), 80)}: unknown key; {_hint(name, known)}"
-            for name, item in foreign or [(place, value)]
-        )
+        lines = []
+        for name, item in foreign or [(place, value)]:
+            written = repr(_printable(item, tuple(name.split(".")), references))
+            lines.append(f"{name} = {textwrap.shorten(written, 80)}: unknown key; {_hint(name, known)}")
+        return "\n".join(lines)
     if kind == "model_type":
         children = [name for name in known if name.rpartition(".")[0] == place]
         return f"{shown}: is a section; leave it out or set {', '.join(children)}"
