@@ -233,8 +233,7 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str, re
         foreign = [(f"{place}{rest}", item) for rest, item in _leaves(value) if counterpart(f"{place}{rest}")]
         lines = []
         for name, item in foreign or [(place, value)]:
-            written = repr(_printable(item, tuple(name.split(".")), references))
-            lines.append(f"{name} = {textwrap.shorten(written, 80)}: unknown key; {_hint(name, known)}")
+            lines.append(f"{name} = {textwrap.shorten(repr(item), 80)}: unknown key; {_hint(name, known)}")
         return "\n".join(lines)
     if kind == "model_type":
         children = [name for name in known if name.rpartition(".")[0] == place]

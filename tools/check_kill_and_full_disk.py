@@ -1,0 +1,117 @@
+"""Kill a tiny run again and again, resume it on a full disk, then with room: nothing may be lost, weights bit-equal.
+
+    .venv/bin/python -m tools.check_kill_and_full_disk [--kills 10] [--seed 1]
+
+The run's folder is on a small tmpfs of its own, which needs root. It is called from the repository. Every second kill (SIGKILL, of the driver or of a
+rank) comes during a save. After each, the disk is filled and `--resume` must end with 74 and leave every checkpoint,
+metric and sample up to the newest checkpoint as it was. Prints a line a kill; exits with 1 at the first fault. Takes several minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.end_to_end.processes import rank_processes
+from tests.end_to_end.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, assert_bit_equal, await_moment
+from tools.make_dataset import make_dataset
+from tools.make_tiny_model import make_tiny_model
+
+DISK_MIB = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10, help="how often the run is killed")
+    parser.add_argument("--seed", type=int, default=1, help="decides whom and when")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="megarl_kill_") as name:
+        disk = Path(name)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", disk], check=True)
+        try:
+            check(disk, arguments.kills, random.Random(arguments.seed))
+        finally:
+            subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def check(disk: Path, num_kills: int, moments: random.Random) -> None:
+    """Run undisturbed, then killed; compare."""
+    runs = Runs(disk)
+    make_dataset(disk / "data", sft=8, train=64, heldout=8)
+    (disk / "letters.py").write_text(REWARD)
+    model = make_tiny_model(disk / "model", num_layers=2)
+    (disk / "recipe.yaml").write_text(RECIPE.format(model=model, steps=STEPS, every=EVERY))
+    runs.train("recipe.yaml")
+    print("kill  victim   during save  at step  saved   full disk      lost", flush=True)
+    for number in range(num_kills):
+        victim, during_save = moments.choice(["driver", "rank 0", "rank 1"]), number % 2 == 1
+        kill(runs, victim, 1 + number * STEPS // num_kills, during_save, moments)
+        step, saved = runs.status("killed")["step"], runs.checkpoints("killed")[-1:]
+        code, lost = resume_on_full_disk(runs)
+        print(
+            f"{number + 1:4}  {victim:8} {during_save!s:12} {step:7}  {saved}  ended {code}  {lost or 'nothing'}",
+            flush=True,
+        )
+        if code != 74 or lost:
+            sys.exit(1)
+    runs.train("recipe.yaml", "name=killed", "--resume", "cluster.max_restarts=100")
+    assert_bit_equal(runs.run("killed"), runs.run("whole"))
+    print("weights, optimizer, metrics and samples are bit-equal to those of the undisturbed run")
+
+
+def kill(runs: Runs, victim: str, last: int, during_save: bool, moments: random.Random) -> None:
+    """Start or resume the run and kill one of its processes once it has logged step `last`."""
+    driver = runs.start("recipe.yaml", "name=killed", "--resume", "cluster.max_restarts=100")
+    try:
+        await_moment(runs, "killed", driver, last, during_save)
+        time.sleep(moments.uniform(0, 0.05 if during_save else 1.0))
+        processes = rank_processes(driver.pid) | {-1: driver.pid}
+        os.kill(processes[{"driver": -1, "rank 0": 0, "rank 1": 1}[victim]], signal.SIGKILL)
+        driver.communicate(timeout=300)
+    finally:
+        driver.kill()
+
+
+def resume_on_full_disk(runs: Runs) -> tuple[int, list[str]]:
+    """The exit code of a resume without room, and the names of files that it changed or removed."""
+    before = contents(runs.run("killed"))
+    filler = runs.folder / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError:
+        pass
+    driver = runs.start("recipe.yaml", "name=killed", "--resume", "cluster.max_restarts=100")
+    output, _ = driver.communicate(timeout=600)
+    filler.unlink()
+    after = contents(runs.run("killed"))
+    if driver.returncode != 74:
+        print(output)
+    return driver.returncode, [name for name, content in before.items() if after.get(name) != content]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """What a resume must not lose: checkpoints, recipe, and metrics and samples up to the newest checkpoint."""
+    checkpoints = sorted((run / "checkpoints").glob("step_*"))
+    last = int(checkpoints[-1].name[5:]) if checkpoints else -1
+    files = [path for folder in checkpoints for path in folder.rglob("*") if path.is_file()]
+    files += [path for path in (run / "samples").glob("step_*.jsonl") if int(path.stem[5:]) <= last]
+    found = {str(path.relative_to(run)): path.read_bytes() for path in [*files, run / "config.yaml"]}
+    for line in (run / "metrics.jsonl").read_bytes().splitlines():
+        step = json.loads(line)["step"] if line.endswith(b"}") else last + 1
+        if step <= last:
+            found[f"metrics.jsonl step {step}"] = line
+    return found
+
+
+if __name__ == "__main__":
+    main()
