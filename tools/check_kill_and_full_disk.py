@@ -2,9 +2,10 @@
 
     .venv/bin/python -m tools.check_kill_and_full_disk [--kills 10] [--seed 1]
 
-The run's folder is on a small tmpfs of its own, which needs root. It is called from the repository. Every second kill (SIGKILL, of the driver or of a
-rank) comes during a save. After each, the disk is filled and `--resume` must end with 74 and leave every checkpoint,
-metric and sample up to the newest checkpoint as it was. Prints a line a kill; exits with 1 at the first fault. Takes several minutes.
+The run's folder is on a small tmpfs of its own, which needs root; call it from the repository. Every second kill
+(SIGKILL, of the driver or of a rank) comes during a save. After each, the disk is filled and `--resume` must end with
+74 and leave every checkpoint, and metrics and samples up to the newest one, as they were. Prints a line a kill and
+exits with 1 at the first fault. Takes several minutes.
 """
 
 from __future__ import annotations
