@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -222,10 +223,12 @@ def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Clust
 
 @needs_slurm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ended_by_a_signal_pytest_leaves_no_cluster(tmp_path: Path, number: signal.Signals) -> None:
+def test_ended_by_a_signal_pytest_leaves_no_cluster(number: signal.Signals) -> None:
     has_ray = find_spec("ray") is not None
     held = {"HOLD_SLURM": "1"} | ({"HOLD_RAY": "1"} if has_ray else {})
-    commands = " ".join(end_pytest(number, tmp_path, **held))
+    # The names of sockets have a limit: tmp_path is too long for Slurm's and Ray's.
+    with tempfile.TemporaryDirectory(prefix="m", dir=os.environ["PYTEST_DEBUG_TEMPROOT"]) as folder:
+        commands = " ".join(end_pytest(number, Path(folder), **held))
     for name in ("munged", "slurmctld", "slurmd", *(["raylet"] if has_ray else [])):
         assert name in commands
 
