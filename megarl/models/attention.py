@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,19 +16,23 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+"""Types that the variable-length flash kernel takes."""
+
 
 @dataclass(frozen=True)
 class Part:
     """Queries of this rank and the keys that they may see, sequence by sequence, aligned at their ends.
 
     `queries` [num_queries] and `keys` [num_keys] are places among the rank's own tokens and among all context-parallel
-    ranks' tokens one rank after the other; None means all of them, in order.
+    ranks' tokens one rank after the other; None means all of them, in order. `num_queries` and `num_keys` [sequences]
+    are lengths and stay on the host; tensors lie on the device of the model.
     """
 
     queries: Tensor | None
     keys: Tensor | None
-    num_queries: Tensor
-    num_keys: Tensor
+    num_queries: np.ndarray
+    num_keys: np.ndarray
     cu_queries: Tensor
     cu_keys: Tensor
     longest_query: int
@@ -34,21 +41,26 @@ class Part:
     @cached_property
     def padded_queries(self) -> Tensor:
         """Each query's place in a [sequences, longest_query] block."""
-        return _padded_places(self.num_queries, self.longest_query)
+        return self._padded_places(self.num_queries, self.longest_query)
 
     @cached_property
     def padded_keys(self) -> Tensor:
         """Each key's place in a [sequences, longest_key] block."""
-        return _padded_places(self.num_keys, self.longest_key)
+        return self._padded_places(self.num_keys, self.longest_key)
 
     @cached_property
     def mask(self) -> Tensor | None:
         """Which keys a query sees [sequences, 1, longest_query, longest_key]; None where plain causality says it."""
         if self.keys is None:
             return None
-        seen = self.num_keys - self.num_queries
-        allowed = torch.arange(self.longest_query)[None, :, None] + seen[:, None, None]
-        return (torch.arange(self.longest_key)[None, None] <= allowed)[:, None]
+        seen = (self.num_keys - self.num_queries)[:, None, None, None]
+        last_seen = np.arange(self.longest_query)[:, None] + seen
+        return torch.tensor(np.arange(self.longest_key) <= last_seen, device=self.cu_queries.device)
+
+    def _padded_places(self, sizes: np.ndarray, longest: int) -> Tensor:
+        """Each token's place in a [sequences, longest] block."""
+        is_token = np.arange(longest) < sizes[:, None]
+        return torch.tensor(np.flatnonzero(is_token), device=self.cu_queries.device)
 
 
 @dataclass
@@ -71,26 +83,26 @@ class PackedRow(PackedSeqParams):
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
         """The row that holds sequences of these lengths (multiples of 2 * cp where cp > 1) one after the other."""
-        sizes = torch.tensor(lengths, dtype=torch.int64)
-        ends = sizes.cumsum(0)
+        # Index arithmetic on the host: on a GPU every length that is read would wait for it.
+        sizes = np.asarray(lengths, dtype=np.int64)
+        starts, longest = sizes.cumsum() - sizes, int(sizes.max())
         cu_seqlens = _from_zero(sizes, device)
-        starts, longest = ends - sizes, int(sizes.max())
         if cp == 1:
-            local = _ranges(starts, sizes)
+            local = np.arange(sizes.sum())
             parts: tuple[Part, ...] = (_part(None, None, sizes, sizes, device),)
             order = None
         else:
             chunk = sizes // (2 * cp)
             of_rank = [_zigzag(starts, chunk, cp, rank) for rank in range(cp)]
-            local, place = of_rank[cp_rank], torch.argsort(torch.cat(of_rank))
+            local, place = of_rank[cp_rank], np.argsort(np.concatenate(of_rank))
             halves = (cp_rank, 2 * cp - 1 - cp_rank)
             queries = [_ranges((starts // cp) + chunk * back, chunk) for back in (0, 1)]
             keys = [place[_ranges(starts, chunk * (half + 1))] for half in halves]
             parts = tuple(
                 _part(q, k, chunk, chunk * (half + 1), device) for q, k, half in zip(queries, keys, halves, strict=True)
             )
-            order = torch.argsort(torch.cat(queries)).to(device)
-        sequence = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
+            order = torch.tensor(np.argsort(np.concatenate(queries)), device=device)
+        sequence = np.repeat(np.arange(len(lengths)), sizes)
         return cls(
             qkv_format=qkv_format,
             cu_seqlens_q=cu_seqlens,
@@ -99,35 +111,37 @@ class PackedRow(PackedSeqParams):
             cu_seqlens_kv_padded=cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            positions=(local - starts[sequence[local]]).to(device),
-            local=local.to(device),
+            positions=torch.tensor(local - starts[sequence[local]], device=device),
+            local=torch.tensor(local, device=device),
             order=order,
             parts=parts,
         )
 
 
-def _zigzag(starts: Tensor, chunk: Tensor, cp: int, rank: int) -> Tensor:
+def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
     """The places in the row of one rank's tokens: of every sequence a chunk from the front and one from the back."""
-    firsts = torch.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], dim=1)
-    return _ranges(firsts.flatten(), chunk.repeat_interleave(2))
+    firsts = np.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], axis=1)
+    return _ranges(firsts.flatten(), chunk.repeat(2))
 
 
-def _ranges(starts: Tensor, sizes: Tensor) -> Tensor:
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """[start, start + size) of each, one after the other."""
-    before = sizes.cumsum(0) - sizes
-    return torch.arange(int(sizes.sum())) + (starts - before).repeat_interleave(sizes)
+    before = sizes.cumsum() - sizes
+    return np.arange(sizes.sum()) + (starts - before).repeat(sizes)
 
 
-def _from_zero(sizes: Tensor, device: torch.device) -> Tensor:
-    return F.pad(sizes.cumsum(0), (1, 0)).to(device=device, dtype=torch.int32)
+def _from_zero(sizes: np.ndarray, device: torch.device) -> Tensor:
+    return torch.tensor([0, *sizes.cumsum().tolist()], dtype=torch.int32, device=device)
 
 
-def _part(queries: Tensor | None, keys: Tensor | None, num_q: Tensor, num_k: Tensor, device: torch.device) -> Part:
+def _part(
+    queries: np.ndarray | None, keys: np.ndarray | None, num_q: np.ndarray, num_k: np.ndarray, device: torch.device
+) -> Part:
     return Part(
-        queries=None if queries is None else queries.to(device),
-        keys=None if keys is None else keys.to(device),
-        num_queries=num_q.to(device),
-        num_keys=num_k.to(device),
+        queries=None if queries is None else torch.tensor(queries, device=device),
+        keys=None if keys is None else torch.tensor(keys, device=device),
+        num_queries=num_q,
+        num_keys=num_k,
         cu_queries=_from_zero(num_q, device),
         cu_keys=_from_zero(num_k, device),
         longest_query=int(num_q.max()),
@@ -136,7 +150,8 @@ def _part(queries: Tensor | None, keys: Tensor | None, num_q: Tensor, num_k: Ten
 
 
 class PackedAttention(nn.Module):
-    """Core attention of the local spec: torch's variable-length flash kernel on CUDA, padded SDPA elsewhere.
+    """Core attention of the local spec: on CUDA in float16 and bfloat16 torch's variable-length flash kernel, else SDPA
+    on padded sequences, which takes float32 too.
 
     Megatron's own local kernel takes neither packed rows nor grouped heads without expanding them, nor context
     parallelism: here keys and values of all ranks are gathered, their gradients summed back.
@@ -168,14 +183,26 @@ class PackedAttention(nn.Module):
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         if len(row.parts) > 1:
             k, v = gather_from_sequence_parallel_region(torch.cat([k, v], dim=1), group=self.cp_group).chunk(2, dim=1)
-        attend = self._varlen if q.is_cuda else self._padded
-        outs = [attend(_taken(q, part.queries), _taken(k, part.keys), _taken(v, part.keys), part) for part in row.parts]
-        out = outs[0] if row.order is None else torch.cat(outs)[row.order]
+        outs = [self.attend(q, k, v, part) for part in row.parts]
+        out = outs[0] if row.order is None else torch.cat(outs).index_select(0, row.order)
         return out.reshape(out.size(0), 1, -1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """Attention of one part of a row: q [tokens, heads, head_dim] of this rank, k and v [tokens, groups, head_dim]
+        of all context-parallel ranks; returns [part's queries, heads, head_dim].
+        """
+        kernel = self._varlen if q.is_cuda and q.dtype in _VARLEN_DTYPES else self._padded
+        return kernel(_taken(q, part.queries), _taken(k, part.keys), _taken(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        grouped: dict[str, Any] = {}
+        if q.size(1) != k.size(1):
+            if _takes_grouped_heads(varlen_attn):
+                grouped = {"enable_gqa": True}
+            else:
+                k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
         return varlen_attn(  # type: ignore[return-value]
             q,
             k,
@@ -186,7 +213,7 @@ class PackedAttention(nn.Module):
             part.longest_key,
             scale=self.scale,
             window_size=(-1, 0),
-            enable_gqa=q.size(1) != k.size(1),
+            **grouped,
         )
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
@@ -197,16 +224,17 @@ class PackedAttention(nn.Module):
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
         )
-        return out.transpose(1, 2).flatten(0, 1)[place]
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, place)
 
 
 def _taken(x: Tensor, places: Tensor | None) -> Tensor:
-    return x if places is None else x[places]
+    return x if places is None else x.index_select(0, places)
 
 
-def _padded_places(sizes: Tensor, longest: int) -> Tensor:
-    """Each token's place in a [sequences, longest] block."""
-    return _ranges(torch.arange(len(sizes)) * longest, sizes)
+@cache
+def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel takes fewer key-value heads than query heads; torch 2.11's varlen_attn does not."""
+    return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _to_padded(x: Tensor, index: Tensor, sequences: int, longest: int) -> Tensor:

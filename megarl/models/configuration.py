@@ -14,6 +14,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl.model_shape import ModelShape
 from megarl.parallel_layout import ParallelLayout
+from megarl.platform import transformer_engine
 from megarl.types import ConfigError
 
 
@@ -21,10 +22,8 @@ def transformer_engine_problem() -> str | None:
     """Why Transformer Engine's layers cannot be used; None where they are."""
     if not torch.cuda.is_available():
         return "there is no CUDA"
-    try:
-        import transformer_engine.pytorch  # noqa: F401 # type: ignore[import-not-found]
-    except ImportError as error:
-        return f"Transformer Engine cannot be imported ({error})"
+    if not transformer_engine.is_installed():
+        return "Transformer Engine is not installed"
     return None
 
 

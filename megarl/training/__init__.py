@@ -5,6 +5,7 @@ into rows. The loss of a step is a sum of weight x token loss over the global ba
 data, so a gradient does not depend on how the batch is cut.
 """
 
-from megarl.platform import megatron_on_cpu
+from megarl.platform import megatron_on_cpu, transformer_engine
 
+transformer_engine.require_sound()
 megatron_on_cpu.prepare()

@@ -60,7 +60,7 @@ class OwnSlots:
         """What goes out in an exchange, and behind it what comes in."""
         sent, received = map(sum, self._splits[exchange])
         slot = self._slots[exchange % 2]
-        return slot[:sent], slot[sent : sent + received]
+        return slot.narrow(0, 0, sent), slot.narrow(0, sent, received)
 
 
 class SharedSlots:

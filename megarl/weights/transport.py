@@ -99,10 +99,7 @@ class Transport:
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
             raise ValueError(f"the plan is for {plan.num_ranks} ranks, the group has {dist.get_world_size(group)}")
-        storages = [*sources.values(), *destinations.values()]
-        # A rank that plays no part has no storage to tell its device by.
-        others = torch.device("cpu") if storages else device.current()
-        self._device = next((s.device for s in storages if s.is_cuda), others)
+        self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
         self._steps = list(_bind(plan, sources, destinations, self._slots))
@@ -147,6 +144,16 @@ class Transport:
             self._slots.release()
 
 
+def device_of(storages: Sequence[Tensor]) -> torch.device:
+    """The device on which a rank exchanges: its accelerator where a storage lies there.
+
+    A rank without storages takes `platform.device.current()`, so that it joins the collectives of the other ranks: the
+    name of the world's backend does not tell which device they use.
+    """
+    others = torch.device("cpu") if storages else device.current()
+    return next((storage.device for storage in storages if storage.is_cuda), others)
+
+
 def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -> Tensor:
     """The elements a plan's view means, sharing the storage's memory."""
     last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
@@ -178,13 +185,13 @@ def _bind(
         outgoing, messages = slots.of(exchange)
         start = 0
         for t in bucket.sends:
-            pack.add(outgoing[start : start + t.numel].view(t.shape), source(t))
+            pack.add(outgoing.narrow(0, start, t.numel).view(t.shape), source(t))
             start += t.numel
         starts = [0] * plan.num_ranks
         for t in bucket.receives:
             start = starts[t.source_rank]
             starts[t.source_rank] += t.numel
-            unpack.add(destination(t), messages[t.source_rank][start : start + t.numel].view(t.shape))
+            unpack.add(destination(t), messages[t.source_rank].narrow(0, start, t.numel).view(t.shape))
         yield _Step(local, pack, unpack, exchange)
         exchange += 1
 

@@ -6,7 +6,7 @@ went, it is taken anew from the live parameter. Nothing of a tensor is sent a se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.types import MegarlError
 from megarl.weights.plan import RankPlan, Transfer
-from megarl.weights.transport import strided_view
+from megarl.weights.transport import device_of, strided_view
 
 _CHUNK = 1 << 20
 _RADIX = 6364136223846793005
@@ -31,20 +31,9 @@ def verify(
     same, with the first live parameter that differs.
     """
 
-    def at_source(t: Transfer) -> Tensor:
-        return checksum(strided_view(sources[t.source.storage], t.source, t.shape, t.name), dtype)
-
-    def at_destination(t: Transfer) -> Tensor:
-        return checksum(strided_view(destinations[t.destination.storage], t.destination, t.shape, t.name), dtype)
-
-    local = [t for bucket in plan.buckets for t in bucket.local]
-    # Buckets list the copies between two ranks in the same order on both, and so does a stable sort of all buckets.
-    sends = sorted((t for bucket in plan.buckets for t in bucket.sends), key=lambda t: t.destination_rank)
-    receives = sorted((t for bucket in plan.buckets for t in bucket.receives), key=lambda t: t.source_rank)
-    expected = torch.cat([_stacked([at_source(t) for t in local]), _exchange(plan, sends, receives, at_source)])
-    found = _stacked([at_destination(t) for t in (*local, *receives)])
+    copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype)
     wrong = (expected.cpu() != found.cpu()).nonzero().flatten().tolist()
-    first = (*local, *receives)[wrong[0]] if wrong else None
+    first = copies[wrong[0]] if wrong else None
     reports = [None if first is None else (first.destination.storage, first.name, len(wrong))] * plan.num_ranks
     if plan.num_ranks > 1:
         dist.all_gather_object(reports, reports[0])
@@ -56,13 +45,38 @@ def verify(
             )
 
 
+def copy_checksums(
+    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], *, dtype: torch.dtype
+) -> tuple[list[Transfer], Tensor, Tensor]:
+    """The copies that end on this rank, with checksums of their sources and of what lies at their destinations.
+
+    Both are int64 [copies], on the device of this rank's tensors. All ranks call this together.
+    """
+
+    def at_source(t: Transfer) -> Tensor:
+        return checksum(strided_view(sources[t.source.storage], t.source, t.shape, t.name), dtype)
+
+    def at_destination(t: Transfer) -> Tensor:
+        return checksum(strided_view(destinations[t.destination.storage], t.destination, t.shape, t.name), dtype)
+
+    device = device_of([*sources.values(), *destinations.values()])
+    local = [t for bucket in plan.buckets for t in bucket.local]
+    # Buckets list the copies between two ranks in the same order on both, and so does a stable sort of all buckets.
+    sends = sorted((t for bucket in plan.buckets for t in bucket.sends), key=lambda t: t.destination_rank)
+    receives = sorted((t for bucket in plan.buckets for t in bucket.receives), key=lambda t: t.source_rank)
+    incoming = _exchange(plan, sends, receives, _stacked(map(at_source, sends), device))
+    expected = torch.cat([_stacked(map(at_source, local), device), incoming])
+    return [*local, *receives], expected, _stacked(map(at_destination, [*local, *receives]), device)
+
+
 def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
     """64 bits, int64 [], of the elements as `dtype`, in their order: any element or two exchanged change it."""
     bits = values.to(dtype).contiguous().flatten().view(_INTEGERS[dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in bits.split(_CHUNK):
         # Integer overflow wraps; odd multipliers make every element count in all 64 bits.
-        total = total * _RADIX + (part.to(torch.int64) * _multipliers(values.device)[: len(part)]).sum()
+        multipliers = _multipliers(values.device).narrow(0, 0, len(part))
+        total = total * _RADIX + (part.to(torch.int64) * multipliers).sum()
     return total
 
 
@@ -71,9 +85,8 @@ def _multipliers(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _CHUNK, 2, device=device) * 0x5851F42D4C957F2D
 
 
-def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], at_source) -> Tensor:
+def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], outgoing: Tensor) -> Tensor:
     """The checksums of what this rank received, from the ranks that hold the sources."""
-    outgoing = _stacked([at_source(t) for t in sends])
     if plan.num_ranks == 1:
         return outgoing
     counts = [[0] * plan.num_ranks, [0] * plan.num_ranks]
@@ -81,12 +94,13 @@ def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], a
         counts[0][t.destination_rank] += 1
     for t in receives:
         counts[1][t.source_rank] += 1
-    # A rank of disjoint roles may hold no tensor and know no device: the world's backend decides.
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else outgoing.device)
-    incoming = torch.empty(len(receives), dtype=torch.int64, device=device)
-    dist.all_to_all_single(incoming, outgoing.to(device), counts[1], counts[0])
-    return incoming.to(outgoing.device)
+    # A rank without copies takes part too, and its empty tensors decide which backend it takes part in.
+    incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
+    dist.all_to_all_single(incoming, outgoing, counts[1], counts[0])
+    return incoming
 
 
-def _stacked(checksums: list[Tensor]) -> Tensor:
-    return torch.stack(checksums) if checksums else torch.zeros(0, dtype=torch.int64)
+def _stacked(checksums: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Checksums as int64 [number of them], also where there are none."""
+    stacked = list(checksums)
+    return torch.stack(stacked).to(device) if stacked else torch.zeros(0, dtype=torch.int64, device=device)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.platform import transformer_engine
 from megarl.workers.links import slow_links, summary
 from megarl.workers.process_group import ProcessGroup
 
@@ -28,7 +29,10 @@ class NodeReport:
         self._server: socket.socket | None = None
 
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Of this rank's node: model folders it cannot read, room in the run's folder, GPUs, clock, a port to reach."""
+        """Of this rank's node: model folders it cannot read, room in the run's folder, GPUs, clock, a port to reach.
+
+        Also why Transformer Engine, where it is installed, cannot be imported.
+        """
         if os.environ["LOCAL_RANK"] != "0":
             return None
         writable = Path(run_folder)
@@ -39,6 +43,7 @@ class NodeReport:
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "gpus": gpus(),
+            "transformer_engine": transformer_engine.import_fault(),
             "time": time.time(),
             "port": self._server.getsockname()[1],
         }
@@ -108,6 +113,9 @@ def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_
             yield f"node {node}: {run_folder} has {free:.0f} MiB left; make room or set runs_folder"
         if most and len(report["gpus"]) < max(ranks_per_node, most):
             yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
+        if report["transformer_engine"]:
+            told = f"cannot be imported ({report['transformer_engine']}); {transformer_engine.REMEDY}"
+            yield f"node {node}: Transformer Engine is installed but {told}"
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
             yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; have it set"
     if len(drivers) > 1:

@@ -15,6 +15,7 @@ from megarl.workers.nodes import NodeReport, faults, unreached
 from megarl.workers.topology import Introduction, environments, in_order, places
 
 GOOD = {"unread": [], "is_writable": True, "free_bytes": 1 << 40, "gpus": ["H200, 570"] * 8, "time": 1000.0}
+GOOD |= {"transformer_engine": None}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,11 @@ GOOD = {"unread": [], "is_writable": True, "free_bytes": 1 << 40, "gpus": ["H200
         pytest.param({"free_bytes": 1 << 20}, "node n2: /runs/a has 1 MiB left", id="disk"),
         pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
         pytest.param({"gpus": ["H200, 560"] * 8}, "different GPUs or drivers: H200, 560, H200, 570", id="drivers"),
+        pytest.param(
+            {"transformer_engine": "OSError: libcudnn.so"},
+            "node n2: Transformer Engine is installed but cannot be imported (OSError: libcudnn.so); run",
+            id="Transformer Engine",
+        ),
         pytest.param({"time": 1100.0}, "node n2: its clock is +100 s off", id="clock"),
     ],
 )

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.models.attention import PackedAttention, PackedRow
+from megarl.platform import megatron_on_cpu
 
 CPU = torch.device("cpu")
 
@@ -51,3 +55,73 @@ def test_each_sequence_attends_to_itself(heads: int, groups: int, scale: float |
     theirs = torch.autograd.grad(expected, (q, k, v), direction.double().view_as(expected))
     for got, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def cuda_factories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own factories, which take a device "cuda" at its word."""
+    for name in megatron_on_cpu._FACTORIES:
+        factory = getattr(torch, name)
+        monkeypatch.setattr(torch, name, getattr(factory, "__wrapped__", factory))
+
+
+class CalledOperators(TorchDispatchMode):
+    """Notes the names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "is_varlen"),
+    [
+        pytest.param(torch.bfloat16, True, id="bfloat16"),
+        pytest.param(torch.float16, True, id="float16"),
+        pytest.param(torch.float32, False, id="float32"),
+    ],
+)
+def test_the_kernel_on_a_gpu_takes_the_type(cuda_factories: None, dtype: torch.dtype, is_varlen: bool, cp: int) -> None:
+    """Fake CUDA tensors: an index tensor on the host, or a kernel for other types, fails without a GPU."""
+    device = torch.device("cuda", 0)
+    attention = PackedAttention(config=SimpleNamespace(kv_channels=16))  # type: ignore[arg-type]
+    with FakeTensorMode(), CalledOperators() as called, sdpa_kernel(SDPBackend.MATH):
+        row = PackedRow.from_lengths([8, 4, 12], device, "packed", cp=cp, cp_rank=0)
+        q, k, v = (torch.zeros(24 // cp, n, 16, dtype=dtype, device=device) for n in (4, 2, 2))
+        gathered = [torch.zeros(24, 2, 16, dtype=dtype, device=device) for _ in (k, v)]
+        for part in row.parts:
+            out = attention.attend(q, *(gathered if cp > 1 else (k, v)), part)
+            assert out.device == device and out.dtype == dtype and out.shape[1:] == (4, 16)
+    assert any("varlen" in name for name in called.names) is is_varlen
+    # Reading a length from the device would wait for the GPU in every layer.
+    assert not any("_local_scalar_dense" in name for name in called.names)
+
+
+@pytest.mark.parametrize("has_argument", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_grouped_heads_on_every_torch(has_argument: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not take grouped heads gets keys and values repeated."""
+    from torch.nn.attention import varlen
+
+    given: dict[str, Any] = {}
+
+    def newer(q: Any, k: Any, v: Any, *places: Any, scale: float, window_size: Any, enable_gqa: bool = False) -> Any:
+        given.update(heads=(q.size(1), k.size(1), v.size(1)), enable_gqa=enable_gqa, key=k)
+        return q
+
+    def older(q: Any, k: Any, v: Any, *places: Any, scale: float, window_size: Any) -> Any:
+        return newer(q, k, v, *places, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", newer if has_argument else older)
+    attention = PackedAttention(config=SimpleNamespace(kv_channels=8))  # type: ignore[arg-type]
+    (part,) = PackedRow.from_lengths([3, 2], CPU, "packed").parts
+    q, k, v = (torch.randn(5, n, 8) for n in (4, 2, 2))
+    attention._varlen(q, k, v, part)
+    assert given["heads"] == ((4, 2, 2) if has_argument else (4, 4, 4))
+    assert given["enable_gqa"] is has_argument
+    if not has_argument:
+        assert torch.equal(given["key"][:, 0], given["key"][:, 1]) and torch.equal(given["key"][:, 3], k[:, 1])
