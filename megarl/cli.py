@@ -67,7 +67,6 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, its model and its data; then train."""
-    from megarl.preflight import check, check_rewards, count_records
     from megarl.recipe import load
 
     if resume and restart:
@@ -81,9 +80,7 @@ def train(
     loaded = load(path, given)
     if not dry_run and not restart and not _has_work(loaded, resume):
         return
-    layout = check(loaded)
-    records = count_records(loaded)
-    check_rewards(loaded)
+    layout, records = _checked(loaded, is_start=not dry_run)
     _print_sizes(loaded, layout, records)
     if not dry_run:
         from megarl.loops.run import run
@@ -125,6 +122,23 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     if resume == "must":
         earlier.require_checkpoint()
     return True
+
+
+def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelLayout, dict[str, int]]:
+    """The layout of a recipe, all of which was checked, and its records by data file; warnings are printed.
+
+    `is_start` as in `preflight.check`.
+    """
+    from megarl.preflight import check, check_rewards, count_records, resource_warnings
+    from megarl.tracking.terminal import Terminal
+
+    layout = check(recipe, is_start=is_start)
+    records = count_records(recipe)
+    check_rewards(recipe)
+    console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    for text in resource_warnings(recipe, layout):
+        console.print(f"warning: {text}", style="yellow")
+    return layout, records
 
 
 @app.command()
@@ -209,10 +223,16 @@ def submit(
         list[str] | None, typer.Option("--sbatch", help="An option for sbatch; repeatable.", show_default=False)
     ] = None,
 ) -> None:
-    """Submit a recipe's job, after sbatch has found that it could run."""
+    """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
+    from megarl.recipe import load
     from megarl.slurm import submit
 
-    print(submit(_batch_script(recipe, overrides or ()), option or ()))
+    given = list(overrides or ())
+    loaded = load(recipe, given)
+    # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
+    by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
+    _checked(load(recipe, [*given, *by_slurm]), is_start=False)
+    print(submit(_batch_script(recipe, given), option or ()))
 
 
 def _batch_script(recipe: str, overrides: Sequence[str]) -> str:

@@ -13,11 +13,12 @@ import yaml
 HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy", "omegaconf", "pydantic")
 
 
-def megarl(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def megarl(
+    *arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megarl", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=900, env={**os.environ, "COLUMNS": "80"}
-    )
+    environment = {**os.environ, "COLUMNS": "80", **(env or {})}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, env=environment)
 
 
 @pytest.fixture
@@ -99,6 +100,25 @@ def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
     again = megarl("train", recipe, "train.epochs_per_step=3", "--dry-run")
     for words in ("80 a step, 40 an update", "6 a step (3 passes of 2), 36 in all"):
         assert words in again.stdout, again.stderr
+
+
+def test_a_job_is_checked_before_it_is_submitted(recipe: Path, tmp_path: Path) -> None:
+    """On a node that has Slurm's commands and no job, with an sbatch that only notes that it was called."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho Submitted >> sbatch.log\necho Submitted\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    nodes = ["cluster.nodes=2", "cluster.ranks_per_node=2"]
+    done = megarl("slurm", "submit", recipe, *nodes, "rollout.vllm.block_sise=16", cwd=tmp_path, env=path)
+    assert done.returncode == 2 and "did you mean block_size?" in done.stderr
+    done = megarl("slurm", "submit", recipe, *nodes, f"data.train={tmp_path / 'absent'}", cwd=tmp_path, env=path)
+    assert done.returncode == 65 and "data.train is not there" in done.stderr
+    assert not (tmp_path / "sbatch.log").exists()
+    done = megarl("slurm", "submit", recipe, *nodes, cwd=tmp_path, env=path)
+    assert (done.returncode, done.stdout) == (0, "Submitted\n"), done.stderr
+    assert (tmp_path / "sbatch.log").read_text() == "Submitted\n" * 2
+    done = megarl("train", recipe, *nodes, "cluster.launcher=slurm", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "2 of 2 ranks, launcher slurm" in done.stdout, done.stderr
 
 
 def test_plan_needs_nothing_but_a_config(recipe: Path) -> None:

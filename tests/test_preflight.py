@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ast
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +14,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.parallel_layout import ParallelLayout
-from megarl.preflight import check, check_rewards, count_records
+from megarl.preflight import check, check_rewards, count_records, resource_warnings
+from megarl.preflight.engine import runs_on_cpu
+from megarl.preflight.library_fields import accepts, supported_head_sizes
 from megarl.types import ConfigError, DataError
 
 RECORD = {"messages": {"role": "user", "content": "1 + 2"}, "gt_answer": "3"}
@@ -20,7 +25,7 @@ RECORD = {"messages": {"role": "user", "content": "1 + 2"}, "gt_answer": "3"}
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., Recipe]:
     """`recipe(trainer={"tp": 2}, ...)`: a sound recipe for a small model, with sections changed."""
-    model = tiny_model(num_heads=4, num_kv_heads=2, hidden_size=64, intermediate_size=96, num_layers=6)
+    model = tiny_model(num_heads=4, num_kv_heads=2, hidden_size=64, head_dim=32, intermediate_size=96, num_layers=6)
     train = tmp_path / "train.jsonl"
     train.write_text(f"{json.dumps(RECORD)}\n" * 3)
 
@@ -84,7 +89,7 @@ WRONG = [
     ),
     pytest.param(
         {"cluster": {"ranks_per_node": 3}, "rollout": {"tp": 3}, "train": {"prompts_per_step": 33}},
-        ["rollout.tp = 3", "4 attention heads, 2 key-value heads", "use 1, 2 or 4"],
+        ["rollout.tp = 3", "4 attention heads, 448 rows", "2 key-value heads", "use 1, 2 or 4"],
         id="heads of the rollout",
     ),
     pytest.param(
@@ -516,3 +521,191 @@ def test_a_token_beyond_the_vocabulary(recipe: Callable[..., Recipe], tmp_path: 
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 5}))
     with pytest.raises(DataError, match=rf"has the id \d+, but config.json's vocab_size {config['vocab_size'] - 5}"):
         check(recipe(model={"path": str(folder)}))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the tensors of a folder's only file."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        pytest.param(lambda t: t.pop(NORM), [f"tensor {NORM} is missing"], id="missing"),
+        pytest.param(
+            lambda t: t.update(other=np.zeros(3, np.float32)), ["other has no place in a qwen3 model"], id="extra"
+        ),
+        pytest.param(
+            lambda t: t.update({NORM: np.zeros(3, np.float32)}), [f"{NORM} is (3,); config.json says (64,)"], id="shape"
+        ),
+        pytest.param(lambda t: t.update({NORM: np.zeros(64, np.int8)}), [f"{NORM} is I8; only F64, F32"], id="type"),
+        pytest.param(
+            lambda t: [t.pop(name) for name in [*t] if "_layernorm" in name or name == "model.norm.weight"],
+            ["tensor model.layers.0.input_layernorm.weight is missing", "and 8 more tensors like these (missing)"],
+            id="many",
+        ),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named(
+    recipe: Callable[..., Recipe], tmp_path: Path, change: Callable[[dict[str, Any]], Any], told: list[str]
+) -> None:
+    """From the headers of the files, before anything is started."""
+    folder = shutil.copytree(recipe().model.path, tmp_path / "model")
+    rewrite(folder, change)
+    with pytest.raises(DataError) as caught:
+        check(recipe(model={"path": str(folder)}))
+    assert all(text in str(caught.value) for text in told), caught.value
+
+
+MODEL_FIELDS = [
+    pytest.param(
+        {"trainer": {"megatron": {"recompute_granularty": "full"}}},
+        ["trainer.megatron.recompute_granularty = 'full'", "did you mean recompute_granularity?"],
+        id="Megatron, unknown",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"hidden_dropout": "none"}}},
+        ["trainer.megatron.hidden_dropout = 'none'", "says float"],
+        id="Megatron, type",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"moe_permute_fusion": 1}}},
+        ["moe_permute_fusion = 1", "says bool"],
+        id="Megatron, bool",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"recompute_granularity": "half"}}},
+        ["recompute_granularity = 'half'", "Literal['full', 'selective']"],
+        id="Megatron, literal",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"num_layers": 4}}},
+        ["num_layers = 4: follows from the model's"],
+        id="Megatron, decided",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"adam_beta1": 0.9}}},
+        ["trainer.megatron.adam_beta1 = 0.9: is a field of Megatron-Core's OptimizerConfig"],
+        id="Megatron, the optimizer's",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"block_sise": 16}}},
+        ["rollout.vllm.block_sise = 16", "did you mean block_size?"],
+        id="vLLM, unknown",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"block_size": "16"}}},
+        ["rollout.vllm.block_size = '16'", "says int | None"],
+        id="vLLM, type",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"max_num_seqs": 8}}},
+        ["rollout.vllm.max_num_seqs = 8: set rollout.max_concurrent_requests instead"],
+        id="vLLM, decided",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "parts"), MODEL_FIELDS)
+def test_fields_of_the_libraries_are_checked(
+    recipe: Callable[..., Recipe], changed: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**changed))
+    title, line = str(caught.value).split("\n")
+    assert title == "recipe small: 1 error"
+    assert all(part in line for part in parts), line
+
+
+def test_fields_of_the_libraries_that_fit(recipe: Callable[..., Recipe]) -> None:
+    megatron = {"hidden_dropout": 0, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    vllm = {"block_size": 64, "enforce_eager": True, "gpu_memory_utilization": 0.5, "quantization": None}
+    check(recipe(trainer={"megatron": megatron}, rollout={"vllm": vllm}))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "fitting", "others"),
+    [
+        pytest.param("int", [1, 0, None], [True, 1.0, "1"], id="int"),
+        pytest.param("float", [1, 1.5], [True, "1.5"], id="float"),
+        pytest.param("Optional[Union[int, List[int]]]", [1, [1, 2]], ["1", [1, "2"]], id="union"),
+        pytest.param("'dict[str, Any] | None'", [{"a": 1}], [1], id="text"),
+        pytest.param("Literal['a', 'b'] | None", ["a"], ["c", 1], id="literal"),
+        pytest.param("CacheDType", [1, "x"], [], id="not simple"),
+    ],
+)
+def test_values_against_annotations(annotation: str, fitting: list[Any], others: list[Any]) -> None:
+    parsed = ast.parse(annotation, mode="eval").body
+    assert [accepts(parsed, value) for value in fitting] == [True] * len(fitting)
+    assert [accepts(parsed, value) for value in others] == [False] * len(others)
+
+
+def test_a_vocabulary_that_the_engines_cannot_split(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path]
+) -> None:
+    model = tiny_model(num_heads=6, num_kv_heads=3, hidden_size=96, head_dim=32, intermediate_size=96, vocab_size=433)
+    ranks = {"cluster": {"ranks_per_node": 3}, "train": {"prompts_per_step": 33}}
+    with pytest.raises(ConfigError, match=r"rollout.tp = 3: does not divide the model's 448 rows of the vocabulary"):
+        check(recipe(model={"path": str(model)}, rollout={"tp": 3, "sampling": {"max_new_tokens": 24}}, **ranks))
+
+
+def test_head_sizes_of_attention_on_cpu(recipe: Callable[..., Recipe], tiny_model: Callable[..., Path]) -> None:
+    model = str(tiny_model(num_heads=4, num_kv_heads=2, head_dim=24, num_layers=2))
+    if not runs_on_cpu():
+        pytest.skip("this vLLM is not the build for CPUs")
+    with pytest.raises(ConfigError, match=r"model.path = .*: its attention heads have 24 channels, .* takes 32, 64"):
+        check(recipe(model={"path": model}))
+    assert 128 in supported_head_sizes()
+
+
+def test_a_cache_that_holds_no_sequence_says_what_it_needs(recipe: Callable[..., Recipe]) -> None:
+    """Two of 6 layers * 2 heads * 32 channels * 2 bytes are 1,536 a token; 64 tokens and vLLM's own block."""
+    small = {"rollout": {"kv_cache_gib": 0.00005, "sampling": {"max_new_tokens": 24}}}
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**small))
+    told = str(caught.value)
+    assert "rollout.kv_cache_gib = 5e-05: holds" in told and "one sequence of" in told and "has 64;" in told
+    needed = re.search(r"give at least ([0-9.e-]+),", told)
+    assert needed is not None
+    block = 32 if runs_on_cpu() else 16
+    assert float(needed[1]) == pytest.approx((64 + block) * 2 * 6 * 2 * 32 * 2 / 2**30, rel=0.02)
+    small["rollout"]["kv_cache_gib"] = float(needed[1])
+    check(recipe(**small))
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "local"])
+def test_a_job_for_other_machines_is_checked_on_this_one(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    made = recipe(cluster={"launcher": launcher, "nodes": 2, "ranks_per_node": 2})
+    layout = check(made, is_start=False)
+    assert layout.world_size == 4
+    with pytest.raises(ConfigError, match="megarl slurm submit"):
+        check(made)
+    told = list(resource_warnings(made, layout))
+    assert (told == []) if launcher == "slurm" else ("megarl slurm submit runs it" in told[0])
+
+
+def test_a_runs_folder_that_cannot_be_made(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"runs_folder = .*file/runs: nothing can be written in .*file "):
+        check(recipe(runs_folder=str(tmp_path / "file/runs")))
+    check(recipe(runs_folder=str(tmp_path / "new/runs")))
+    assert not (tmp_path / "new").exists() and [path.name for path in tmp_path.iterdir()].count("file") == 1
+
+
+def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Recipe]) -> None:
+    few, many = recipe(), recipe(cluster={"ranks_per_node": 1000}, train={"prompts_per_step": 1000})
+    assert list(resource_warnings(few, check(few))) == []
+    cores, *memory = resource_warnings(many, check(many))
+    assert cores.startswith("cluster.ranks_per_node = 1000: this machine has ")
+    if runs_on_cpu() and os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") < 400 << 30:
+        assert "the ranks need at least" in memory[0]

@@ -13,11 +13,22 @@ from megarl.model_folder import TOKENIZER, check_model_folder, largest_token, re
 from megarl.model_shape import ModelShape, read_model_shape
 from megarl.parallel_layout import ParallelLayout
 from megarl.preflight import learning, sizes
-from megarl.preflight.files import count_records, data_files, read_conversations, read_preferences, read_problems
+from megarl.preflight.engine import engine_fit
+from megarl.preflight.files import (
+    count_records,
+    data_files,
+    read_conversations,
+    read_preferences,
+    read_problems,
+    runs_folder,
+)
+from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.rewards import check_rewards
+from megarl.preflight.room import resource_warnings
 from megarl.preflight.sizes import row_multiple
 from megarl.recipe import error_page
 from megarl.types import ConfigError, DataError
+from megarl.weights.stored import tensor_faults
 
 __all__ = [
     "check",
@@ -27,26 +38,35 @@ __all__ = [
     "read_conversations",
     "read_preferences",
     "read_problems",
+    "resource_warnings",
     "row_multiple",
 ]
 
 
-def check(recipe: Recipe) -> ParallelLayout:
-    """The layout of a recipe that can run. Raises one ConfigError, or else one DataError, that lists all faults."""
+def check(recipe: Recipe, *, is_start: bool = True) -> ParallelLayout:
+    """The layout of a recipe that can run: from here, or without `is_start` as a job on other machines.
+
+    Raises one ConfigError, or else one DataError, that lists all faults.
+    """
     layout = sizes.layout_of(recipe)
-    wrong = [*sizes.machines(recipe), *sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
+    wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
+    wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
     wrong += [*learning.sampling(recipe), *learning.unused(recipe)]
-    broken = [*check_model_folder(recipe.model.path), *data_files(recipe)]
+    incomplete = check_model_folder(recipe.model.path)
+    broken = [*incomplete, *data_files(recipe)]
     if Path(recipe.model.path).is_dir():
         try:
             shape = read_model_shape(recipe.model.path)
             wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
             wrong += [
                 *sizes.expert_fit(recipe, shape),
+                *megatron_fields(recipe, shape),
+                *engine_fit(recipe, shape),
                 *learning.head(recipe, shape),
                 *learning.adapters(recipe, shape),
             ]
+            broken += [] if incomplete else tensor_faults(recipe.model.path, shape)
             further = [*_further_models(recipe, shape)]
             wrong += [text for text in further if not isinstance(text, DataError)]
             broken += [str(error) for error in further if isinstance(error, DataError)]
@@ -80,6 +100,7 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
             continue
         try:
             shape = read_model_shape(folder)
+            yield from (DataError(f"{field}: {fault}") for fault in tensor_faults(folder, shape))
         except DataError as error:
             yield error
             continue

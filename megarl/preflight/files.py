@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
@@ -79,6 +81,25 @@ def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[An
         return [(preferences.scored(chosen), preferences.scored(rejected)) for chosen, rejected in pairs]
     read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
     return read(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
+
+
+def runs_folder(recipe: Recipe) -> Iterator[str]:
+    """Whether the run's folder can be made: tried in the nearest folder that is there, and taken back.
+
+    A full disk is no fault of the recipe: the run itself ends with its own code.
+    """
+    wanted = Path(recipe.runs_folder).absolute()
+    nearest = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+    try:
+        with TemporaryDirectory(dir=nearest, prefix=".megarl-"):
+            pass
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            return
+        yield (
+            f"runs_folder = {recipe.runs_folder}: nothing can be written in {nearest} ({error.strerror}); set "
+            "runs_folder to a folder that can be written"
+        )
 
 
 def data_paths(recipe: Recipe) -> dict[str, str]:

@@ -12,6 +12,9 @@ from megarl.config import Recipe
 from megarl.model_shape import ModelShape
 from megarl.parallel_layout import ParallelLayout
 
+_ENGINE_VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this before it splits it."""
+
 
 def layout_of(recipe: Recipe) -> ParallelLayout:
     trainer = recipe.trainer
@@ -38,15 +41,17 @@ def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> Parall
     return align(shape, layout, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
-def machines(recipe: Recipe) -> Iterator[str]:
+def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
+    """Whether ranks can be started from here; without `is_start`, whether a job elsewhere could start them."""
     cluster = recipe.cluster
     if cluster.launcher == "slurm":
         nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
         if nodes is None or shutil.which("srun") is None:
-            yield (
-                "cluster.launcher = slurm: this is no Slurm job; submit one with launch/slurm/train.sbatch, or set "
-                "cluster.launcher=local"
-            )
+            if is_start:
+                yield (
+                    "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
+                    "cluster.launcher=local"
+                )
         elif int(nodes) != cluster.nodes:
             yield f"cluster.nodes = {cluster.nodes}: the job has {nodes}; set cluster.nodes={nodes}, or sbatch --nodes"
         elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
@@ -56,10 +61,10 @@ def machines(recipe: Recipe) -> Iterator[str]:
             )
     if cluster.launcher == "ray" and find_spec("ray") is None:
         yield "cluster.launcher = ray: Ray is not installed; run launch/setup.sh ray, or set cluster.launcher=local"
-    if cluster.launcher == "local" and cluster.nodes > 1:
+    if cluster.launcher == "local" and cluster.nodes > 1 and is_start:
         yield (
             f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only; "
-            f"set cluster.nodes=1 cluster.ranks_per_node={cluster.world_size}"
+            f"set cluster.nodes=1 cluster.ranks_per_node={cluster.world_size}, or run megarl slurm submit"
         )
 
 
@@ -145,12 +150,15 @@ def lengths(recipe: Recipe) -> Iterator[str]:
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
     whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
-    splits = {"trainer.tp": (trainer.tp, True)}
+    # Megatron pads the vocabulary to a multiple of its own tp, vLLM to this whatever its tp is.
+    vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
+    splits = {"trainer.tp": (trainer.tp, True, 0)}
     if is_sampled:
-        splits["rollout.tp"] = rollout.tp, whole_experts
-    for field, (tp, is_dense) in splits.items():
-        if misfits := _tp_misfits(shape, tp, is_dense):
-            fitting = [size for size in range(1, shape.num_heads + 1) if not _tp_misfits(shape, size, is_dense)]
+        splits["rollout.tp"] = rollout.tp, whole_experts, vocabulary
+    for field, (tp, has_whole_experts, rows) in splits.items():
+        if misfits := _tp_misfits(shape, tp, has_whole_experts, rows):
+            sizes = range(1, shape.num_heads + 1)
+            fitting = [size for size in sizes if not _tp_misfits(shape, size, has_whole_experts, rows)]
             yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {_one_of(fitting)}"
     if shape.num_layers % (trainer.pp * trainer.vpp):
         yield (
@@ -197,9 +205,12 @@ def positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             )
 
 
-def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool) -> list[str]:
-    """The sizes of the model that a tensor-parallel size cannot split; experts only where they are not whole."""
-    sizes = [(shape.num_heads, "attention heads")]
+def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, vocabulary: int) -> list[str]:
+    """The sizes of the model that a tensor-parallel size cannot split; experts only where they are not whole.
+
+    `vocabulary` is its padded size where that does not depend on `tp`, else 0.
+    """
+    sizes = [(shape.num_heads, "attention heads"), (vocabulary, "rows of the vocabulary, padded as vLLM does")]
     if not shape.num_experts:
         sizes.append((shape.intermediate_size, "feed-forward channels"))
     else:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from megarl.config import RolloutConfig
+from megarl.config.decided_fields import ENGINE_FIELDS
 from megarl.platform import device, vllm_on_cpu
 from megarl.types import Completion, ConfigError, FinishReason, Request
 
@@ -30,17 +31,6 @@ from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.rollout.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
-
-OWN_ARGUMENTS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "seed": "seed",
-    "tensor_parallel_size": "rollout.tp",
-    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
-    "max_num_seqs": "rollout.max_concurrent_requests",
-    "max_model_len": "data.max_prompt_tokens and rollout.sampling.max_new_tokens",
-}
-"""Fields of EngineArgs that other fields of the recipe decide."""
 
 _REASON_LENGTH = 400
 
@@ -224,8 +214,8 @@ def engine_arguments(
     """vLLM's arguments for this recipe; a field of `rollout.vllm` that vLLM does not know is a ConfigError."""
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
-        if key in OWN_ARGUMENTS:
-            raise ConfigError(f"rollout.vllm.{key}: set {OWN_ARGUMENTS[key]} instead")
+        if key in ENGINE_FIELDS:
+            raise ConfigError(f"rollout.vllm.{key}: set {ENGINE_FIELDS[key]} instead")
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; the nearest is {nearest[0]}")

@@ -243,7 +243,7 @@ def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> 
     assert cluster.state(job.strip()) == "PENDING"
     shown = cluster.run("scontrol", "show", "job", job.strip())
     assert "JobName=queued" in shown and "NumNodes=2" in shown and "Dependency=singleton" in shown
-    refused = cluster.run(MEGARL, "slurm", "submit", *recipe, "cluster.nodes=5", check=False)
+    refused = cluster.run(MEGARL, "slurm", "submit", *recipe, "--sbatch=--nodes=5", check=False)
     assert "sbatch refuses the job" in refused
 
 

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.decided_fields import EXPERT_FIELDS, TRANSFORMER_FIELDS
 from megarl.model_shape import padded_vocab_size, read_model_shape
-from megarl.models.configuration import refusals_named, transformer_config
+from megarl.models.configuration import (
+    _expert_settings,
+    _model_settings,
+    _split_settings,
+    refusals_named,
+    transformer_config,
+)
 from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError
 
@@ -42,6 +49,16 @@ def test_overrides_win(config: Callable[..., Any]) -> None:
 def test_what_the_model_or_the_recipe_decides_cannot_be_overridden(config: Callable[..., Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{field}: .* remove it"):
         config(**{field: 1})
+
+
+def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
+    """The checks before a start know them from a list, the config from what it sets."""
+    layout = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    dense = read_model_shape(tiny_model(num_layers=2))
+    experts = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
+    set_here = _model_settings(dense) | _split_settings(layout, torch.float32, False)
+    assert set_here.keys() == TRANSFORMER_FIELDS.keys()
+    assert {*_expert_settings(experts, layout), "moe_enable_routing_replay"} == EXPERT_FIELDS.keys()
 
 
 def test_an_unknown_override_names_the_nearest(config: Callable[..., Any]) -> None:

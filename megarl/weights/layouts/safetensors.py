@@ -21,13 +21,14 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.model_folder import INDEX, SINGLE, companions, read_safetensors_header, weight_files
+from megarl.model_folder import INDEX, SINGLE, companions
 from megarl.model_shape import ModelShape, read_model_shape, value_head_fields
 from megarl.types import DataError
 from megarl.weights.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.weights.families import hf_tensors
 from megarl.weights.families.llama import VALUE_HEAD
 from megarl.weights.plan import make_plan
+from megarl.weights.stored import stored_tensors
 from megarl.weights.transport import Transport
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -45,29 +46,12 @@ class FolderReader:
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
         shapes = hf_tensors(model)
         self.pieces = {name: (whole(name, shape, name, 0),) for name, shape in shapes.items()}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
-        for file, expected in weight_files(folder).items():
-            path = Path(folder) / file
-            for name, (code, shape) in read_safetensors_header(path, expected).items():
-                if name not in shapes:
-                    # Old checkpoints store what is computed: rotary frequencies, and a tied head beside its embedding.
-                    if name.endswith(".rotary_emb.inv_freq") or (
-                        name == "lm_head.weight" and model.tie_word_embeddings
-                    ):
-                        continue
-                    raise DataError(f"{path}: {name} has no place in a {model.family} model.")
-                if name in self._files:
-                    raise DataError(f"{path}: {name} is also in {self._files[name]}. Remove one of the files.")
-                if code not in DTYPES:
-                    raise DataError(f"{path}: {name} is {code}; only {', '.join(DTYPES)} can be trained.")
-                if shape != shapes[name]:
-                    raise DataError(f"{path}: {name} is {shape}; config.json says {shapes[name]}.")
-                self._files[name], self.dtypes[name] = path, DTYPES[code]
-        for name in shapes:
-            if name not in self._files:
-                raise DataError(f"{folder}: tensor {name} is missing. Copy or download the model again.")
+        found, faults = stored_tensors(folder, model)
+        if faults:
+            raise DataError(faults[0].text)
+        self._files = {name: stored.path for name, stored in found.items()}
+        self.dtypes = {name: DTYPES[stored.code] for name, stored in found.items()}
 
     def storage(self, name: str) -> Tensor:
         path = self._files[name]

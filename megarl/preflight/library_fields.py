@@ -1,0 +1,136 @@
+"""Fields that a recipe hands through to Megatron-Core and vLLM, checked against the installed sources.
+
+The sources are parsed, not imported: an import of either takes longer than all other checks together.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.decided_fields import ENGINE_FIELDS, EXPERT_FIELDS, RECOMPUTE_FIELDS, TRANSFORMER_FIELDS
+from megarl.model_shape import ModelShape
+
+_SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
+_LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
+
+
+def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """What Megatron-Core's TransformerConfig will not take of `trainer.megatron`."""
+    settings = recipe.trainer.megatron
+    decided = dict(TRANSFORMER_FIELDS)
+    decided |= RECOMPUTE_FIELDS if recipe.trainer.recompute != "none" else {}
+    decided |= EXPERT_FIELDS if shape.num_experts else {}
+    known: dict[str, ast.expr] = {}
+    for file, name in (
+        ("core/model_parallel_config.py", "ModelParallelConfig"),
+        ("core/transformer/transformer_config.py", "TransformerConfig"),
+    ):
+        known |= class_fields("megatron", file, name)
+    elsewhere = {
+        name: owner
+        for file, owner in (
+            ("core/optimizer/optimizer_config.py", "OptimizerConfig"),
+            ("core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+        )
+        for name in class_fields("megatron", file, owner)
+    }
+    for field, value in settings.items():
+        if field in decided:
+            yield f"trainer.megatron.{field} = {value!r}: follows from {decided[field]}; remove it"
+        elif known and field not in known and field in elsewhere:
+            yield (
+                f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {elsewhere[field]}, and "
+                "trainer.megatron sets those of its TransformerConfig; see the recipe's sections optimizer and trainer"
+            )
+        elif known:
+            yield from _check("trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known)
+
+
+def vllm_fields(recipe: Recipe) -> Iterator[str]:
+    """What vLLM's EngineArgs will not take of `rollout.vllm`."""
+    known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
+    for field, value in recipe.rollout.vllm.items():
+        if field in ENGINE_FIELDS:
+            yield f"rollout.vllm.{field} = {value!r}: set {ENGINE_FIELDS[field]} instead"
+        elif known:
+            yield from _check("rollout.vllm", "vLLM's EngineArgs", field, value, known)
+
+
+@cache
+def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
+    """The annotated fields of a class in an installed package, in order; none where the package or file is missing."""
+    source = _read(package, file)
+    classes = [node for node in ast.walk(source) if isinstance(node, ast.ClassDef) and node.name == name]
+    return {
+        statement.target.id: statement.annotation
+        for node in classes
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+
+
+def supported_head_sizes() -> list[int]:
+    """The head sizes of vLLM's attention on CPU; none where that cannot be read."""
+    source = _read("vllm", "v1/attention/backends/cpu_attn.py")
+    for node in ast.walk(source):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            returned = [statement.value for statement in node.body if isinstance(statement, ast.Return)]
+            if returned and isinstance(returned[0], ast.List):
+                return [item.value for item in returned[0].elts if isinstance(item, ast.Constant)]
+    return []
+
+
+def _read(package: str, file: str) -> ast.Module:
+    spec = find_spec(package)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(folder) / file).is_file():
+            return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.Module(body=[], type_ignores=[])
+
+
+def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str, ast.expr]) -> Iterator[str]:
+    if field not in known:
+        near = difflib.get_close_matches(field, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
+        yield f"{section}.{field} = {value!r}: {owner} has no such field; {hint}"
+    elif not accepts(known[field], value):
+        yield f"{section}.{field} = {value!r}: {owner} says {ast.unparse(known[field])}; give a value of that type"
+
+
+def accepts(annotation: ast.expr, value: Any) -> bool:
+    """Whether a value of a recipe fits an annotation; True where the annotation is none of the simple ones.
+
+    Simple are bool, int, float, str, literals, lists of these, and unions. None fits everything: libraries give it as
+    the default of fields whose annotation does not mention it.
+    """
+    if value is None:
+        return True
+    match annotation:
+        case ast.Name(id=name) if name in _SCALARS:
+            return isinstance(value, _SCALARS[name]) and (name == "bool" or not isinstance(value, bool))
+        case ast.Constant(value=None):
+            return False
+        case ast.Constant(value=str(text)):
+            return accepts(ast.parse(text, mode="eval").body, value)
+        case ast.BinOp(op=ast.BitOr(), left=left, right=right):
+            return accepts(left, value) or accepts(right, value)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return accepts(inner, value)
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
+            return any(accepts(member, value) for member in members)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            choices = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            return value in [choice.value for choice in choices if isinstance(choice, ast.Constant)]
+        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name in _LISTS:
+            inner = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
+            return isinstance(value, list | tuple | set) and all(accepts(inner, item) for item in value)
+        case ast.Subscript(value=ast.Name(id="dict" | "Dict")):
+            return isinstance(value, Mapping)
+    return True

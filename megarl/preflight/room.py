@@ -1,0 +1,53 @@
+"""Whether the machines have room for a recipe's ranks: doubts that are said, and keep nobody from starting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import prod
+
+from megarl.config import Recipe
+from megarl.model_shape import read_model_shape
+from megarl.parallel_layout import ParallelLayout
+from megarl.preflight.engine import runs_on_cpu
+from megarl.weights.families import hf_tensors
+
+_RANKS_PER_CORE = 4
+_RANK_BYTES = 500 << 20
+"""What the libraries of a rank take before any weight is there."""
+
+
+def resource_warnings(recipe: Recipe, layout: ParallelLayout) -> Iterator[str]:
+    """What a checked recipe will suffer from, a line each."""
+    cluster = recipe.cluster
+    if cluster.launcher != "local":
+        return
+    if cluster.nodes > 1:
+        yield (
+            f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only, and megarl train would "
+            "refuse that; megarl slurm submit runs it as a Slurm job"
+        )
+        return
+    ranks, cores = cluster.ranks_per_node, len(os.sched_getaffinity(0))
+    if ranks > _RANKS_PER_CORE * cores:
+        yield (
+            f"cluster.ranks_per_node = {ranks}: this machine has {cores} cores, so that every rank waits for others; "
+            f"use at most {_RANKS_PER_CORE * cores}"
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if runs_on_cpu() and (needed := ranks * _least_bytes(recipe, layout)) > memory:
+        yield (
+            f"cluster.ranks_per_node = {ranks}: the ranks need at least {needed / 2**30:.0f} GiB of memory, this "
+            f"machine has {memory / 2**30:.0f}; use fewer, or a smaller model"
+        )
+
+
+def _least_bytes(recipe: Recipe, layout: ParallelLayout) -> float:
+    """Host memory of a rank on CPU, at least: libraries, the trainer's weights and gradients, the engine's weights."""
+    shape = read_model_shape(recipe.model.path)
+    numbers = sum(prod(size) for size in hf_tensors(shape).values())
+    item_bytes = 4 if recipe.model.dtype == "float32" else 2
+    gradient_bytes = 4
+    trained = numbers / (layout.tp * layout.pp * layout.ep * layout.etp) * (item_bytes + gradient_bytes)
+    sampled = numbers / layout.rollout_tp * item_bytes if recipe.has_engine else 0.0
+    return _RANK_BYTES + trained + sampled
