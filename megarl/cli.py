@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from megarl.terminal import guard_logging, printable
 from megarl.types import ConfigError, MegarlError, PeerLostError
 
 if TYPE_CHECKING:
@@ -308,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not sys.warnoptions:
         # What other libraries deprecate is nothing that the person at the terminal could mend.
         warnings.simplefilter("ignore")
+    guard_logging()
     try:
         app(arguments)
     except MegarlError as error:
@@ -320,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _print_error(full)
             _leave(full.exit_code)
         with contextlib.suppress(OSError):
-            traceback.print_exc()
+            print(printable(traceback.format_exc()), end="", file=sys.stderr)
         _leave(MegarlError.exit_code)
 
 
@@ -344,15 +346,16 @@ def _print_error(error: MegarlError) -> None:
     console = Terminal(stderr=True, soft_wrap=True, highlight=False)
     if error.exit_code in (MegarlError.exit_code, PeerLostError.exit_code):
         for note in getattr(error, "__notes__", ()):
-            console.print(Text(note, style="dim"))
+            console.print(Text(printable(note), style="dim"))
     with contextlib.suppress(OSError):
-        console.print(Text("error: ", style="bold red") + Text(str(error)))
+        console.print(Text("error: ", style="bold red") + Text(printable(str(error))))
 
 
 def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]) -> None:
     """What the recipe comes to, in numbers nobody should have to work out."""
-    from rich.console import Console
     from rich.table import Table
+
+    from megarl.terminal import Console
 
     settings = recipe.train
     is_rl = recipe.loop == "rl"
@@ -390,9 +393,10 @@ def _print_conversion(done: Conversion) -> None:
 
 
 def _print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from megarl.terminal import Console
 
     table = Table(show_header=False)
     styles = {"good": "green", "absent": "dim", "bad": "bold red"}
@@ -404,8 +408,9 @@ def _print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str],
 
 
 def _print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from megarl.terminal import Console
 
     reshard, orders = counted["reshard"], counted["rank_orders"]
 

@@ -13,8 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+
+from megarl.terminal import Console
 
 
 def read_steps(run: Path) -> list[dict[str, float]]:

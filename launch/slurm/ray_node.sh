@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A task of ray.sbatch: one node of the job's Ray cluster, until the step is told to end.
 set -uo pipefail
-# Short: the names of sockets have a limit.
-folder="/tmp/ray-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+# For this user only, under a name that nobody can have taken before. Short: the names of sockets have a limit.
+folder="$(mktemp -d /tmp/ray-XXXXXXXX)" || exit 1
 options=(--num-cpus="$SLURM_CPUS_ON_NODE" --temp-dir="$folder")
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then options+=(--num-gpus="$SLURM_GPUS_ON_NODE"); fi
 topology="${SLURM_TOPOLOGY_ADDR:-}"

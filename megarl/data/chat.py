@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.model_folder import read_object
+from megarl.platform.processes import fault_of
 from megarl.types import DataError
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ PREFIX_CHARACTERS = 4
 """Characters for each allowed token that are encoded first of a long text."""
 BORDER_TOKENS = 16
 """By how many tokens a cut at most changes the count of what is before it."""
+
+RENDER_SECONDS = 5.0
+"""Processor time that a chat template may take for one short message."""
+_RENDER_BYTES = 1 << 30
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -191,9 +196,20 @@ def _check_config(folder: str | Path) -> None:
 
 
 def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:
-    """Raise DataError for a template that is no Jinja, or that renders the same whatever a user says."""
+    """Raise DataError for a template that is no Jinja, is endless, or renders the same whatever a user says."""
     from jinja2 import TemplateSyntaxError
 
+    greeting = [{"role": "user", "content": "first"}]
+    # A template is a program of the model's author: a few nested loops run for years.
+    if fault := fault_of(
+        lambda: render(tokenizer, greeting, generation_prompt=True),
+        seconds=RENDER_SECONDS,
+        memory_bytes=_RENDER_BYTES,
+    ):
+        raise DataError(
+            f"{folder}: the chat template {fault} for one message; mend it in chat_template.jinja or "
+            "tokenizer_config.json"
+        )
     texts = []
     for content in ("first", "second"):
         try:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rich.console import Console
-
 from megarl.config import Recipe
 from megarl.loops.checkpoints import DRIVER, Survey, survey
 from megarl.model_folder import read_object
 from megarl.preflight.files import data_paths
 from megarl.recipe import error_page, recipe_changes
+from megarl.terminal import Console
 from megarl.tracking.earlier_run import checkpoint_step
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.storage import storage_faults_named

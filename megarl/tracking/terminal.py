@@ -6,7 +6,7 @@ import errno
 import os
 from typing import Any
 
-from rich.console import Console
+from megarl.terminal import Console
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
 

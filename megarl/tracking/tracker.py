@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from rich.console import Console
+import rich.console
 from rich.text import Text
 
 from megarl.tracking.event_file import EventFile
@@ -34,7 +34,7 @@ class Tracker:
         *,
         headlines: Sequence[str] = (),
         steps: int | None = None,
-        console: Console | None = None,
+        console: rich.console.Console | None = None,
     ) -> None:
         """`headlines` are the metrics of the console line, beside held-out accuracy; `steps` is the run's length."""
         self._folder = folder

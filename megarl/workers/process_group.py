@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import types
+from megarl.terminal import printable
 from megarl.workers.rank import HEAD, pack
 
 _REPORT_GRACE_SECONDS = 1.0
@@ -72,7 +73,7 @@ def log_tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
         text = _NOISE.sub("", file.read().decode(errors="replace"))
-    lines = text.splitlines()[-_LOG_TAIL_LINES:]
+    lines = printable(text).splitlines()[-_LOG_TAIL_LINES:]
     return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} tells nothing."
 
 

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.data import chat
 from megarl.data.chat import encode, exceeds, load_tokenizer, render
 from megarl.data.conversations import train_on_assistant
 from megarl.types import DataError
@@ -180,14 +181,21 @@ def test_marks_in_a_message_are_refused(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("template", "told"),
     [
+        pytest.param(
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "the chat template takes more than 0.1 s",
+            id="endless",
+        ),
+        pytest.param("{{ 'a' * 10 ** 11 }}", "the chat template takes more than 1024 MiB", id="boundless"),
         pytest.param("{% for m in messages %}", "the chat template, line 1", id="syntax"),
         pytest.param("<|im_start|>user\nhello<|im_end|>", "ignores the messages", id="constant"),
         pytest.param("{% for m in messages %}{{ m.role }}{% endfor %}", "ignores the messages", id="roles only"),
     ],
 )
 def test_templates_that_can_serve_nobody(
-    tiny_model: Callable[..., Path], tmp_path: Path, template: str, told: str
+    tiny_model: Callable[..., Path], tmp_path: Path, template: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.1)
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(DataError, match=told) as caught:

@@ -14,6 +14,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.model_shape import ModelShape
+from megarl.platform.processes import fault_of
 from megarl.tracking.storage import storage_faults_named
 from megarl.types import DataError
 from megarl.weights.boxes import Box, Piece
@@ -43,6 +45,11 @@ _ALLOWED = {
     for name in names.split()
 } | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
 """All that a `.metadata` file may name beside torch's number types: none of it does anything but hold values."""
+
+
+_SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
+_MEMORY = 1 << 30
+"""What reading `.metadata` may take at least, and how much more for its size."""
 
 
 class CheckpointReader:
@@ -151,14 +158,26 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not allowed")
 
 
+def _loads(content: bytes) -> Metadata:
+    return _Unpickler(io.BytesIO(content)).load()
+
+
 def read_metadata(path: Path) -> Metadata:
-    """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError, StorageError."""
+    """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError, StorageError.
+
+    Few bytes of pickle can stand for endless work, so it is first tried where it can be stopped.
+    """
     with storage_faults_named(path):
         content = path.read_bytes() if path.exists() else None
     if content is None:
         raise DataError(f"{path}: not found. {_AGAIN}")
+    size = len(content)
     try:
-        return _Unpickler(io.BytesIO(content)).load()
+        seconds, memory_bytes = _SECONDS + size / _BYTES_PER_SECOND, _MEMORY + 64 * size
+        work = partial(_loads, content)
+        if fault := fault_of(work, seconds=seconds, memory_bytes=memory_bytes):
+            raise pickle.UnpicklingError(f"to read it {fault}, which its {size} bytes cannot need")
+        return work()
     except Exception as error:  # A damaged pickle can raise anything.
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
 
