@@ -34,6 +34,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"megarl {version('megarl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
 RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of the recipe.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -236,6 +254,17 @@ def submit(
     print(submit(_batch_script(recipe, given), option or ()))
 
 
+def _model_of_run(checkpoint: Path) -> Path | None:
+    """The model folder that a run's recipe names, of a checkpoint in a run folder; None elsewhere."""
+    from megarl.recipe import load
+
+    folder = checkpoint.absolute()
+    home = folder if folder.name == "checkpoints" else folder.parent
+    if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
+        return None
+    return Path(load(home.parent / "config.yaml").model.path)
+
+
 def _batch_script(recipe: str, overrides: Sequence[str]) -> str:
     from megarl.recipe import load
     from megarl.slurm import render
@@ -301,6 +330,7 @@ def to_hf(
 
     cast = None if dtype is None else getattr(torch, dtype)
     size = None if shard_gb is None else int(shard_gb * 1e9)
+    hf = hf or _model_of_run(megatron)
     _print_conversion(convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify))
 
 
@@ -355,6 +385,7 @@ def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]
     """What the recipe comes to, in numbers nobody should have to work out."""
     from rich.table import Table
 
+    from megarl.preflight import shortened_warmups
     from megarl.terminal import Console
 
     settings = recipe.train
@@ -378,16 +409,25 @@ def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]
         "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
         "run folder": f"{recipe.runs_folder}/{recipe.name}",
     }
+    if warmups := [*shortened_warmups(recipe)]:
+        rows["warning"] = "; ".join(warmups)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)
     Console(soft_wrap=True, highlight=False).print(table)
 
 
+def size_text(num_bytes: float, sign: str = "") -> str:
+    """Bytes in the unit that fits them: `470.2 GB`, `81.9 KB`, `0 bytes`; `sign` "+" shows that of a difference."""
+    units = ("bytes", "KB", "MB", "GB", "TB")
+    power = sum(abs(num_bytes) >= 1000**power for power in range(1, 5))
+    return f"{num_bytes / 1000**power:{sign}.{1 if power else 0}f} {units[power]}"
+
+
 def _print_conversion(done: Conversion) -> None:
     verified = ", verified" if done.is_verified else ""
     print(
-        f"wrote {done.folder}: {done.num_tensors} tensors, {done.weight_bytes / 1e9:.2f} GB "
+        f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
         f"in {done.seconds:.1f} s{verified}"
     )
 
@@ -415,10 +455,10 @@ def _print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any])
     reshard, orders = counted["reshard"], counted["rank_orders"]
 
     def size(over_ranks: dict[str, float]) -> list[str]:
-        return [f"{over_ranks[key] / 1e9:.3f}" for key in ("mean", "max")]
+        return [size_text(over_ranks[key]) for key in ("mean", "max")]
 
-    table = Table(title=f"{recipe.name}: reshard of {counted['model_bytes'] / 1e9:.1f} GB", title_justify="left")
-    for heading in ("each rank, GB", "mean", "max", "gathered path, mean"):
+    table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}", title_justify="left")
+    for heading in ("each rank", "mean", "max", "gathered path, mean"):
         table.add_column(heading, justify="left" if heading.startswith("each") else "right")
     for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
         gathered = reshard["gathered_bytes"].get(link)
@@ -441,6 +481,6 @@ def _print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any])
         links = ("same_node", "other_node")
         more = [other["received_bytes"][k]["mean"] - reshard["received_bytes"][k]["mean"] for k in links]
         console.print(
-            f"with ranks {name}: {sum(more) / 1e9:+.3f} GB from others, {more[1] / 1e9:+.3f} GB from other nodes, "
+            f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
             f"{other['seconds'] * 1e3:.1f} ms"
         )

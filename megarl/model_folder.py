@@ -23,10 +23,7 @@ def check_model_folder(folder: str | Path) -> list[str]:
     """What is missing or broken among the folder's weights and tokenizer, a line each (config.json: `model_shape`)."""
     folder = Path(folder)
     if not folder.is_dir():
-        return [
-            f"{folder}: model folder not found. model.path is a local folder; "
-            f"a model of the Hugging Face hub comes with: hf download NAME --local-dir {folder}"
-        ]
+        return [missing_folder(folder)]
     problems: list[str] = []
 
     def read(reader: Callable[..., Any], *arguments: Any) -> Any:
@@ -40,6 +37,21 @@ def check_model_folder(folder: str | Path) -> list[str]:
     for name in TOKENIZER:
         read(read_object, folder / name)
     return problems
+
+
+HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
+"""Owners on the Hugging Face hub by how the names of their models begin."""
+
+
+def missing_folder(folder: Path) -> str:
+    """What to do about a model folder that is not there: the command that downloads it, with its name where known."""
+    name = folder.name or "NAME"
+    owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
+    known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
+    return (
+        f"{folder}: model folder not found. model.path is a local folder; "
+        f"a model of the Hugging Face hub comes with: hf download {known} --local-dir {folder}"
+    )
 
 
 def weight_files(folder: str | Path) -> dict[str, set[str]]:

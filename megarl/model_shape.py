@@ -8,7 +8,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from megarl.model_folder import read_object
+from megarl.model_folder import missing_folder, read_object
 from megarl.strict_json import shortened
 from megarl.types import DataError
 
@@ -75,6 +75,8 @@ class ModelShape:
 def read_model_shape(model_folder: str | Path) -> ModelShape:
     """The shape of the model in a folder. Raises DataError for a missing, broken or unsupported config.json."""
     path = Path(model_folder) / "config.json"
+    if not path.parent.is_dir():
+        raise DataError(missing_folder(path.parent))
     config = read_object(path)
     try:
         shape = shape_from_config(config)
@@ -161,6 +163,18 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     if shape.top_k > shape.num_experts:
         raise DataError(f"num_experts_per_tok {shape.top_k} is more than the {shape.num_experts} experts.")
     return shape.with_value_head() if has_value_head else shape
+
+
+def sizes_of(model: ModelShape, tensor: str) -> str:
+    """The sizes, as config.json calls them, that a Hugging Face tensor is made of: `intermediate_size 17408`."""
+    names = {
+        "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
+        "shared_expert": {"shared_expert_intermediate_size": model.shared_intermediate_size},
+        "experts": {"moe_intermediate_size": model.moe_intermediate_size},
+        "mlp": {"intermediate_size": model.intermediate_size},
+    }
+    sizes = next((sizes for part, sizes in names.items() if part in tensor), {"vocab_size": model.vocab_size})
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:

@@ -36,8 +36,17 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     }
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
+    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
     ours = f"MEGARL_HOME={shlex.quote(str(HOME))}\nset -- {shlex.join(arguments)}"
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
+
+
+def _header(recipe: Recipe) -> str:
+    """Comments that say what this script is; the template's own tell how to write one."""
+    return (
+        f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
+        f"# The site's settings are those of {HOME}/launch/slurm/site.env, or of the file that MEGARL_SITE names.\n"
+    )
 
 
 def submit(script: str, options: Sequence[str]) -> str:

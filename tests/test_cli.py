@@ -287,3 +287,35 @@ def test_the_exit_code_is_true_although_the_output_has_no_room(before: str, code
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)
     assert done.returncode == code
+
+
+def test_the_version() -> None:
+    done = megarl("--version")
+    assert done.returncode == 0 and done.stdout.startswith("megarl 0.")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (81_920, "81.9 KB"), (2e6, "2.0 MB"), (470_187_269_120, "470.2 GB")],
+)
+def test_sizes_have_a_fitting_unit(size: float, text: str) -> None:
+    from megarl.cli import size_text
+
+    assert size_text(size) == text
+    assert size_text(-size or 1, "+").startswith("-" if size else "+")
+
+
+def test_the_model_of_a_run_is_the_one_that_its_recipe_names(recipe: Path) -> None:
+    from megarl.cli import _model_of_run
+
+    checkpoint = recipe.parent / "run/checkpoints/step_000001"
+    checkpoint.mkdir(parents=True)
+    assert _model_of_run(checkpoint) is None
+    (recipe.parent / "run/config.yaml").write_text(recipe.read_text())
+    expected = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
+    assert _model_of_run(checkpoint) == _model_of_run(checkpoint.parent) == expected
+
+
+def test_plan_on_a_missing_folder_says_how_to_get_it(recipe: Path) -> None:
+    done = megarl("plan", recipe, "model.path=models/Qwen3-14B")
+    assert done.returncode == 65 and "hf download Qwen/Qwen3-14B --local-dir models/Qwen3-14B" in done.stderr

@@ -67,6 +67,7 @@ WRITTEN = {
     "train.per_device_train_batch_size": f"train.prompts_per_step and {MICROBATCH}",
     "train.max_completion_length": "rollout.sampling.max_new_tokens",
     "train.max_steps": "train.steps",
+    "train.num_iterations": "train.epochs_per_step",
     "train.scale_rewards": "algorithm.normalize_by_std",
     "optimizer.max_grad_norm": "optimizer.clip_grad_norm",
     "optimizer.adam_beta2": "optimizer.betas",

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.parallel_layout import ParallelLayout
-from megarl.preflight import check, check_rewards, count_records, resource_warnings
+from megarl.preflight import check, check_rewards, count_records, resource_warnings, shortened_warmups
 from megarl.preflight.engine import runs_on_cpu
 from megarl.preflight.library_fields import accepts, supported_head_sizes
 from megarl.types import ConfigError, DataError
@@ -268,16 +268,6 @@ WRONG = [
         id="positions",
     ),
     pytest.param({"reward": {"functions": ["bxed"]}}, ["reward.functions", "'bxed'", "'boxed'"], id="reward"),
-    pytest.param(
-        {"optimizer": {"warmup_steps": 21}, "train": {"steps": 10, "updates_per_step": 2}},
-        ["optimizer.warmup_steps = 21", "20 updates"],
-        id="warm-up",
-    ),
-    pytest.param(
-        {"optimizer": {"warmup_steps": 41}, "train": {"steps": 10, "updates_per_step": 2, "epochs_per_step": 2}},
-        ["optimizer.warmup_steps = 41", "40 updates"],
-        id="warm-up over several passes",
-    ),
     pytest.param(
         {"loop": "sft", "train": {"epochs_per_step": 2}},
         ["train.epochs_per_step: is used in loop: rl only; leave it out"],
@@ -709,3 +699,19 @@ def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Rec
     assert cores.startswith("cluster.ranks_per_node = 1000: this machine has ")
     if runs_on_cpu() and os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") < 400 << 30:
         assert "the ranks need at least" in memory[0]
+
+
+def test_a_warm_up_longer_than_the_run_is_held_to_it(recipe: Callable[..., Recipe]) -> None:
+    long = recipe(optimizer={"warmup_steps": 21}, train={"steps": 10, "updates_per_step": 2})
+    check(long)
+    assert [*shortened_warmups(long)] == ["optimizer.warmup_steps = 21: the run makes 20 updates; 20 used"]
+    assert [
+        *shortened_warmups(recipe(optimizer={"warmup_steps": 20}, train={"steps": 10, "updates_per_step": 2}))
+    ] == []
+
+
+def test_a_run_of_no_steps_needs_something_to_evaluate(recipe: Callable[..., Recipe]) -> None:
+    sound = recipe()
+    with pytest.raises(ConfigError, match=r"train\.steps = 0: only evaluates, but data\.validation is not given"):
+        check(recipe(train={"steps": 0}))
+    check(recipe(train={"steps": 0}, data={"validation": {"held_out": sound.data.train}}))

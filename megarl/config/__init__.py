@@ -168,8 +168,8 @@ class RewardConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: PositiveInt = 100
-    """Steps to train: rollouts in `rl`, optimizer updates elsewhere."""
+    steps: NonNegativeInt = 100
+    """Steps to train: rollouts in `rl`, optimizer updates elsewhere; 0: only evaluate the validation sets."""
     prompts_per_step: PositiveInt = 32
     """Prompts sampled in one rl step; conversations in one sft step; pairs in one preference step."""
     samples_per_prompt: PositiveInt = 8

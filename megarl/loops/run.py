@@ -119,6 +119,8 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, origin
         stop.steps_begin()
         await LOOPS[recipe.loop](session)
         await session.checkpoints.complete(wait=True)
+        if not recipe.train.steps:
+            return  # evaluated only: the model is as it was
         await ranks.call("sleep_engine")
         await ranks.call("export", folder.model_folder)
         if recipe.has_critic:

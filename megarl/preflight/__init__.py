@@ -22,6 +22,7 @@ from megarl.preflight.files import (
     read_problems,
     runs_folder,
 )
+from megarl.preflight.learning import shortened_warmups
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
@@ -40,6 +41,7 @@ __all__ = [
     "read_problems",
     "resource_warnings",
     "row_multiple",
+    "shortened_warmups",
 ]
 
 
@@ -52,7 +54,7 @@ def check(recipe: Recipe, *, is_start: bool = True) -> ParallelLayout:
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
-    wrong += [*learning.sampling(recipe), *learning.unused(recipe)]
+    wrong += [*learning.sampling(recipe), *learning.unused(recipe), *learning.evaluation_only(recipe)]
     incomplete = check_model_folder(recipe.model.path)
     broken = [*incomplete, *data_files(recipe)]
     if Path(recipe.model.path).is_dir():

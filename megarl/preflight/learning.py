@@ -11,20 +11,34 @@ from megarl.types import ConfigError
 
 def optimizers(recipe: Recipe) -> Iterator[str]:
     """The policy's settings and the critic's."""
-    train, critic, is_rl = recipe.train, recipe.critic, recipe.loop == "rl"
-    updates = (train.steps - recipe.frozen_steps) * (train.num_updates if is_rl else 1)
-    yield from _optimizer("optimizer", recipe.optimizer, updates, recipe.trainer.distributed_optimizer)
+    train, critic = recipe.train, recipe.critic
+    yield from _optimizer("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
     if not recipe.has_critic:
         return
-    updates = train.steps * critic.updates_per_step
-    yield from _optimizer("critic.optimizer", critic.optimizer, updates, recipe.trainer.distributed_optimizer)
-    if critic.warmup_steps >= train.steps:
+    yield from _optimizer("critic.optimizer", critic.optimizer, recipe.trainer.distributed_optimizer)
+    if critic.warmup_steps >= train.steps > 0:
         yield f"critic.warmup_steps = {critic.warmup_steps}: leaves none of train.steps {train.steps} to the policy"
 
 
-def _optimizer(field: str, optimizer: OptimizerConfig, updates: int, is_distributed: bool) -> Iterator[str]:
-    if optimizer.warmup_steps > max(updates, 0):
-        yield f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates; use no more"
+def evaluation_only(recipe: Recipe) -> Iterator[str]:
+    """A run of no steps needs something to evaluate."""
+    if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
+        yield "train.steps = 0: only evaluates, but data.validation is not given; give it, or steps to train"
+
+
+def shortened_warmups(recipe: Recipe) -> Iterator[str]:
+    """Of each warm-up that is longer than the run: what it is held to, so that the peak is reached at the end."""
+    train = recipe.train
+    updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.loop == "rl" else 1)
+    made = [("optimizer", recipe.optimizer, updates)]
+    if recipe.has_critic:
+        made.append(("critic.optimizer", recipe.critic.optimizer, train.steps * recipe.critic.updates_per_step))
+    for field, optimizer, updates in made:
+        if train.steps and optimizer.warmup_steps > updates:
+            yield f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes {updates} updates; {updates} used"
+
+
+def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> Iterator[str]:
     if optimizer.name == "sgd" and is_distributed:
         yield f"{field}.name = sgd: has no state to shard; set trainer.distributed_optimizer=false"
     low, high = optimizer.min_learning_rate, optimizer.learning_rate

@@ -73,9 +73,9 @@ def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[flo
 def build_schedule(
     config: OptimizerConfig, optimizer: MegatronOptimizer, *, num_updates: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up, then the schedule's course to the end of the run. Step it before each update."""
+    """Linear warm-up, at most over the whole run, then the schedule's course to its end. Step it before each update."""
     # One more than there are: the last update still moves.
-    last = max(num_updates + 1, config.warmup_steps + 1)
+    last = max(num_updates, 0) + 1
     wsd: dict[str, Any] = {}
     if config.schedule == "wsd":
         wsd = {"wsd_decay_steps": config.decay_steps or max(1, num_updates // 10), "lr_wsd_decay_style": "linear"}
@@ -84,7 +84,7 @@ def build_schedule(
         init_lr=0.0,
         max_lr=config.learning_rate,
         min_lr=config.min_learning_rate,
-        lr_warmup_steps=config.warmup_steps,
+        lr_warmup_steps=min(config.warmup_steps, last - 1),
         lr_decay_steps=last,
         lr_decay_style="WSD" if config.schedule == "wsd" else config.schedule,
         start_wd=config.weight_decay,

@@ -271,6 +271,9 @@ def test_a_script_says_what_the_recipe_says() -> None:
     for line in ("--job-name=qwen3_32b_grpo", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"):
         assert f"#SBATCH {line}" in lines
     assert lines[lines.index(f"MEGARL_HOME={ROOT}") + 1] == "set -- 'my recipe.yaml' train.steps=3"
+    comments = [line for line in lines if line.startswith("# ")]
+    assert comments[0] == "# The job of run qwen3_32b_grpo, written by megarl slurm: recipe, nodes and ranks are set."
+    assert not any("sbatch --nodes" in line for line in comments)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: apt-get install shellcheck")

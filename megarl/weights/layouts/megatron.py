@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from megarl.model_shape import ModelShape
+from megarl.model_shape import ModelShape, sizes_of
 from megarl.parallel_layout import Coordinates, ParallelLayout
 from megarl.types import ConfigError
 from megarl.weights.boxes import contiguous_strides
@@ -133,7 +133,8 @@ class MegatronLayouts(Layouts):
         for length in lengths:
             if length % splits:
                 axis = "etp" if rule.is_expert else "tp"
-                raise ConfigError(f"{axis} {splits} does not divide {rule.parameter}: {length} rows or columns.")
+                sizes = sizes_of(self.model, rule.tensors[0][0])
+                raise ConfigError(f"{axis} {splits} does not divide the model's {sizes}; use a size that does.")
         return tuple(length // splits for length in lengths)
 
     def splits(self, rule: Rule) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megarl.model_shape import ModelShape, padded_vocab_size
+from megarl.model_shape import ModelShape, padded_vocab_size, sizes_of
 from megarl.types import ConfigError
 from megarl.weights.boxes import contiguous_strides
 from megarl.weights.families import templates_of, tensors_of
@@ -95,7 +95,7 @@ class VllmLayouts(Layouts):
         stored = padded_vocab_size(length, 1) if part.split == "vocabulary" else length
         units = stored // self.model.head_dim if part.split == "heads" or "q_proj" in part.tensor else stored
         if units % tp:
-            raise ConfigError(f"rollout.tp={tp} does not divide {stack.storage}: {stored} rows or columns of a tensor.")
+            raise ConfigError(f"rollout.tp={tp} does not divide the model's {sizes_of(self.model, part.tensor)}.")
         stored //= tp
         return min(rank * stored, length), min((rank + 1) * stored, length), stored
 
