@@ -84,7 +84,7 @@ for _logger_name in ("math_verify.parser", "math_verify.grader"):
 def agreement(prediction: str, answer: str) -> float:
     """1 if `prediction` equals `answer`, 0 if not, and half if it does but is no mathematics though the answer is.
 
-    Both are LaTeX or plain text, with or without an enclosing \boxed{}. In turn: equal texts agree; plain numbers and
+    Both are LaTeX or plain text, with or without an enclosing \\boxed{}. In turn: equal texts agree; plain numbers and
     quantities are compared exactly (`quantities`); words are compared as words; all else is parsed and compared by
     math-verify, with decimals as exact fractions. Where one of the two cannot be parsed, or is beyond the caps, they
     agree if they are the same but for spaces and braces. An empty prediction never agrees.
@@ -162,7 +162,7 @@ def _without_spaces(text: str) -> str:
 
 
 def _plain_text(text: str) -> str:
-    """The text with its \text{...} unwrapped."""
+    """The text with its \\text{...} unwrapped."""
     return " ".join(_TEXT.sub(r" \1 ", text).split())
 
 
