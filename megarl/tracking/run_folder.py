@@ -19,7 +19,6 @@ from megarl.config import Recipe
 from megarl.recipe import to_yaml
 from megarl.tracking.earlier_run import EarlierRun, whole_number
 from megarl.tracking.storage import (
-    disk_full_named,
     replace_bytes,
     replace_text,
     storage_error,
@@ -62,7 +61,7 @@ class RunFolder:
         self._has_begun = False
         self._is_restart = restart
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
-        with storage_faults_named(self.path), disk_full_named(self.path):
+        with storage_faults_named(self.path):
             self._lock = self._acquire()
         try:
             self.earlier = EarlierRun.read(self.path)

@@ -30,7 +30,7 @@ def storage_faults_named(path: Path) -> Iterator[None]:
         place = path if error.filename is None else error.filename
         reason = error.strerror or str(error)
         if error.errno in _FULL:
-            raise DiskFullError(f"{place}: no room on its disk ({reason}). Make room there, then try again.") from None
+            raise DiskFullError(f"{place}: no room on its disk ({reason}). {_MAKE_ROOM}") from None
         raise StorageError(
             f"{place}: cannot be read or written ({reason}). Check the disk and the permissions, then try again."
         ) from None
@@ -119,11 +119,6 @@ def check_space(folder: Path, num_bytes: int) -> None:
     """Raise DiskFullError if the folder's file system has not so many bytes free."""
     if num_bytes > _free_bytes(folder):
         raise _no_room(folder, num_bytes)
-
-
-_MAKE_ROOM = (
-    "Make room, or choose another disk with runs_folder=FOLDER; fewer checkpoints are kept with checkpoint.keep."
-)
 
 
 def _no_room(folder: Path, num_bytes: int | None) -> DiskFullError:
