@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.decided_fields import ENGINE_FIELDS, EXPERT_FIELDS, RECOMPUTE_FIELDS, TRANSFORMER_FIELDS
+from megarl.config.secrets import holds_secret
 from megarl.model_shape import ModelShape
 
 _SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
@@ -58,7 +59,7 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
         if field in ENGINE_FIELDS:
-            yield f"rollout.vllm.{field} = {value!r}: set {ENGINE_FIELDS[field]} instead"
+            yield f"rollout.vllm.{field}: set {ENGINE_FIELDS[field]} instead"
         elif known:
             yield from _check("rollout.vllm", "vLLM's EngineArgs", field, value, known)
 
@@ -99,9 +100,11 @@ def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str,
     if field not in known:
         near = difflib.get_close_matches(field, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
-        yield f"{section}.{field} = {value!r}: {owner} has no such field; {hint}"
+        # Without the value: under a mistyped name a secret is not known as one.
+        yield f"{section}.{field}: {owner} has no such field; {hint}"
     elif not accepts(known[field], value):
-        yield f"{section}.{field} = {value!r}: {owner} says {ast.unparse(known[field])}; give a value of that type"
+        shown = "<hidden>" if holds_secret((*section.split("."), field), value) else repr(value)
+        yield f"{section}.{field} = {shown}: {owner} says {ast.unparse(known[field])}; give a value of that type"
 
 
 def accepts(annotation: ast.expr, value: Any) -> bool:
