@@ -149,7 +149,7 @@ def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelLayout, dict[st
     `is_start` as in `preflight.check`.
     """
     from megarl.preflight import check, check_rewards, count_records, resource_warnings
-    from megarl.tracking.terminal import Terminal
+    from megarl.terminal import Terminal
 
     layout = check(recipe, is_start=is_start)
     records = count_records(recipe)
@@ -371,7 +371,7 @@ def _print_error(error: MegarlError) -> None:
     """Say what ended the command, last: before it, where the fault is no one's at the terminal, what was seen of it."""
     from rich.text import Text
 
-    from megarl.tracking.terminal import Terminal
+    from megarl.terminal import Terminal
 
     console = Terminal(stderr=True, soft_wrap=True, highlight=False)
     if error.exit_code in (MegarlError.exit_code, PeerLostError.exit_code):

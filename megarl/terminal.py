@@ -1,8 +1,10 @@
-"""Text that is safe to print: what data, models or ranks say cannot command the terminal that shows it."""
+"""The terminal: what data, models or ranks say cannot command it, and a run goes on when it is closed."""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +22,9 @@ _SEQUENCE = re.compile(
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but tabs and line ends, marks that reverse the order of letters, halves of characters."""
 
+_GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
+"""Errors of a terminal that was closed, or of a pipe whose reader has left."""
+
 
 def printable(text: str) -> str:
     """The text without escape sequences and control characters; line ends and tabs stay."""
@@ -36,6 +41,26 @@ class Console(rich.console.Console):
     def print(self, *objects: Any, **settings: Any) -> None:
         # Before rich highlights parts of a text, and so cuts through escape sequences.
         super().print(*(printable(shown) if isinstance(shown, str) else shown for shown in objects), **settings)
+
+
+class Terminal(Console):
+    """A console that prints nothing more once its terminal is closed or the reader of its pipe has left."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """See `Console.print`."""
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        """Have what is printed from now on, by whomever, go nowhere: rich would end the process."""
+        self.quiet = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self.file.fileno())
+        os.close(devnull)
 
 
 def guard_logging() -> None:

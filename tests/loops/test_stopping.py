@@ -20,7 +20,7 @@ from megarl.cli import app, main
 from megarl.config import Recipe
 from megarl.loops.stopping import StopRequest, stacks_on_quit, stopping_at_once
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.terminal import Terminal
+from megarl.terminal import Terminal
 from megarl.types import StoppedError
 
 phase, runs_folder = sys.argv[1:]
