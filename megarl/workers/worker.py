@@ -40,8 +40,11 @@ class Worker:
     def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelLayout, places: Places) -> None:
         self.recipe, self.layout, self.rank, self.places = recipe, layout, rank, places
         device.init_world(recipe.cluster.collective_timeout_seconds)
-        # The engine first: what it needs of memory must be free before the trainer takes its share.
+        # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
+        # building the models takes as much.
         self.engine = self._build_engine() if recipe.has_engine else None
+        if self.engine:
+            self.engine.sleep()
         self.frozen: dict[str, FrozenModel] = {}
         if recipe.has_reference and not recipe.lora.rank:
             self.frozen["reference"] = self._build(FrozenModel, recipe.model.path)
@@ -59,11 +62,9 @@ class Worker:
         self.notices: list[str] = []
         self.resharding = None
         if self.engine:
-            with self.trainer.merged():
+            with self._reshard_memory(self.engine):
                 self.resharding = self._plan_reshard(self.engine)
                 self.resharding.self_test()
-            self.engine.weights_updated()
-            self.trainer.offload()
 
     def start_notices(self) -> list[str]:
         """What the person at the terminal should know of how this run goes."""
@@ -113,19 +114,25 @@ class Worker:
         Raises MegarlError with the first parameter that differs.
         """
         assert self.engine is not None and self.resharding is not None
-        self.trainer.offload(but=("parameters",))
-        self.trainer.onload(("parameters",))
-        self.engine.wake(["weights"])
-        with self.trainer.merged():
+        with self._reshard_memory(self.engine):
             report = self.resharding.run()
             if verify:
                 started = time.perf_counter()
                 self.resharding.verify()
                 report["verify_seconds"] = time.perf_counter() - started
-        self.trainer.offload()
-        self.engine.wake(["kv_cache"])
-        self.engine.weights_updated()
         return report
+
+    @contextmanager
+    def _reshard_memory(self, engine: RolloutEngine) -> Iterator[None]:
+        """Inside, the weights of trainer and engine are in memory, and little else; afterwards the engine samples."""
+        self.trainer.offload(but=("parameters",))
+        self.trainer.onload(("parameters",))
+        engine.wake(["weights"])
+        with self.trainer.merged():
+            yield
+        self.trainer.offload()
+        engine.wake(["kv_cache"])
+        engine.weights_updated()
 
     def export(self, folder: Path, of: str = "policy") -> None:
         """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""

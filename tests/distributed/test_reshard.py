@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,56 @@ def test_an_engine_gets_weights_with_adapters_merged_in(
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def noted(owner: type, name: str, notes: list[str]) -> Callable[..., Any]:
+    """A method that notes its name and first argument before it does its work."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        notes.append(f"{owner.__name__}.{name} {args[0] if name == 'wake' else ''}".rstrip())
+        return method(self, *args, **kwargs)
+
+    return noting
+
+
+def order_of_start(recipe: Recipe, layout: ParallelLayout) -> list[str]:
+    """What a rank's engine, trainer and reshard do, in order, until the rank is ready."""
+    import torch
+
+    from megarl.rollout.engine import RolloutEngine
+    from megarl.training.engine import TrainingEngine
+    from megarl.weights.reshard import Reshard
+    from megarl.workers.worker import Worker
+
+    notes: list[str] = []
+    spied = [(RolloutEngine, name) for name in ("__init__", "sleep", "wake", "weights_updated")]
+    spied += [(TrainingEngine, "__init__"), (Reshard, "__init__"), (Reshard, "self_test")]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in spied:
+            patch.setattr(owner, name, noted(owner, name, notes))
+        worker = Worker(torch.distributed.get_rank(), 1, recipe, layout, [("here",)])
+    worker.close()
+    return notes
+
+
+def test_the_engine_sleeps_while_the_trainer_is_built(
+    pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path]
+) -> None:
+    layout = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
+    [notes] = pool_of(1).run(order_of_start, recipe, layout, timeout_seconds=300)
+    assert notes == [
+        "RolloutEngine.__init__",
+        "RolloutEngine.sleep",
+        "TrainingEngine.__init__",
+        "RolloutEngine.wake ['weights']",
+        "Reshard.__init__",
+        "Reshard.self_test",
+        "RolloutEngine.wake ['kv_cache']",
+        "RolloutEngine.weights_updated",
+    ]
 
 
 def spoil_and_verify(recipe: Recipe, layout: ParallelLayout) -> list[str]:
