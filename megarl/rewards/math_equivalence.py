@@ -228,9 +228,10 @@ def _names_its_value(predicted: Any) -> bool:
         return not parts or any(_names_its_value(each) for each in parts)
     if not isinstance(predicted, sympy.Eq) or isinstance(predicted.lhs, sympy.Symbol | AppliedUndef):
         return True
-    with suppress(Exception):  # sets and matrices have no difference
-        return bool(sympy.simplify(predicted.lhs - predicted.rhs) == 0)
-    return False
+    left, right = predicted.args
+    if not isinstance(left, sympy.Expr) or not isinstance(right, sympy.Expr):
+        return False
+    return bool(sympy.simplify(left - right) == 0)
 
 
 def _number(expression: Any) -> Any:
@@ -258,9 +259,11 @@ def _expressions(text: str) -> list[Any]:
 def _union(expression: Any) -> Any:
     """`x<1 or x>2`, which math-verify reads as a set of inequalities, as the set of numbers that meet one of them."""
     inequalities = sympy.Ne | sympy.Lt | sympy.Le | sympy.Gt | sympy.Ge
-    if isinstance(expression, sympy.FiniteSet) and all(isinstance(each, inequalities) for each in expression.args):
-        with suppress(NotImplementedError, ValueError):
-            return sympy.Union(*(each.as_set() for each in expression.args))
+    parts: tuple[Any, ...] = expression.args if isinstance(expression, sympy.FiniteSet) else ()
+    if not parts or not all(isinstance(part, inequalities) for part in parts):
+        return expression
+    with suppress(NotImplementedError, ValueError):  # of several variables, or of a kind that sympy does not solve
+        return sympy.Union(*(part.as_set() for part in parts))
     return expression
 
 
