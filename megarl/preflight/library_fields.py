@@ -84,7 +84,8 @@ def supported_head_sizes() -> list[int]:
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
             returned = [statement.value for statement in node.body if isinstance(statement, ast.Return)]
             if returned and isinstance(returned[0], ast.List):
-                return [item.value for item in returned[0].elts if isinstance(item, ast.Constant)]
+                constants = (item.value for item in returned[0].elts if isinstance(item, ast.Constant))
+                return [size for size in constants if isinstance(size, int)]
     return []
 
 
