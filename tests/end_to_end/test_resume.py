@@ -38,8 +38,7 @@ trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3, schedule: cosine, warmup_steps: 3, weight_decay: 0.1}}
 rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["letters:share_of_digits"]}}
-algorithm: {{filter_range: [0.0, 1.0], oversampling: 1.5, kl_coefficient: 0.05, kl_in: reward, kl_estimator: k1,
-  kl_target: 0.01, kl_horizon: 100}}
+algorithm: {{filter_range: [0.0, 1.0], oversampling: 1.5, kl_coefficient: 0.05, kl_target: 0.01, kl_horizon: 100}}
 train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
 evaluation: {{max_problems: 4, every_steps: 5}}
 checkpoint: {{every_steps: {every}, keep: 3}}
@@ -99,6 +98,16 @@ def runs(
     (runs.folder / "recipe.yaml").write_text(RECIPE.format(model=model, steps=STEPS, every=EVERY))
     runs.train("recipe.yaml")
     return runs
+
+
+def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_sampled_them(runs: Runs) -> None:
+    steps = [json.loads(line) for line in (runs.run("whole") / "metrics.jsonl").open()][1:]
+    waited = [step for step in steps if step["staleness/max"] > 0]
+    assert waited and len(waited) < STEPS and all(step["staleness/mean"] <= step["staleness/max"] for step in steps)
+    # One update a step: the ratio is 1 where all is fresh, and elsewhere is not.
+    assert {step["train/ratio"] for step in steps if step not in waited} == {1.0}
+    assert all(step["train/ratio"] != 1.0 for step in waited)
+    assert all(step["logprob_gap/max"] <= 1e-5 and step["logprob_gap/measured"] == 1 for step in steps)
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kills: int) -> None:

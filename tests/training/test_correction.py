@@ -1,4 +1,5 @@
 """An engine whose weights are one step old: the metrics show it, and the correction gives the trainer's own gradient.
+Answers that waited for a step: their ratio starts from the weights that sampled them, and there is no gap.
 
 Every answer of one token is there with the probability that the engine gives it, so that sums over them are
 expectations, without the noise of sampling.
@@ -6,8 +7,8 @@ expectations, without the noise of sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,24 @@ from megarl.types import TrainingSequence
 from tests.training.test_engine import build, cut_out, distance, rows_of, whole
 
 VOCABULARY, PROMPT = 431, (7, 19, 5)
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab_size": VOCABULARY,
+    "initializer_range": 0.15,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "fresh": {},
     "stale": {},
     "corrected": {"correction": "truncated", "correction_high": 1e6},
     "cut at 2": {"correction": "truncated", "correction_high": 2.0},
 }
+WAITED = ("one update", "known", "engine's", "engine's, second update", "forgotten")
 
 
-def recipe_of(folder: Path) -> Recipe:
+def recipe_of(folder: Path, **algorithm: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "stale", "loop": "rl", "model": {"path": str(folder), "dtype": "float32"},
-            "data": {"train": "unused"}, "algorithm": {"policy_loss": "policy_gradient"},
+            "data": {"train": "unused"}, "algorithm": algorithm,
             "trainer": {"max_tokens_per_microbatch": 256, "distributed_optimizer": False},
             # A step so small that only its gradient tells.
             "optimizer": {"name": "sgd", "learning_rate": 1e-30, "clip_grad_norm": 0.0},
@@ -44,8 +50,23 @@ def recipe_of(folder: Path) -> Recipe:
     )  # fmt: skip
 
 
-def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
-    """One rank's part of the gradient, and its metrics, by case."""
+@dataclass(frozen=True)
+class Aged:
+    """A trainer after its weights have moved, and every answer of one token with its log-probs before and after."""
+
+    engine: Any
+    pieces: Any
+    answers: list[TrainingSequence]
+    before: list[np.ndarray]
+    after: list[np.ndarray]
+
+    def update(self, recipe: Recipe, layout: ParallelLayout, sequences: Sequence[TrainingSequence]) -> Any:
+        """This rank's part of the gradient, and its metrics."""
+        metrics = self.engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
+        return cut_out(self.pieces, {name: p.main_grad for name, p in self.engine.parameters.items()}), metrics
+
+
+def aged(recipe: Recipe, layout: ParallelLayout) -> Aged:
     engine, _, pieces = build(recipe, layout)
     tokens = [np.array([*PROMPT, token]) for token in range(VOCABULARY)]
     last = np.arange(len(PROMPT) + 1) == len(PROMPT)
@@ -72,20 +93,57 @@ def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
         for name, parameter in sorted(engine.parameters.items()):
             if "layernorm" in name:
                 parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=random))
-    trainers = logprobs()
+    return Aged(engine, pieces, bare, engines, logprobs())
+
+
+def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
+    """One rank's part of the gradient, and its metrics, by case."""
+    made = aged(recipe, layout)
     found: dict[str, Any] = {}
     for case, algorithm in CASES.items():
-        rollout = trainers if case == "fresh" else engines
+        rollout = made.after if case == "fresh" else made.before
         sequences = [
-            replace(s, rollout_logprobs=r, old_logprobs=t, token_weights=(np.exp(r) * last).astype(np.float32))
-            for s, r, t in zip(bare, rollout, trainers, strict=True)
+            replace(s, rollout_logprobs=r, old_logprobs=t, token_weights=(np.exp(r) * s.loss_mask).astype(np.float32))
+            for s, r, t in zip(made.answers, rollout, made.after, strict=True)
         ]
+        if case in ("fresh", "stale"):
+            # What training does without a correction: the ratio starts at the only update.
+            sequences = [replace(s, old_logprobs=None) for s in sequences]
         corrected: dict[str, float] = {}
         if algorithm:
             sequences, corrected = add_corrections(sequences, AlgorithmConfig.model_validate(algorithm))
-        metrics = engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
-        gradient = cut_out(pieces, {name: p.main_grad for name, p in engine.parameters.items()})
-        found[case] = gradient, metrics, corrected
+        found[case] = *made.update(recipe, layout, sequences), corrected
+    return found
+
+
+def with_waiting(recipe: Recipe, layout: ParallelLayout, from_engine: Recipe) -> dict[str, Any]:
+    """The same of a batch whose every other answer has waited since before the weights moved."""
+    made = aged(recipe, layout)
+    nothing = np.full(len(PROMPT) + 1, np.nan, np.float32)
+    rollout = [
+        before if i % 2 else after for i, (before, after) in enumerate(zip(made.before, made.after, strict=True))
+    ]
+    sequences = [
+        replace(s, rollout_logprobs=r, token_weights=(s.loss_mask / VOCABULARY).astype(np.float32))
+        for s, r in zip(made.answers, rollout, strict=True)
+    ]
+    old: dict[str, list[np.ndarray | None]] = {
+        "one update": [r if i % 2 else nothing for i, r in enumerate(rollout)],
+        "known": list(rollout),
+        "forgotten": [None] * VOCABULARY,
+    }
+    found = {
+        case: made.update(
+            recipe, layout, [replace(s, old_logprobs=o) for s, o in zip(sequences, old[case], strict=True)]
+        )
+        for case in old
+    }
+    made.engine.recipe = from_engine
+    engines = [replace(s, old_logprobs=r) for s, r in zip(sequences, rollout, strict=True)]
+    half = [replace(s, rollout_logprobs=nothing if i % 2 else s.rollout_logprobs) for i, s in enumerate(engines)]
+    found["engine's"] = made.update(recipe, layout, half)
+    later = [replace(s, rollout_logprobs=nothing) for s in engines]
+    found["engine's, second update"] = made.update(recipe, layout, later)
     return found
 
 
@@ -93,11 +151,10 @@ def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
 def test_a_stale_engine_is_seen_and_corrected(
     ranks: RankPool, tiny_model: Callable[..., Path], sizes: tuple[int, int]
 ) -> None:
-    folder = tiny_model(
-        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=VOCABULARY, initializer_range=0.15
-    )
+    folder = tiny_model(**SIZES)
     layout = ParallelLayout(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
-    results = ranks.run(gradients, recipe_of(folder), layout, world_size=layout.world_size)
+    recipe = recipe_of(folder, policy_loss="policy_gradient")
+    results = ranks.run(gradients, recipe, layout, world_size=layout.world_size)
     gradient = {case: whole([result[case][0] for result in results]) for case in CASES}
     error = {case: distance(gradient[case], gradient["fresh"]) for case in CASES}
     gap = {case: update_metrics([merge([result[case][1] for result in results])]) for case in CASES}
@@ -108,3 +165,29 @@ def test_a_stale_engine_is_seen_and_corrected(
     assert error["corrected"] < 1e-5
     assert error["cut at 2"] < 0.5 * error["stale"]
     assert 0 < results[0]["cut at 2"][2]["importance/cut"] < 0.5
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["one rank", "tp2 dp2"])
+def test_answers_that_waited_start_from_the_weights_that_sampled_them(
+    ranks: RankPool, tiny_model: Callable[..., Path], sizes: tuple[int, int]
+) -> None:
+    folder = tiny_model(**SIZES)
+    layout = ParallelLayout(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
+    wide = {"clip_low": 0.9, "clip_high": 9.0}
+    recipes = recipe_of(folder, **wide), recipe_of(folder, **wide, old_logprobs="rollout")
+    results = ranks.run(with_waiting, recipes[0], layout, recipes[1], world_size=layout.world_size)
+    gradient = {case: whole([result[case][0] for result in results]) for case in WAITED}
+    found = {case: update_metrics([merge([result[case][1] for result in results])]) for case in WAITED}
+    # As it would be if nothing were kept: each ratio starts at 1, and the gap is between two weights.
+    assert found["forgotten"]["train/ratio"] == 1.0 and found["forgotten"]["logprob_gap/max"] > 1.0
+    assert distance(gradient["forgotten"], gradient["known"]) > 0.1
+    for case in ("one update", "known"):
+        assert found[case]["logprob_gap/max"] < 1e-5 and found[case]["logprob_gap/measured"] == 1.0
+        assert abs(found[case]["train/ratio"] - 1) > 0.01
+    assert distance(gradient["one update"], gradient["known"]) < 1e-5
+    # From the engine's log-probs the ratio starts alike; compared are those of equal weights alone.
+    for case, measured in (("engine's", 216 / 431), ("engine's, second update", 0.0)):
+        assert distance(gradient[case], gradient["known"]) < 1e-5
+        assert found[case]["logprob_gap/measured"] == pytest.approx(measured)
+    assert found["engine's"]["logprob_gap/max"] < 1e-5
+    assert "logprob_gap/mean" not in found["engine's, second update"]
