@@ -165,6 +165,27 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(runs: Runs) -> 
     assert_bit_equal(runs.run(name), runs.run("whole"))
 
 
+def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for(runs: Runs) -> None:
+    name, step = "cut", 5
+    driver = runs.start("recipe.yaml", f"name={name}")
+    try:
+        # The samples of a step are written right before its evaluation.
+        while not (runs.run(name) / f"samples/step_{step:06d}.jsonl").exists():
+            assert driver.poll() is None, driver.communicate()
+            time.sleep(0.001)
+        driver.send_signal(signal.SIGUSR1)
+        output, _ = driver.communicate(timeout=600)
+    finally:
+        driver.kill()
+    assert driver.returncode == 75 and runs.status(name)["step"] == step, output
+    newest = runs.run(name) / "checkpoints" / runs.checkpoints(name)[-1]
+    unlogged = json.loads((newest / "driver.json").read_text())["unlogged"]
+    logged = [json.loads(line)["step"] for line in (runs.run(name) / "metrics.jsonl").open()]
+    assert newest.name == f"step_{step:06d}" and unlogged and logged == list(range(step))
+    runs.train(f"runs/{name}", "--resume")
+    assert_bit_equal(runs.run(name), runs.run("whole"))
+
+
 def test_a_second_signal_ends_a_run_at_once(runs: Runs) -> None:
     driver = runs.start("recipe.yaml", "name=urgent")
     try:
