@@ -26,7 +26,8 @@ from tests.end_to_end.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, ass
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 
-DISK_MIB = 512
+DISK_MIB = 2048
+"""Nodes with less than a gigabyte left are refused."""
 
 
 def main() -> None:
@@ -88,7 +89,7 @@ def resume_on_full_disk(runs: Runs) -> tuple[int, list[str]]:
     try:
         with filler.open("wb", buffering=0) as file:
             while True:
-                file.write(bytes(4096))
+                file.write(bytes(1 << 16))
     except OSError:
         pass
     driver = runs.start("recipe.yaml", "name=killed", "--resume", "cluster.max_restarts=100")

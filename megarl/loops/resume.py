@@ -87,9 +87,10 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Ori
             console.print(f"changed since then: {change}", style="yellow")
     elif resume:
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
+    # On a full disk this fails first, before what a half save left makes a little room that would not last.
+    unreadable = folder.begin(checkpoint_step(found.good) if found.good else None, recipe.cluster.max_restarts)
     if resume:
         found.settle(folder.checkpoints_folder)
-    unreadable = folder.begin(checkpoint_step(found.good) if found.good else None, recipe.cluster.max_restarts)
     if unreadable:
         _tell(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are left out"])
     unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")

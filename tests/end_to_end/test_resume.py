@@ -32,7 +32,8 @@ RECIPE = """
 name: whole
 loop: rl
 model: {{path: {model}, dtype: float32}}
-data: {{train: data/train.jsonl, validation: {{heldout: data/heldout.jsonl}}, max_prompt_tokens: 96}}
+data: {{train: data/train.jsonl, validation: {{heldout: data/heldout.jsonl, again: data/heldout.jsonl}},
+  max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3, schedule: cosine, warmup_steps: 3, weight_decay: 0.1}}
@@ -40,7 +41,7 @@ rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["letters:share_of_digits"]}}
 algorithm: {{filter_range: [0.0, 1.0], oversampling: 1.5, kl_coefficient: 0.05, kl_target: 0.01, kl_horizon: 100}}
 train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
-evaluation: {{max_problems: 4, every_steps: 5}}
+evaluation: {{max_problems: 4, every_steps: 5, sampling: {{max_new_tokens: 64}}}}
 checkpoint: {{every_steps: {every}, keep: 3}}
 """
 
@@ -360,7 +361,7 @@ def test_a_run_without_checkpoints_starts_again(runs: Runs) -> None:
     )
     assert "has no checkpoint yet: starting from the beginning" in output
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [0, 1]
-    # Six prompts of four samples at a time until four groups pass, and four held-out answers.
-    drawn = len((folder / "samples/step_000001.jsonl").read_text().splitlines()) - 4
+    # Six prompts of four samples at a time until four groups pass, and four held-out answers of each set.
+    drawn = len((folder / "samples/step_000001.jsonl").read_text().splitlines()) - 8
     assert drawn >= 24 and drawn % 24 == 0
     assert not (folder / "checkpoints").exists()

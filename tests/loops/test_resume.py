@@ -98,10 +98,9 @@ def test_a_resume_on_a_full_disk_condemns_nothing(
 ) -> None:
     before = contents(home.parent)
     with RunFolder(recipe, resume=True) as folder:
-        with no_file_may_grow(), pytest.raises(StorageError, match=str(home)):
+        with no_file_may_grow(), pytest.raises(StorageError, match=str(home.parent)):
             find_origin(recipe, folder, "if-any")
-        after = contents(home.parent)
-        assert before.items() - after.items() == {(str(home / ".step_000006.partial"), None)}
+        assert before.items() <= contents(home.parent).items()
         origin = find_origin(recipe, folder, "if-any")
     assert origin.checkpoint == home / "step_000004" and origin.unlogged == {"x": 1.0}
     assert (home / "latest").read_text() == "step_000004\n"
