@@ -107,6 +107,18 @@ def tool() -> Callable[[str], ModuleType]:
     return load_tool
 
 
+@pytest.fixture
+def cuda_factories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own factories, for fake tensors on a GPU: those that run Megatron on the CPU make them there."""
+    import torch
+
+    from megarl.platform import megatron_on_cpu
+
+    for name in megatron_on_cpu.FACTORIES:
+        factory = getattr(torch, name)
+        monkeypatch.setattr(torch, name, getattr(factory, "__wrapped__", factory))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four processes that live as long as the session; `ranks.run(function, ..., world_size=2)` uses two of them."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-_FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
+FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
 """The torch functions that Megatron calls with device="cuda"."""
 
 
@@ -43,7 +43,7 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", r"(?s).*(Transformer Engine|Apex).* not installed.*", UserWarning)
     # `with torch.device(...)` knows the factories by identity: let it remember the originals, which still run below.
     _device_constructors()
-    for name in _FACTORIES:
+    for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_tensor_methods()
     cpu = torch.device("cpu")

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.models.attention import PackedAttention, PackedRow
-from megarl.platform import megatron_on_cpu
 
 CPU = torch.device("cpu")
 
@@ -55,14 +54,6 @@ def test_each_sequence_attends_to_itself(heads: int, groups: int, scale: float |
     theirs = torch.autograd.grad(expected, (q, k, v), direction.double().view_as(expected))
     for got, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-
-
-@pytest.fixture
-def cuda_factories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own factories, which take a device "cuda" at its word."""
-    for name in megatron_on_cpu._FACTORIES:
-        factory = getattr(torch, name)
-        monkeypatch.setattr(torch, name, getattr(factory, "__wrapped__", factory))
 
 
 class CalledOperators(TorchDispatchMode):

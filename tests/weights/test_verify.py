@@ -38,7 +38,7 @@ class ExchangedDevices(TorchDispatchMode):
 
 
 @pytest.fixture
-def cuda_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cuda_world(cuda_factories: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of two ranks whose tensors are fake and lie on a GPU."""
     monkeypatch.setattr(device, "current", lambda: CUDA)
     monkeypatch.setattr(transport, "is_one_machine", lambda *_: False)
