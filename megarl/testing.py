@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from megarl.platform import rendezvous
 from megarl.workers.process_group import ProcessGroup
 
 _LOAD_SECONDS = 600.0
@@ -91,11 +92,8 @@ class FunctionRunner:
     """The worker of a `RankPool`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        port = int(os.environ["MASTER_PORT"])
         self._rank, self._num_runs = rank, 0
-        self._store = TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=rank == 0)
+        self._store = rendezvous.store(world_size, _LOAD_SECONDS)
 
     def load(self, module_name: str, file: str, qualname: str) -> None:
         """Import the function's file under the name it has in the driver, so that its classes pickle both ways."""
@@ -124,6 +122,7 @@ class FunctionRunner:
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
+        dist.barrier()  # a function that ends at once would close connections that others still make
         result = self._function(*args)
         for name, verb in _ENDS_OF_WORLD:
             if name in sys.modules:

@@ -38,6 +38,8 @@ class ClusterConfig(Section):
     """Ranks on each machine: one per GPU, or one per CPU slot."""
     start_timeout_seconds: PositiveFloat = 300.0
     """Give up if the ranks are not all connected after this long."""
+    build_timeout_seconds: PositiveFloat = 3600.0
+    """Give up if the ranks have not built and loaded their models after this long; the rank that hangs is named."""
     collective_timeout_seconds: PositiveFloat = 1800.0
     """A collective that waits longer than this ends the run."""
     signal_seconds: PositiveInt = 300

@@ -60,7 +60,7 @@ async def _prepare(
             raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
         for line in told:
             tracker.tell(line)
-    ranks.answer_timeout_seconds = None
+    ranks.answer_timeout_seconds = recipe.cluster.build_timeout_seconds
     settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
     await ranks.construct("megarl.workers.worker:Worker", settings)
     ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds

@@ -7,6 +7,8 @@ from datetime import timedelta
 
 import torch
 
+from megarl.platform import rendezvous
+
 
 def current() -> torch.device:
     """The accelerator of this rank, or the CPU."""
@@ -16,14 +18,20 @@ def current() -> torch.device:
 
 
 def rank_environment(ranks_per_node: int) -> dict[str, str]:
-    """Environment of each rank, to be set before it starts: its share of the cores, Megatron's one queue.
+    """Environment of each rank, to be set before it starts: its share of the cores, Megatron's one queue, caches.
 
-    On CPU the C library shall copy blocks of more than half a MiB past the caches, which doubles their speed: in a
+    Compiled kernels are kept from run to run in the user's cache folder: the rank's temporary folder ends with it.
+    On a CPU the C library shall copy blocks of more than half a MiB past the caches, which doubles their speed: in a
     virtual machine it takes the whole host's last cache for this one's, and so never would.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     environment = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if current().type == "cpu":
+    if current().type == "cuda":
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", os.path.join(caches, "megarl", "torchinductor")
+        )
+    else:
         environment["GLIBC_TUNABLES"] = os.environ.get(
             "GLIBC_TUNABLES", f"glibc.cpu.x86_non_temporal_threshold={1 << 19}"
         )
@@ -31,12 +39,17 @@ def rank_environment(ranks_per_node: int) -> dict[str, str]:
 
 
 def init_world(timeout_seconds: float) -> None:
-    """Join the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, unless this process is in one."""
+    """Join the world of RANK and WORLD_SIZE where the run's ranks meet, unless this process is in one already."""
     if torch.distributed.is_initialized():
         return
     device = current()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    world_size = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=rendezvous.store(world_size, timeout_seconds),
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
     )

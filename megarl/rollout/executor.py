@@ -7,17 +7,19 @@ between two calls every rank is free to train.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from megarl.platform import signed
 
 BLOCK_BYTES = 1 << 16
 
@@ -25,31 +27,25 @@ BLOCK_BYTES = 1 << 16
 class CommandChannel:
     """Carries commands from the first rank of `ranks` to the others: one fixed broadcast each, one more if it is long.
 
-    `group` is a gloo group of `ranks`, or None if the leader is alone.
+    `group` is a gloo group of `ranks`, or None if the leader is alone. Commands are signed with the run's key and
+    pickled. vLLM's own form without pickle (msgpack) does not carry them: fields of a step's command have types that
+    only type checkers know, and come back as bare dictionaries.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
+        self._commands = signed.between("engine commands", ranks) if group is not None else None
 
     def send(self, command: Any) -> None:
         """Leader: give all followers this command."""
-        if self.group is None:
-            return
-        data = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
-        if len(data) > BLOCK_BYTES:
-            self._broadcast(BLOCK_BYTES, pickle.dumps(len(data)))
-        self._broadcast(max(len(data), BLOCK_BYTES), data)
+        if self._commands is not None:
+            signed.broadcast(self._commands, command, self.group, self.ranks[0], BLOCK_BYTES)
 
     def receive(self) -> Any:
-        """Follower: wait for the next command."""
-        command = self._broadcast(BLOCK_BYTES)
-        return self._broadcast(command) if isinstance(command, int) else command
-
-    def _broadcast(self, num_bytes: int, data: bytes = b"") -> Any:
-        block = torch.frombuffer(bytearray(data.ljust(num_bytes)), dtype=torch.uint8)
-        dist.broadcast(block, self.ranks[0], group=self.group)
-        return pickle.loads(block.numpy())  # type: ignore[arg-type]
+        """Follower: wait for the next command. Raises ForgedMessageError for one that the leader did not sign."""
+        assert self._commands is not None
+        return signed.broadcast(self._commands, None, self.group, self.ranks[0], BLOCK_BYTES)
 
     def release(self) -> None:
         """Leader: end the followers' `serve`."""
@@ -59,10 +55,7 @@ class CommandChannel:
         """Every rank's result, in rank order, on the leader; nothing on the others."""
         if self.group is None:
             return [result]
-        is_leader = dist.get_rank() == self.ranks[0]
-        results: list[Any] | None = [None] * len(self.ranks) if is_leader else None
-        dist.gather_object(result, results, dst=self.ranks[0], group=self.group)
-        return results or []
+        return signed.gather(result, self.group, to=self.ranks[0], purpose="engine results")
 
 
 def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
@@ -77,10 +70,25 @@ def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
         "is_driver_worker": rank == 0,
     }
     worker.init_worker(all_kwargs=[arguments])
-    worker.init_device()
+    with _without_message_queues():
+        worker.init_device()
     worker.load_model()
     current_platform.update_block_size_for_backend(vllm_config)
     return worker
+
+
+@contextmanager
+def _without_message_queues() -> Iterator[None]:
+    """Inside, vLLM's groups get no message queue: commands go through the channel.
+
+    A queue is 24 MiB of shared memory that a killed rank leaves behind, and sockets over which pickles travel.
+    """
+    made = MessageQueue.create_from_process_group
+    MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        MessageQueue.create_from_process_group = made
 
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:

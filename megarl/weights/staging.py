@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.platform import signed
 from megarl.weights.plan import RankBucket, RankPlan
 
 Value = TypeVar("Value")
@@ -143,9 +144,7 @@ def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
 
 def gathered(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Every rank's value, by rank."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group)
-    return values
+    return signed.gather(value, group, purpose="weights")
 
 
 def splits(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:

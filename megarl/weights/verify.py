@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.platform import signed
 from megarl.types import MegarlError
 from megarl.weights.plan import RankPlan, Transfer
 from megarl.weights.transport import device_of, strided_view
@@ -34,9 +35,8 @@ def verify(
     copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype)
     wrong = (expected.cpu() != found.cpu()).nonzero().flatten().tolist()
     first = copies[wrong[0]] if wrong else None
-    reports = [None if first is None else (first.destination.storage, first.name, len(wrong))] * plan.num_ranks
-    if plan.num_ranks > 1:
-        dist.all_gather_object(reports, reports[0])
+    own = None if first is None else (first.destination.storage, first.name, len(wrong))
+    reports = signed.gather(own, purpose="verification") if plan.num_ranks > 1 else [own]
     for rank, report in enumerate(reports):
         if report is not None:
             raise MegarlError(

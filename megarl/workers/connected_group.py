@@ -1,6 +1,6 @@
 """A worker group whose ranks, wherever they were started, connect back to the driver.
 
-Connections prove on both sides that they know a key (HMAC, the standard library's). How processes are started, and
+Both ends of a connection prove that they know a key (`handshake`). How processes are started, and
 what tells that they ended, is the launcher's part: `srun_group`, `ray_group`. A process says where it stands in the
 network and is told its rank: nodes of one switch get ranks that follow each other.
 """
@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
-import secrets
 import signal
 import socket
 import struct
+import tempfile
 import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
+from megarl.platform import rendezvous
+from megarl.platform.private_folder import PrivateFolder
+from megarl.platform.rendezvous import Rendezvous
 from megarl.types import PeerLostError
+from megarl.workers.handshake import StrangerError, admit, introduce, receive_json, send_json
 from megarl.workers.process_group import ProcessGroup, Seat, log_tail
 from megarl.workers.rank import serve
 from megarl.workers.topology import Introduction, environments, in_order, places
@@ -32,6 +35,8 @@ START_LOG = "start.log"
 
 _INTRODUCTION_SECONDS = 10
 _END_SECONDS = 60.0
+_STRANGERS = 64
+_SIOCGIFADDR = 0x8915
 
 Address = tuple[str, int]
 """Host and port."""
@@ -62,6 +67,7 @@ class ConnectedGroup(ProcessGroup):
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
         self._seated: list[_RemoteSeat] = []
+        self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
 
     @abstractmethod
@@ -84,15 +90,14 @@ class ConnectedGroup(ProcessGroup):
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        key = secrets.token_bytes(32)
         met: dict[Introduction, socket.socket] = {}
         with socket.create_server(("", 0), backlog=self.world_size) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
-            await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, key)
+            await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self._key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                await asyncio.wait_for(self._meet(met, server, key, log_folder), self.start_timeout_seconds)
+                await asyncio.wait_for(self._meet(met, server, log_folder), self.start_timeout_seconds)
             except TimeoutError:
                 present = Counter(process.node for process in met)
                 raise PeerLostError(
@@ -103,6 +108,9 @@ class ConnectedGroup(ProcessGroup):
             finally:
                 self._seat(met, log_folder)
         await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met))
+
+    def _rendezvous(self, port: int) -> Rendezvous:
+        return Rendezvous(self._key, host=self._addresses[0], port=port)
 
     def _seat(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         self._seated = [
@@ -115,11 +123,12 @@ class ConnectedGroup(ProcessGroup):
 
     def _tell_ranks(self, processes: Sequence[Introduction]) -> None:
         self.hosts, self.places = [process.host for process in processes], places(processes)
+        self._addresses = reached_at([(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._seated])
         for seat, environment in zip(self._seated, environments(processes), strict=True):
             seat.socket.setblocking(True)
+            own = {"environment": environment, "log": str(seat.log.absolute()), "address": self._addresses[seat.rank]}
             try:
-                with Connection(os.dup(seat.socket.fileno())) as connection:
-                    connection.send((environment, str(seat.log.absolute())))
+                send_json(seat.socket, own)
             except OSError as error:
                 raise PeerLostError(f"a process on node {seat.node} was lost before it had its rank: {error}") from None
             seat.socket.setblocking(False)
@@ -135,26 +144,46 @@ class ConnectedGroup(ProcessGroup):
         self._note_end()
         return how
 
-    async def _meet(
-        self, met: dict[Introduction, socket.socket], server: socket.socket, key: bytes, log_folder: Path
-    ) -> None:
-        """Wait until all processes have introduced themselves."""
+    async def _meet(self, met: dict[Introduction, socket.socket], server: socket.socket, log_folder: Path) -> None:
+        """Wait until all processes have introduced themselves; who connects is heard beside the others."""
         loop, ended = asyncio.get_running_loop(), self._ended
         assert ended is not None
-        while len(met) < self.world_size:
-            accepted = asyncio.ensure_future(loop.sock_accept(server))
+        complete: asyncio.Future[None] = loop.create_future()
+        # Strangers may hold a connection each for a while, not all descriptors of the driver.
+        room = asyncio.Semaphore(self.world_size + _STRANGERS)
+
+        async def hear(connected: socket.socket) -> None:
+            connected.setblocking(False)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                await asyncio.wait([accepted, ended], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not accepted.done():
-                    accepted.cancel()
-            if ended.done():
-                raise PeerLostError(f"{ended.result()} before all ranks connected\n{log_tail(log_folder / START_LOG)}")
-            connected, _ = accepted.result()
-            if (process := await loop.run_in_executor(None, _introduced, connected, key)) is None:
+                told = await asyncio.wait_for(admit(connected, self._key), _INTRODUCTION_SECONDS)
+                met[Introduction.from_plain(told)] = connected
+            except (StrangerError, OSError, ValueError, TypeError, TimeoutError):
                 connected.close()
-            else:
-                met[process] = connected
+            except asyncio.CancelledError:
+                connected.close()
+                raise
+            finally:
+                room.release()
+            if len(met) == self.world_size and not complete.done():
+                complete.set_result(None)
+
+        async def accept() -> None:
+            async with asyncio.TaskGroup() as heard:
+                while True:
+                    await room.acquire()
+                    connected, _ = await loop.sock_accept(server)
+                    heard.create_task(hear(connected))
+
+        accepting = asyncio.create_task(accept())
+        try:
+            await asyncio.wait([accepting, ended, complete], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            accepting.cancel()
+            await asyncio.wait([accepting])
+        if not complete.done():
+            how = ended.result() if ended.done() else f"accepting connections failed: {accepting.exception()}"
+            raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / START_LOG)}")
 
     async def _end(self) -> None:
         await super()._end()
@@ -165,32 +194,41 @@ class ConnectedGroup(ProcessGroup):
 
 
 def connect(address: Address, key: bytes, process: Introduction) -> None:
-    """In a process: introduce it to the driver, with a port of its own; take the rank that it gives; serve as that."""
-    with Client(address, authkey=key) as connection, socket.socket() as kept:
-        # Kept from others but not from this process's own store: bound, address reusable, not listening.
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("", 0))
-        connection.send(process._replace(port=kept.getsockname()[1]))
-        environment, log = connection.recv()
-        os.environ.update(environment)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        sock = socket.socket(fileno=os.dup(connection.fileno()))
-        connection.close()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        serve(sock)
-
-
-def _introduced(connected: socket.socket, key: bytes) -> Introduction | None:
-    """What the process at the other end of a new connection says of itself; None of one that does not know the key."""
-    connected.setblocking(True)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _INTRODUCTION_SECONDS, 0))
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """In a process: introduce it to the driver; take the rank that it gives; serve as that, in a private `TMPDIR`."""
+    sock = socket.create_connection(address)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    introduce(sock, key, process._asdict())
+    told = receive_json(sock)
+    os.environ.update(told["environment"])
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(told["address"])):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    output = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    folder = PrivateFolder()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
     try:
-        with Connection(os.dup(connected.fileno())) as connection:
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-            return connection.recv()
-    except (AuthenticationError, OSError, EOFError, ValueError):
-        return None
+        serve(sock, rendezvous.listen(told["address"]) if os.environ["RANK"] == "0" else 0)
+    finally:
+        folder.remove()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None if no interface has it as its first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
+
+
+def reached_at(connections: Sequence[tuple[str, str]]) -> list[str]:
+    """The address at which other nodes reach each rank, from both ends (rank's, driver's) of its connection.
+
+    A rank on the driver's own machine may have connected through the loopback interface: it is reached where
+    connections from other machines arrive.
+    """
+    arrived = next((own for theirs, own in connections if theirs != own), None)
+    return [(arrived or own) if theirs == own else theirs for theirs, own in connections]

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.config import ClusterConfig
 from megarl.platform import device
+from megarl.platform.shared_memory import check_shared_memory
 from megarl.rewards.scoring import MakeScorer
 from megarl.rewards.worker import RewardWorker
 from megarl.workers.process_group import ProcessGroup
@@ -14,7 +15,12 @@ from megarl.workers.srun_group import SrunGroup
 
 
 async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> ProcessGroup:
-    """The ranks of a cluster with a `NodeReport` on each, until another worker comes; see `ProcessGroup.start`."""
+    """The ranks of a cluster with a `NodeReport` on each, until another worker comes; see `ProcessGroup.start`.
+
+    Raises ConfigError or DiskFullError if this machine is to run them and its shared memory cannot be written.
+    """
+    if cluster.launcher == "local":
+        check_shared_memory()
     launcher: type[ProcessGroup] = ProcessGroup
     settings: dict[str, Any] = {}
     if cluster.launcher == "slurm":

@@ -14,6 +14,8 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.platform import transformer_engine
+from megarl.platform.shared_memory import check_shared_memory
+from megarl.types import MegarlError
 from megarl.workers.links import slow_links, summary
 from megarl.workers.process_group import ProcessGroup
 
@@ -29,9 +31,9 @@ class NodeReport:
         self._server: socket.socket | None = None
 
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Of this rank's node: model folders it cannot read, room in the run's folder, GPUs, clock, a port to reach.
+        """Of this rank's node: model folders it cannot read, room in the run's folder, shared memory, GPUs, clock.
 
-        Also why Transformer Engine, where it is installed, cannot be imported.
+        Also why Transformer Engine, where it is installed, cannot be imported; and a port to reach, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
@@ -42,6 +44,7 @@ class NodeReport:
             "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
+            "shared_memory": _shared_memory_fault(),
             "gpus": gpus(),
             "transformer_engine": transformer_engine.import_fault(),
             "time": time.time(),
@@ -55,6 +58,19 @@ class NodeReport:
         with ThreadPoolExecutor(len(addresses)) as pool:
             found = pool.map(_problem, addresses.values())
             return {node: why for node, why in zip(addresses, found, strict=True) if why}
+
+    def close(self) -> None:
+        """No longer be reached; may be called again."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _shared_memory_fault() -> str | None:
+    try:
+        check_shared_memory()
+    except MegarlError as error:
+        return str(error)
 
 
 def _problem(address: tuple[str, int]) -> str | None:
@@ -90,6 +106,7 @@ async def inspect(ranks: ProcessGroup, recipe: Recipe, run_folder: Path) -> tupl
         addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
         tried = await ranks.call("reach", addresses)
         wrong = list(unreached({node: why for node, why in zip(nodes, tried, strict=True) if why}))
+    await ranks.call("close")
     if wrong or len(nodes) == 1 or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return wrong, []
     settings = {"places": ranks.places, "timeout_seconds": cluster.collective_timeout_seconds}
@@ -111,6 +128,8 @@ def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_
         elif report["free_bytes"] < _LEAST_FREE_BYTES:
             free = report["free_bytes"] / 2**20
             yield f"node {node}: {run_folder} has {free:.0f} MiB left; make room or set runs_folder"
+        if report["shared_memory"]:
+            yield f"node {node}: {report['shared_memory']}"
         if most and len(report["gpus"]) < max(ranks_per_node, most):
             yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
         if report["transformer_engine"]:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl import types
+from megarl.platform.private_folder import PrivateFolder
+from megarl.platform.rendezvous import Rendezvous
 from megarl.terminal import printable
 from megarl.workers.rank import HEAD, pack
+from megarl.workers.stacks import waits_in_collective
 
 _REPORT_GRACE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
@@ -75,6 +79,19 @@ def log_tail(log: Path) -> str:
         text = _NOISE.sub("", file.read().decode(errors="replace"))
     lines = printable(text).splitlines()[-_LOG_TAIL_LINES:]
     return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} tells nothing."
+
+
+def _since(log: Path, start: int) -> str:
+    """What was written to a log after so many bytes."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+def _ranks(seats: Sequence[Seat]) -> str:
+    return f"rank{'s' * (len(seats) > 1)} {', '.join(str(seat.rank) for seat in seats)}"
 
 
 class Seat:
@@ -204,9 +221,10 @@ class ProcessGroup:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.hosts, self.places = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
-        self._port = socket.socket()
+        self._key = secrets.token_bytes(32)
         self.start_timeout_seconds = 300.0
         self.answer_timeout_seconds: float | None = None
+        self._folder: PrivateFolder | None = None
         self._seats: list[Seat] = []
         self._turn = asyncio.Lock()
         self._over: Exception | None = None
@@ -227,18 +245,21 @@ class ProcessGroup:
         """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each.
 
         `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
-        `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` to that. Output goes to
-        `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's settings.
-        `start_timeout_seconds` is how long the interpreters may take to answer.
+        `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, which goes when the group ends, to that. Output goes
+        to `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's
+        settings. `start_timeout_seconds` is how long the interpreters may take to answer, and then this worker to be
+        made.
         """
         group = cls(world_size, **launcher)
         try:
             log_folder.mkdir(parents=True, exist_ok=True)
             group.start_timeout_seconds = group.answer_timeout_seconds = start_timeout_seconds
             await group._start_processes(log_folder, environment or {})
-            await group._exchange("start", [b""] * world_size)  # each rank answers once unasked
-            group.answer_timeout_seconds = None
+            ports = await group._exchange("start", [b""] * world_size)  # each rank answers once unasked
+            meeting = pack(("__settle__", (group._rendezvous(ports[0]),), {}))
+            await group._exchange("settle", [meeting] * world_size)
             await group.construct(worker, kwargs)
+            group.answer_timeout_seconds = None
         except BaseException:
             await group._end()
             raise
@@ -277,17 +298,20 @@ class ProcessGroup:
         await self._end()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        # Kept from others but not from rank 0: bound, address reusable, not listening.
-        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port.bind((_HOST, 0))
+        self._folder = PrivateFolder()
         shared = {
             **{"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
-            **{"MASTER_ADDR": _HOST, "MASTER_PORT": str(self._port.getsockname()[1])},
+            "TMPDIR": str(self._folder.path),
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
         for rank in range(self.world_size):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             self._seats.append(_LocalSeat(rank, own, log_folder / f"rank_{rank:04d}.log"))
+
+    def _rendezvous(self, port: int) -> Rendezvous:
+        """Where the ranks meet; `port` is that of rank 0's store, if it keeps one."""
+        assert self._folder is not None
+        return Rendezvous(self._key, file=str(self._folder.path / "store"))
 
     async def _exchange(self, method: str, messages: Sequence[bytes]) -> list[Any]:
         async with self._turn:
@@ -306,19 +330,23 @@ class ProcessGroup:
 
     async def _gather(self, method: str, asks: Sequence[asyncio.Task[Any]]) -> list[Any]:
         """The answers by rank; after a failure the other ranks have a moment to tell of an earlier one."""
-        timeout = self.answer_timeout_seconds
+        timeout, seats = self.answer_timeout_seconds, self._seats
         done, waiting = await asyncio.wait(asks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting and any(ask.exception() for ask in done):
-            await asyncio.wait(waiting, timeout=_REPORT_GRACE_SECONDS)
-        elif waiting:
-            silent = [seat for seat, ask in zip(self._seats, asks, strict=True) if ask in waiting]
+        if has_failed := any(ask.exception() for ask in done):
+            _, waiting = await asyncio.wait(asks, timeout=_REPORT_GRACE_SECONDS)
+        silent = [seat for seat, ask in zip(seats, asks, strict=True) if ask in waiting]
+        if silent and not has_failed:
             raise await self._fall_silent(f"did not answer `{method}` within {timeout:g} s", silent)
         errors = [error for ask in asks if ask.done() and (error := ask.exception())]
         failures = [error for error in errors if isinstance(error, _RankError)]
         if len(failures) < len(errors):  # an answer that the driver cannot read
             raise next(error for error in errors if error not in failures)
         if failures:
-            raise await self._fail(method, min(failures, key=lambda failure: (failure.echo, failure.at)))
+            first = min(failures, key=lambda failure: (failure.echo, failure.at))
+            # Ranks that gave up a collective wait for one that did not come to it.
+            if first.echo and (stopped := await self._stopped(silent)):
+                raise await self._fall_silent(f"did not come to a collective of `{method}`", stopped)
+            raise await self._fail(method, first)
         if asked := next((seat.asked for seat in self._seats if seat.asked), None):
             self.on_asked(asked)
         return [ask.result() for ask in asks]
@@ -341,15 +369,26 @@ class ProcessGroup:
         return error
 
     async def _fall_silent(self, what: str, silent: Sequence[Seat]) -> Exception:
-        """End the group and return the error that shows where each silent rank stood."""
+        """End the group and return the error that names the ranks that stopped, and shows where each stood.
+
+        Those that only wait for them in a collective are said to.
+        """
+        stopped = await self._stopped(silent) or list(silent)
+        await self._end()
+        cause = f"{_ranks(stopped)} of {self.world_size} {what}"
+        if waiting := [seat for seat in silent if seat not in stopped]:
+            cause += f"; {_ranks(waiting)} waited in a collective"
+        self._over = RankLostError(stopped[0].rank, cause, "\n".join(seat.log_tail() for seat in stopped))
+        return self._over
+
+    async def _stopped(self, silent: Sequence[Seat]) -> list[Seat]:
+        """Those of the silent ranks that are not in a collective, by the stacks that they are made to write."""
+        ends = {seat: seat.log.stat().st_size if seat.log.exists() else 0 for seat in silent}
         for seat in silent:
             seat.kill(signal.SIGABRT)  # the rank's fault handler writes the stacks of all its threads to the log
-        await asyncio.wait([seat.died for seat in silent], timeout=_REPORT_GRACE_SECONDS)
-        await self._end()
-        names = ", ".join(str(seat.rank) for seat in silent)
-        cause = f"rank{'s' * (len(silent) > 1)} {names} of {self.world_size} {what}"
-        self._over = RankLostError(silent[0].rank, cause, "\n".join(seat.log_tail() for seat in silent))
-        return self._over
+        if silent:
+            await asyncio.wait([seat.died for seat in silent], timeout=_REPORT_GRACE_SECONDS)
+        return [seat for seat in silent if not waits_in_collective(_since(seat.log, ends[seat]))]
 
     async def _end(self) -> None:
         """Kill what still lives and release everything."""
@@ -360,4 +399,5 @@ class ProcessGroup:
             await asyncio.wait([seat.died for seat in seats], timeout=_KILL_SECONDS)
         for seat in seats:
             seat.release()
-        self._port.close()
+        if self._folder is not None:
+            self._folder.remove()

@@ -15,6 +15,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from megarl.platform import rendezvous
 from megarl.platform.processes import die_with
 from megarl.tracking.storage import disk_full
 from megarl.types import MegarlError
@@ -80,6 +81,9 @@ def _execute(worker: Any, command: bytes) -> tuple[Any, bytes]:
     """The worker, made by the command `__init__`, and the message of what the command returned or raised."""
     try:
         method, args, kwargs = pickle.loads(command)
+        if method == "__settle__":
+            rendezvous.settle(*args)
+            return worker, pack((True, None, _asked))
         if method == "__init__":
             worker = _construct(*args, **kwargs)
             return worker, pack((True, None, _asked))
@@ -99,15 +103,15 @@ def note_signals() -> None:
         signal.signal(number, note)
 
 
-def serve(sock: socket.socket) -> None:
-    """Serve the rank named by `RANK` until the driver closes its end."""
+def serve(sock: socket.socket, store_port: int = 0) -> None:
+    """Serve the rank named by `RANK` until the driver closes its end; first tell it the port of this rank's store."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note_signals()
     worker: Any = None
     with sock, sock.makefile("rwb") as stream:
         sock.set_inheritable(False)
-        answer = pack((True, None, None))
+        answer = pack((True, store_port, None))
         while True:
             stream.write(answer)
             stream.flush()

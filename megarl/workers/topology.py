@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class Introduction(NamedTuple):
     """What a process says of itself.
 
-    `turn` counts what the launcher started, node by node; others reach the process at `host`, where it keeps a `port`;
-    `switches` are those above its node, from the network's root; `gpus` were given to it alone, if any were.
+    `turn` counts what the launcher started, node by node; others reach the process at `host`; `switches` are those
+    above its node, from the network's root; `gpus` were given to it alone, if any were.
     """
 
     turn: int
@@ -19,7 +19,16 @@ class Introduction(NamedTuple):
     host: str
     switches: tuple[str, ...] = ()
     gpus: tuple[int, ...] = ()
-    port: int = 0
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
+        """The introduction that was sent as JSON. Raises TypeError or ValueError if it is none."""
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+        process = cls(**plain)
+        kinds = (process.turn, int), (process.node, str), (process.host, str)
+        if not all(isinstance(value, kind) for value, kind in kinds):
+            raise TypeError(f"{fields} is no introduction")
+        return process
 
 
 def in_order(processes: Iterable[Introduction]) -> list[Introduction]:
@@ -36,8 +45,7 @@ def places(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
 def environments(processes: Sequence[Introduction]) -> Iterator[dict[str, str]]:
     """What each rank's environment says of its place in the world."""
     on_node, local_rank = Counter(process.node for process in processes), Counter[str]()
-    host, port, size = processes[0].host, processes[0].port, len(processes)
-    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": str(len(processes))}
     for rank, process in enumerate(processes):
         node = process.node
         own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank[node]), "LOCAL_WORLD_SIZE": str(on_node[node])}

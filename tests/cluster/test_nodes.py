@@ -14,8 +14,15 @@ from megarl.workers.links import ACROSS, WITHIN, Links, pairings, slow_links, su
 from megarl.workers.nodes import NodeReport, faults, unreached
 from megarl.workers.topology import Introduction, environments, in_order, places
 
-GOOD = {"unread": [], "is_writable": True, "free_bytes": 1 << 40, "gpus": ["H200, 570"] * 8, "time": 1000.0}
-GOOD |= {"transformer_engine": None}
+GOOD = {
+    "unread": [],
+    "is_writable": True,
+    "free_bytes": 1 << 40,
+    "shared_memory": None,
+    "gpus": ["H200, 570"] * 8,
+    "transformer_engine": None,
+    "time": 1000.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,7 @@ GOOD |= {"transformer_engine": None}
         pytest.param({"unread": ["/models/q"]}, "node n2: /models/q is not there or cannot be read", id="model"),
         pytest.param({"is_writable": False}, "node n2: /runs/a cannot be written", id="run folder"),
         pytest.param({"free_bytes": 1 << 20}, "node n2: /runs/a has 1 MiB left", id="disk"),
+        pytest.param({"shared_memory": "/dev/shm is full"}, "node n2: /dev/shm is full", id="shared memory"),
         pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
         pytest.param({"gpus": ["H200, 560"] * 8}, "different GPUs or drivers: H200, 560, H200, 570", id="drivers"),
         pytest.param(
@@ -54,6 +62,10 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
         closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
         tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
     assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
+    assert seen["shared_memory"] is None
+    report.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", seen["port"]))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert NodeReport(1, 2).look([], str(tmp_path)) is None
 
@@ -67,7 +79,7 @@ def test_a_node_that_cannot_be_reached_is_named_once() -> None:
 def test_nodes_of_one_switch_follow_each_other() -> None:
     """Slurm names the nodes n1 to n4; odd and even ones have a switch each."""
     found = [
-        Introduction(turn, f"n{n}", f"h{n}", ("root", f"s{1 + n % 2}"), (turn % 2,), 100 + turn)
+        Introduction(turn, f"n{n}", f"h{n}", ("root", f"s{1 + n % 2}"), (turn % 2,))
         for turn, n in enumerate((1, 1, 2, 2, 3, 3, 4, 4))
     ]
     ranks = in_order(reversed(found))
@@ -75,7 +87,7 @@ def test_nodes_of_one_switch_follow_each_other() -> None:
     assert places(ranks)[:3] == [("n2", "s1", "root"), ("n2", "s1", "root"), ("n4", "s1", "root")]
     own = list(environments(ranks))
     assert [e["LOCAL_RANK"] for e in own] == list("01010101") and {e["LOCAL_WORLD_SIZE"] for e in own} == {"2"}
-    assert {(e["MASTER_ADDR"], e["MASTER_PORT"], e["CUDA_VISIBLE_DEVICES"]) for e in own} == {("h2", "102", "0,1")}
+    assert {e["CUDA_VISIBLE_DEVICES"] for e in own} == {"0,1"}
     unknown = ranks[0]._replace(switches=())
     assert places([unknown, ranks[1]]) == [("n2",), ("n2",)]
 

@@ -95,6 +95,8 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     result["kept_random_state"] = _random_state() == random_state
     result["kept_thread_control"] = torch.set_num_threads is set_num_threads
 
+    result["shared_memory"] = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/psm_" in line]
+
     result["unseen_writes"] = [name for name, _ in _parameters(engine) if not _write_is_seen(engine, name, run)]
     result["restored"] = run(requests(engine.replica, "g", GREEDY))
     engine.close()
@@ -262,6 +264,12 @@ def test_the_trainers_process_is_left_as_it_was(world_size, tp, outcome) -> None
     for result in outcome(world_size, tp):
         assert result["kept_random_state"] and result["kept_thread_control"]
         assert result["world_survives"] == world_size
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_no_shared_memory_is_held_that_a_kill_would_leave(world_size, tp, outcome) -> None:
+    """vLLM's message queues would be 24 MiB of it; none of them carries anything here."""
+    assert [result["shared_memory"] for result in outcome(world_size, tp)] == [[]] * world_size
 
 
 def test_a_tensor_that_a_deep_sleep_would_lose_is_noticed(outcome) -> None:

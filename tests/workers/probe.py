@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +13,17 @@ from megarl.types import ConfigError, DataError
 
 class NarrowConfigError(ConfigError):
     """Known to the rank only: the driver sees its nearest relative in the vocabulary."""
+
+
+class Stuck:
+    """A worker of which one rank hangs while it is made, on the way to a collective in which the others wait."""
+
+    def __init__(self, rank, world_size, *, stuck):
+        import torch.distributed as dist
+
+        if rank == stuck:
+            time.sleep(60)
+        dist.barrier()
 
 
 class Probe:
@@ -31,6 +43,26 @@ class Probe:
 
     def environment(self, names):
         return [os.environ.get(name) for name in names]
+
+    def temporary(self):
+        return tempfile.gettempdir()
+
+    def listening(self):
+        """The addresses that this process listens on."""
+        inodes = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists() or link.is_symlink()}
+        rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+        return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+    def collective_that_one_misses(self, missing, seconds):
+        """The others give up the collective after so long."""
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        group = dist.new_group(timeout=timedelta(seconds=seconds))
+        if self.rank == missing:
+            time.sleep(60)
+        dist.barrier(group)
 
     def sleep(self, seconds):
         time.sleep(seconds)
@@ -81,9 +113,9 @@ class Probe:
         raise NarrowConfigError("trainer.tp is 3: the model has 8 heads; take a divisor")
 
     def join_gloo(self):
-        import torch.distributed as dist
+        from megarl.platform import device
 
-        dist.init_process_group("gloo")
+        device.init_world(60.0)
 
     def broken_collective(self, victim, kind):
         """The victim dies, or leaves the collective and only later says why; the others wait in the collective."""

@@ -70,8 +70,8 @@ def test_call_and_scatter_answer_by_rank():
         async with started(3, kwargs={"scale": 7}, environment={"RIVER": "Aare"}) as group:
             assert await group.call("product", 5, plus=1) == [(0, 36), (1, 71), (2, 106)]
             assert await group.scatter("product", [2, 3, 5]) == [(0, 14), (1, 42), (2, 105)]
-            names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RIVER"]
-            expected = [[str(r), str(r), "3", "3", "127.0.0.1", "Aare"] for r in range(3)]
+            names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RIVER"]
+            expected = [[str(r), str(r), "3", "3", "Aare"] for r in range(3)]
             assert await group.call("environment", names) == expected
             with pytest.raises(ValueError, match="one per rank: got 2"):
                 await group.scatter("product", [2, 3])
@@ -257,6 +257,56 @@ def test_a_silent_rank_is_named_with_its_stack(tmp_path):
             assert caught.value.cause == f"rank 1 of 2 did not answer `sleep_on` within {seconds:g} s"
             assert caught.value.exit_code == 76
             assert "in sleep_on" in caught.value.__notes__[0]
+
+    asyncio.run(drive())
+
+
+def test_a_rank_that_hangs_while_it_is_built_is_told_from_those_that_wait_for_it(tmp_path):
+    async def drive():
+        async with started(3, log_folder=tmp_path) as group:
+            await group.call("join_gloo")
+            group.answer_timeout_seconds = 0.5
+            with pytest.raises(RankFailedError) as caught:
+                await group.construct("probe:Stuck", {"stuck": 1})
+            cause = "rank 1 of 3 did not answer `__init__` within 0.5 s; ranks 0, 2 waited in a collective"
+            assert (caught.value.rank, caught.value.cause) == (1, cause)
+            assert "time.sleep" not in str(caught.value) and "probe.py" in str(caught.value)
+            assert all("most recent call first" in (tmp_path / f"rank_000{r}.log").read_text() for r in range(3))
+
+    asyncio.run(drive())
+
+
+def test_a_rank_that_misses_a_collective_is_named_when_the_others_give_up():
+    async def drive():
+        async with started() as group:
+            await group.call("join_gloo")
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("collective_that_one_misses", 1, 0.5)
+            told = "rank 1 of 2 did not come to a collective of `collective_that_one_misses`"
+            assert (caught.value.rank, caught.value.cause) == (1, told)
+
+    asyncio.run(drive())
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only():
+    async def drive():
+        async with started() as group:
+            await group.call("join_gloo")
+            addresses = [address for of_rank in await group.call("listening") for address in of_rank]
+            assert addresses and all(address.startswith("0100007F:") for address in addresses)  # 127.0.0.1
+
+    asyncio.run(drive())
+
+
+def test_temporary_files_of_ranks_are_private_and_go_with_the_group():
+    async def drive():
+        async with started() as group:
+            (folder,) = {Path(path) for path in await group.call("temporary")}
+            assert folder.stat().st_mode & 0o777 == 0o700 and folder != Path(tempfile.gettempdir())
+            (folder / "left").touch()
+            with pytest.raises(RankFailedError):
+                await group.call("fail_on", 1, "kill")
+            assert not folder.exists()
 
     asyncio.run(drive())
 

@@ -1,0 +1,81 @@
+"""Where the ranks of a run find each other, and the secret that they share.
+
+On one machine they meet through a file in a folder that only their user can open. On several, rank 0 keeps a TCPStore
+that listens on one address, and its keys begin with a text that only the run's ranks can work out. That keeps apart
+runs that meet by mistake and whoever guesses at keys; it does not keep out those who can read the network or list the
+keys of the store. Nothing that megarl reads from the store or from a collective is unpickled unless the run's key has
+signed it (`signed`); libraries pickle some objects of their own in collectives, so the job's network must be trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What a rank must know to join its world: the run's key, and either a file that is shared or rank 0's address."""
+
+    key: bytes
+    file: str | None = None
+    host: str = ""
+    port: int = 0
+
+
+class _Meeting:
+    """This process's own: set once, when its driver says where the ranks meet."""
+
+    rendezvous: Rendezvous | None = None
+    listener: socket.socket | None = None
+    store: Store | None = None
+
+
+def listen(address: str) -> int:
+    """In rank 0 of several machines: wait for the others on the interface with this address; returns the port."""
+    _Meeting.listener = socket.create_server((address, 0), backlog=4096)
+    return _Meeting.listener.getsockname()[1]
+
+
+def settle(rendezvous: Rendezvous) -> None:
+    """Remember where this process meets its peers."""
+    _Meeting.rendezvous = rendezvous
+
+
+def derived_key(purpose: str) -> bytes:
+    """A key of 32 bytes for one purpose, which all ranks of the run derive alike."""
+    if _Meeting.rendezvous is None:
+        raise RuntimeError("this process is no rank of a run: nobody told it where ranks meet")
+    return hmac.digest(_Meeting.rendezvous.key, purpose.encode(), hashlib.sha256)
+
+
+def store(world_size: int, timeout_seconds: float) -> Store:
+    """The store through which the run's ranks meet, one a process; rank 0 of several machines serves it."""
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    if _Meeting.store is None:
+        secret = derived_key("names in the store").hex()
+        meeting, listener = _Meeting.rendezvous, _Meeting.listener
+        assert meeting is not None
+        if meeting.file is not None:
+            shared: Store = FileStore(meeting.file, world_size)
+        else:
+            shared = TCPStore(
+                meeting.host,
+                meeting.port,
+                world_size,
+                is_master=listener is not None,
+                timeout=timedelta(seconds=timeout_seconds),
+                # Without a socket of ours, torch would listen on all interfaces.
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+        _Meeting.store = PrefixStore(secret, shared)
+    _Meeting.store.set_timeout(timedelta(seconds=timeout_seconds))
+    return _Meeting.store

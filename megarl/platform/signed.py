@@ -1,0 +1,135 @@
+"""Objects that ranks send each other: pickled, signed with a key of the run, and unpickled only if the signature holds.
+
+Collectives of gloo and NCCL take part in a conversation with whoever is at the other end, and unpickling runs what a
+message names. So each message carries an HMAC over its sender, its number and its content, which is checked first: what
+somebody without the run's key wrote, or an old message sent again, is refused and never unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megarl.platform import rendezvous
+
+_HEAD = struct.Struct("<32sQ")
+"""The signature, and the bytes of the pickle that follows."""
+_MOST_BYTES = 1 << 32
+
+Value = TypeVar("Value")
+
+
+class ForgedMessageError(Exception):
+    """A message between ranks whose signature is not that of the rank that should have sent it."""
+
+
+class Conversation:
+    """The messages of some ranks to each other on one subject, each rank's numbered in the order that it sends them.
+
+    `purpose` names the subject and the ranks, alike on all of them: conversations do not mix.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._key = rendezvous.derived_key(purpose)
+        self._numbers: dict[int, int] = {}
+
+    def seal(self, value: Any, sender: int) -> bytes:
+        """The next message of rank `sender`: its head and the pickled value."""
+        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return _HEAD.pack(self._signature(data, len(data), sender), len(data)) + data
+
+    def size(self, message: bytes | memoryview) -> int:
+        """How many bytes a message has that begins so, its head included."""
+        _, size = _HEAD.unpack_from(message)
+        if size > _MOST_BYTES:
+            raise ForgedMessageError(f"a message between ranks says that it has {size} bytes")
+        return _HEAD.size + size
+
+    def open(self, message: bytes | memoryview, sender: int) -> Any:
+        """The value of the next message of rank `sender`; more bytes may follow. Raises ForgedMessageError."""
+        signature, size = _HEAD.unpack_from(message)
+        data = memoryview(message)[_HEAD.size : _HEAD.size + size]
+        if not hmac.compare_digest(signature, self._signature(data, size, sender)):
+            raise ForgedMessageError(f"a message in the name of rank {sender} was not signed with this run's key")
+        return pickle.loads(data)
+
+    def _signature(self, data: bytes | memoryview, size: int, sender: int) -> bytes:
+        number = self._numbers[sender] = self._numbers.get(sender, -1) + 1
+        signer = hmac.new(self._key, struct.pack("<qqQ", sender, number, size), hashlib.sha256)
+        signer.update(data)
+        return signer.digest()
+
+
+_conversations: dict[tuple[str, tuple[int, ...]], Conversation] = {}
+
+
+def between(purpose: str, members: Sequence[int]) -> Conversation:
+    """The one conversation on a subject that some global ranks have; all of them take part in each of its messages."""
+    name = purpose, tuple(members)
+    if name not in _conversations:
+        _conversations[name] = Conversation(f"{purpose} {name[1]}")
+    return _conversations[name]
+
+
+def gather(
+    value: Value, group: dist.ProcessGroup | None = None, *, to: int | None = None, purpose: str = "gather"
+) -> list[Value]:
+    """Every rank's value in the group's order; only on the global rank `to`, if one is named. A collective."""
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if len(members) == 1:
+        return [value]
+    conversation = between(purpose, members)
+    is_receiver = to is None or dist.get_rank() == to
+    message = conversation.seal(value, dist.get_rank())
+    device = _device(group)
+    longest = torch.tensor(len(message), device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+    block = torch.frombuffer(bytearray(message.ljust(int(longest))), dtype=torch.uint8).to(device)
+    blocks = [torch.empty_like(block) for _ in members] if is_receiver else []
+    if to is None:
+        dist.all_gather(blocks, block, group)
+    else:
+        dist.gather(block, blocks or None, dst=to, group=group)
+    return [
+        value if rank == dist.get_rank() else conversation.open(theirs.cpu().numpy().data, rank)
+        for rank, theirs in zip(members, blocks, strict=is_receiver)
+    ]
+
+
+def broadcast(
+    conversation: Conversation,
+    value: Any,
+    group: dist.ProcessGroup | None,
+    source: int,
+    block_bytes: int,
+) -> Any:
+    """The value of the global rank `source`, on all: one broadcast of a fixed size, one more if it is longer."""
+    is_source = dist.get_rank() == source
+    message = conversation.seal(value, source) if is_source else b""
+    first = _broadcast_bytes(message[:block_bytes].ljust(block_bytes), group, source)
+    size = conversation.size(message or first)
+    rest = b""
+    if size > block_bytes:
+        rest = bytes(_broadcast_bytes(message[block_bytes:] or bytes(size - block_bytes), group, source))
+    if is_source:
+        return value
+    return conversation.open(bytes(first) + rest if rest else first, source)
+
+
+def _broadcast_bytes(data: bytes, group: dist.ProcessGroup | None, source: int) -> memoryview:
+    block = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(block, source, group=group)
+    return block.numpy().data
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the tensors of a group's collectives may lie: the host if gloo serves it."""
+    has_gloo = "gloo" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())
