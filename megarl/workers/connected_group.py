@@ -91,7 +91,7 @@ class ConnectedGroup(ProcessGroup):
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         met: dict[Introduction, socket.socket] = {}
-        with socket.create_server(("", 0), backlog=self.world_size) as server:
+        with socket.create_server(("", 0), backlog=self.world_size + _STRANGERS) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
             await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self._key)
