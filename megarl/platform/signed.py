@@ -21,6 +21,8 @@ from megarl.platform import rendezvous
 
 _HEAD = struct.Struct("<32sQ")
 """The signature, and the bytes of the pickle that follows."""
+_CONTEXT = struct.Struct("<qqQ")
+"""What is signed before the content: sender, number, bytes."""
 _MOST_BYTES = 1 << 32
 
 Value = TypeVar("Value")
@@ -62,9 +64,7 @@ class Conversation:
 
     def _signature(self, data: bytes | memoryview, size: int, sender: int) -> bytes:
         number = self._numbers[sender] = self._numbers.get(sender, -1) + 1
-        signer = hmac.new(self._key, struct.pack("<qqQ", sender, number, size), hashlib.sha256)
-        signer.update(data)
-        return signer.digest()
+        return hmac.digest(self._key, _CONTEXT.pack(sender, number, size) + data, hashlib.sha256)
 
 
 _conversations: dict[tuple[str, tuple[int, ...]], Conversation] = {}
@@ -111,22 +111,23 @@ def broadcast(
     block_bytes: int,
 ) -> Any:
     """The value of the global rank `source`, on all: one broadcast of a fixed size, one more if it is longer."""
-    is_source = dist.get_rank() == source
-    message = conversation.seal(value, source) if is_source else b""
-    first = _broadcast_bytes(message[:block_bytes].ljust(block_bytes), group, source)
-    size = conversation.size(message or first)
-    rest = b""
-    if size > block_bytes:
-        rest = bytes(_broadcast_bytes(message[block_bytes:] or bytes(size - block_bytes), group, source))
-    if is_source:
+    if dist.get_rank() == source:
+        message = bytearray(conversation.seal(value, source))
+        size = len(message)
+        message.extend(bytes(max(0, block_bytes - size)))
+        blocks = torch.frombuffer(message, dtype=torch.uint8)
+        dist.broadcast(blocks[:block_bytes], source, group=group)
+        if size > block_bytes:
+            dist.broadcast(blocks[block_bytes:], source, group=group)
         return value
-    return conversation.open(bytes(first) + rest if rest else first, source)
-
-
-def _broadcast_bytes(data: bytes, group: dist.ProcessGroup | None, source: int) -> memoryview:
-    block = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(block, source, group=group)
-    return block.numpy().data
+    first = torch.empty(block_bytes, dtype=torch.uint8)
+    dist.broadcast(first, source, group=group)
+    size = conversation.size(first.numpy().data)
+    if size > block_bytes:
+        rest = torch.empty(size - block_bytes, dtype=torch.uint8)
+        dist.broadcast(rest, source, group=group)
+        first = torch.cat([first, rest])
+    return conversation.open(first.numpy().data, source)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
