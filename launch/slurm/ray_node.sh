@@ -2,8 +2,8 @@
 # A task of ray.sbatch: one node of the job's Ray cluster, until the step is told to end.
 set -uo pipefail
 # For this user only, under a name that nobody can have taken before. Short: the names of sockets have a limit.
-folder="$(mktemp -d /tmp/ray-XXXXXXXX)" || exit 1
-options=(--num-cpus="$SLURM_CPUS_ON_NODE" --temp-dir="$folder")
+folder="$(mktemp -d "/tmp/ray-$SLURM_JOB_ID-XXXXXXXX")" || exit 1
+options=(--num-cpus="$SLURM_CPUS_ON_NODE" --temp-dir="$folder/ray") # Ray opens its own folder to all users
 if [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then options+=(--num-gpus="$SLURM_GPUS_ON_NODE"); fi
 topology="${SLURM_TOPOLOGY_ADDR:-}"
 switches="${topology%"$SLURMD_NODENAME"}"

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 
 from megarl.config import Recipe
+from megarl.platform.private_folder import PrivateFolder
 from megarl.recipe import load
 from megarl.slurm import render
 from megarl.types import ConfigError
@@ -75,6 +76,7 @@ def whole_cluster(
         yield made
     finally:
         made.stop()
+        PrivateFolder().remove()  # as the next run does for those of ranks that were killed
 
 
 @pytest.fixture
@@ -202,7 +204,8 @@ def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluste
     cluster.pace(0.5)
     job = cluster.submit("name=on_ray", script="ray")
     cluster.until_step(job, "on_ray", 2)
-    assert Path(f"/tmp/ray-{job}-0").exists()
+    folders = list(Path("/tmp").glob(f"ray-{job}-*"))
+    assert folders and all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
     cluster.run("scancel", "--signal=TERM", "--batch", job)
     assert "TERM" in cluster.until_ended(job, "on_ray", 75)["cause"]
     cluster.pace(0)
