@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -58,6 +60,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shutdown()
+        shutil.rmtree(Path(tempfile.gettempdir(), "ray"), ignore_errors=True)  # Ray leaves its logs
 
 
 @pytest.fixture(scope="module")

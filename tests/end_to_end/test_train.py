@@ -109,7 +109,7 @@ print("TOKENS", *llm.generate([prompt], SamplingParams(temperature=0, max_tokens
 """
 
 
-def test_the_exported_model_serves_in_transformers_and_in_a_stock_vllm(runs: Runs) -> None:
+def test_the_exported_model_serves_in_transformers_and_in_a_stock_vllm(runs: Runs, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -123,6 +123,7 @@ def test_the_exported_model_serves_in_transformers_and_in_a_stock_vllm(runs: Run
     model = AutoModelForCausalLM.from_pretrained(folder)
     output = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
     environment = os.environ | {
+        "TMPDIR": str(tmp_path),  # vLLM leaves its files there
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TORCH_COMPILE_DISABLE": "1",
