@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,15 +23,9 @@ def test_shared_memory_of_this_machine_serves() -> None:
         pytest.param(None, ConfigError, id="absent"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, options: str | None, error: type[MegarlError]) -> None:
-    folder = tmp_path / "shm"
-    if options is not None:
-        folder.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
-            pytest.skip("mounting needs root")
-    try:
-        with pytest.raises(error, match=str(folder)):
-            check_shared_memory(folder)
-    finally:
-        if options is not None:
-            subprocess.run(["umount", folder], check=True)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, small_disk: Callable[[str], Path], options: str | None, error: type[MegarlError]
+) -> None:
+    folder = tmp_path / "absent" if options is None else small_disk(options)
+    with pytest.raises(error, match=str(folder)):
+        check_shared_memory(folder)
