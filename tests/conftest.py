@@ -22,6 +22,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 
+from megarl.platform.private_folder import PrivateFolder
 from megarl.testing import RankPool
 from tests.session_watch import Watch
 
@@ -75,6 +76,8 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
     yield
     if _is_interrupted:
         return
+    # The folder of a driver that a test has killed is removed by the run that comes next; none comes after the last test.
+    PrivateFolder().remove()
     left = pytestconfig.stash[WATCH].leftovers(pytestconfig.getoption("--leftover-seconds"))
     if left:
         pytest.fail("this run of the tests has left:\n" + "\n".join(left), pytrace=False)

@@ -201,10 +201,12 @@ def test_a_node_without_the_model_ends_the_job_at_once(cluster: Cluster) -> None
 @needs_slurm
 def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
     pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
+    # Another cluster's job may have had the same number.
+    others = set(Path("/tmp").glob("ray-*"))
     cluster.pace(0.5)
     job = cluster.submit("name=on_ray", script="ray")
     cluster.until_step(job, "on_ray", 2)
-    folders = list(Path("/tmp").glob(f"ray-{job}-*"))
+    folders = set(Path("/tmp").glob(f"ray-{job}-*")) - others
     assert folders and all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
     cluster.run("scancel", "--signal=TERM", "--batch", job)
     assert "TERM" in cluster.until_ended(job, "on_ray", 75)["cause"]
@@ -212,7 +214,8 @@ def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluste
     cluster.until_over(job)
     assert cluster.until_ended(job, "on_ray", 0)["step"] == 16
     assert cluster.weights("on_ray") == alone
-    assert not list(Path("/tmp").glob(f"ray-{job}-*"))
+    assert not any(folder.exists() for folder in folders)
+    assert not set(Path("/tmp").glob(f"ray-{job}-*")) - others
 
 
 @needs_slurm
