@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from megarl.console import print_conversion, print_error, print_findings, print_plan, print_sizes
 from megarl.terminal import guard_logging, printable
-from megarl.types import ConfigError, MegarlError, PeerLostError
+from megarl.types import ConfigError, MegarlError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.doctor import Finding
-    from megarl.parallel_layout import ParallelLayout
-    from megarl.weights.convert import Conversion
+    from megarl.config.parallel import ParallelLayout
 
 app = typer.Typer(
     name="megarl",
@@ -86,7 +85,7 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, its model and its data; then train."""
-    from megarl.recipe import load
+    from megarl.config.recipe import load
 
     if resume and restart:
         raise ConfigError("--resume and --restart: give one of them; --resume goes on, --restart begins anew")
@@ -100,7 +99,7 @@ def train(
     if not dry_run and not restart and not _has_work(loaded, resume):
         return
     layout, records = _checked(loaded, is_start=not dry_run)
-    _print_sizes(loaded, layout, records)
+    print_sizes(loaded, layout, records)
     if not dry_run:
         from megarl.loops.run import run
 
@@ -124,7 +123,7 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
 
     Raises ConfigError where the run's folder does not fit what is asked.
     """
-    from megarl.recipe import recipe_changes
+    from megarl.config.recipe import recipe_changes
     from megarl.tracking.earlier_run import EarlierRun
     from megarl.tracking.run_folder import run_path
 
@@ -167,9 +166,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
     """Count what a reshard of the recipe's weights will move; no rank is started, config.json is all it reads."""
+    from megarl.config.recipe import load
     from megarl.preflight import check_plan
-    from megarl.recipe import load
-    from megarl.weights.forecast import forecast
+    from megarl.reshard.cost_model import forecast
 
     loaded = load(recipe, overrides or ())
     shape, layout = check_plan(loaded)
@@ -183,13 +182,13 @@ def plan(
     if as_json:
         print(json.dumps({"recipe": loaded.name, "model": loaded.model.path, **counted}))
     else:
-        _print_plan(loaded, layout, counted)
+        print_plan(loaded, layout, counted)
 
 
 @app.command()
 def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Print a recipe in full: each field and its meaning."""
-    from megarl.recipe import load, to_yaml
+    from megarl.config.recipe import load, to_yaml
 
     print(to_yaml(load(recipe, overrides or ()), comments=True), end="")
 
@@ -204,9 +203,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
     """Show whether this environment's parts fit each other, and what will be used and why."""
-    from megarl.doctor import differences, examine, examine_nodes
+    from megarl.cluster.doctor import differences, examine, examine_nodes
+    from megarl.config.recipe import error_page, load
     from megarl.preflight.sizes import machines
-    from megarl.recipe import error_page, load
 
     if recipe is None:
         found, notices = {"here": examine()}, []
@@ -219,7 +218,7 @@ def doctor(
     if as_json:
         print(json.dumps({"nodes": list(found), "notices": notices, "findings": [[n, *f] for n, f in rows]}))
     else:
-        _print_findings(rows, notices, with_nodes=len(found) > 1)
+        print_findings(rows, notices, with_nodes=len(found) > 1)
     if any(finding.state == "bad" for _, finding in rows):
         raise typer.Exit(ConfigError.exit_code)
 
@@ -243,8 +242,8 @@ def submit(
     ] = None,
 ) -> None:
     """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
-    from megarl.recipe import load
-    from megarl.slurm import submit
+    from megarl.cluster.sbatch import submit
+    from megarl.config.recipe import load
 
     given = list(overrides or ())
     loaded = load(recipe, given)
@@ -256,7 +255,7 @@ def submit(
 
 def _model_of_run(checkpoint: Path) -> Path | None:
     """The model folder that a run's recipe names, of a checkpoint in a run folder; None elsewhere."""
-    from megarl.recipe import load
+    from megarl.config.recipe import load
 
     folder = checkpoint.absolute()
     home = folder if folder.name == "checkpoints" else folder.parent
@@ -266,8 +265,8 @@ def _model_of_run(checkpoint: Path) -> Path | None:
 
 
 def _batch_script(recipe: str, overrides: Sequence[str]) -> str:
-    from megarl.recipe import load
-    from megarl.slurm import render
+    from megarl.cluster.sbatch import render
+    from megarl.config.recipe import load
 
     return render(load(recipe, overrides), [recipe, *overrides])
 
@@ -302,10 +301,10 @@ def to_megatron(
     """Write a model folder as a checkpoint that Megatron loads at any parallel sizes, fastest at these."""
     import torch
 
-    from megarl.weights import convert
+    from megarl.checkpoint import convert
 
     cast = None if dtype is None else getattr(torch, dtype)
-    _print_conversion(convert.to_megatron(hf, out, tp=tp, pp=pp, ep=ep, etp=etp, dtype=cast, verify=verify))
+    print_conversion(convert.to_megatron(hf, out, tp=tp, pp=pp, ep=ep, etp=etp, dtype=cast, verify=verify))
 
 
 @convert.command()
@@ -326,12 +325,12 @@ def to_hf(
     """Write a Megatron checkpoint of any parallel sizes as a model folder."""
     import torch
 
-    from megarl.weights import convert
+    from megarl.checkpoint import convert
 
     cast = None if dtype is None else getattr(torch, dtype)
     size = None if shard_gb is None else int(shard_gb * 1e9)
     hf = hf or _model_of_run(megatron)
-    _print_conversion(convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify))
+    print_conversion(convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -343,13 +342,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except MegarlError as error:
-        _print_error(error)
+        print_error(error)
         _leave(error.exit_code)
     except Exception as error:
-        from megarl.tracking.storage import disk_full
+        from megarl.files.atomic import disk_full
 
         if (full := disk_full(error)) is not None:
-            _print_error(full)
+            print_error(full)
             _leave(full.exit_code)
         with contextlib.suppress(OSError):
             print(printable(traceback.format_exc()), end="", file=sys.stderr)
@@ -365,122 +364,3 @@ def _leave(code: int) -> NoReturn:
             # At its end Python would flush again, fail again and change the code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)
-
-
-def _print_error(error: MegarlError) -> None:
-    """Say what ended the command, last: before it, where the fault is no one's at the terminal, what was seen of it."""
-    from rich.text import Text
-
-    from megarl.terminal import Terminal
-
-    console = Terminal(stderr=True, soft_wrap=True, highlight=False)
-    if error.exit_code in (MegarlError.exit_code, PeerLostError.exit_code):
-        for note in getattr(error, "__notes__", ()):
-            console.print(Text(printable(note), style="dim"))
-    with contextlib.suppress(OSError):
-        console.print(Text("error: ", style="bold red") + Text(printable(str(error))))
-
-
-def _print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]) -> None:
-    """What the recipe comes to, in numbers nobody should have to work out."""
-    from rich.table import Table
-
-    from megarl.preflight import shortened_warmups
-    from megarl.terminal import Console
-
-    settings = recipe.train
-    is_rl = recipe.loop == "rl"
-    per_step = settings.prompts_per_step * (settings.samples_per_prompt if is_rl else 1)
-    updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_rl else (1, 1)
-    passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
-    nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
-    groups = {"trainer.tp": layout.tp, "rollout.tp": layout.rollout_tp}
-    spread = [f"{field} {tp}" for field, tp in groups.items() if nodes > 1 and size % tp]
-    rows = {
-        "model": f"{recipe.model.path}, {recipe.model.dtype}",
-        "ranks": str(layout),
-        "nodes": f"{nodes} of {size} ranks, launcher {recipe.cluster.launcher}"
-        + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
-        "data": ", ".join(f"{name} {count}" for name, count in records.items()),
-        "steps": f"{settings.steps}, {settings.steps * settings.prompts_per_step / records['train']:.2f} epochs",
-        "sequences": f"{per_step} a step, {per_step // updates} an update, "
-        f"{per_step // updates // layout.dp} an update and data-parallel rank",
-        "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
-        "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
-        "run folder": f"{recipe.runs_folder}/{recipe.name}",
-    }
-    if warmups := [*shortened_warmups(recipe)]:
-        rows["warning"] = "; ".join(warmups)
-    table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
-    for row in rows.items():
-        table.add_row(*row)
-    Console(soft_wrap=True, highlight=False).print(table)
-
-
-def size_text(num_bytes: float, sign: str = "") -> str:
-    """Bytes in the unit that fits them: `470.2 GB`, `81.9 KB`, `0 bytes`; `sign` "+" shows that of a difference."""
-    units = ("bytes", "KB", "MB", "GB", "TB")
-    power = sum(abs(num_bytes) >= 1000**power for power in range(1, 5))
-    return f"{num_bytes / 1000**power:{sign}.{1 if power else 0}f} {units[power]}"
-
-
-def _print_conversion(done: Conversion) -> None:
-    verified = ", verified" if done.is_verified else ""
-    print(
-        f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
-        f"in {done.seconds:.1f} s{verified}"
-    )
-
-
-def _print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from megarl.terminal import Console
-
-    table = Table(show_header=False)
-    styles = {"good": "green", "absent": "dim", "bad": "bold red"}
-    for nodes, finding in rows:
-        state = Text(finding.state, style=styles[finding.state])
-        table.add_row(*([nodes] if with_nodes else []), finding.topic, state, finding.text)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(table, *notices, sep="\n")
-
-
-def _print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from megarl.terminal import Console
-
-    reshard, orders = counted["reshard"], counted["rank_orders"]
-
-    def size(over_ranks: dict[str, float]) -> list[str]:
-        return [size_text(over_ranks[key]) for key in ("mean", "max")]
-
-    table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}", title_justify="left")
-    for heading in ("each rank", "mean", "max", "gathered path, mean"):
-        table.add_column(heading, justify="left" if heading.startswith("each") else "right")
-    for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
-        gathered = reshard["gathered_bytes"].get(link)
-        table.add_row(name, *size(reshard["received_bytes"][link]), size(gathered)[0] if gathered else "")
-    table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
-    table.add_row("staged at once", *size(reshard["staging_bytes"]))
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{layout}; {recipe.cluster.nodes} nodes of {recipe.cluster.ranks_per_node}")
-    console.print(table)
-    console.print(
-        f"moved / least possible {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
-        f"{reshard['messages']} messages, {reshard['copies']['mean']:.0f} copies a rank; "
-        f"planned in {counted['plan_seconds']:.2f} s a rank"
-    )
-    console.print(
-        f"limits of H200: {reshard['seconds'] * 1e3:.1f} ms (wire {reshard['wire_seconds'] * 1e3:.1f}, memory "
-        f"{reshard['memory_seconds'] * 1e3:.1f}); gathered path {reshard['gathered_seconds'] * 1e3:.1f} ms"
-    )
-    for name, other in orders.items():
-        links = ("same_node", "other_node")
-        more = [other["received_bytes"][k]["mean"] - reshard["received_bytes"][k]["mean"] for k in links]
-        console.print(
-            f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
-            f"{other['seconds'] * 1e3:.1f} ms"
-        )

@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.local import ProcessGroup
 from megarl.platform import rendezvous
-from megarl.workers.process_group import ProcessGroup
 
 _LOAD_SECONDS = 600.0
 _ENDS_OF_WORLD = (

@@ -76,7 +76,7 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
     yield
     if _is_interrupted:
         return
-    # The folder of a driver that a test has killed is removed by the run that comes next; none comes after the last test.
+    # The folder of a driver that a test has killed is removed by the next run; none comes after the last test.
     PrivateFolder().remove()
     left = pytestconfig.stash[WATCH].leftovers(pytestconfig.getoption("--leftover-seconds"))
     if left:

@@ -69,7 +69,7 @@ def end_pytest(number: signal.Signals, folder: Path, **held: str) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     commands = end_pytest(number, tmp_path)
-    assert sum("megarl.workers.rank" in command for command in commands) == 1, commands
+    assert sum("megarl.cluster.rank" in command for command in commands) == 1, commands
     assert any("setsid" in command for command in commands), commands
 
 

@@ -9,9 +9,9 @@ import pytest
 from rich.table import Table
 
 from megarl import cli
+from megarl.cluster.local import log_tail
 from megarl.terminal import Console, printable
 from megarl.types import DataError
-from megarl.workers.process_group import log_tail
 
 ATTACKS = {
     "colour": ("\x1b[31mred\x1b[0m", "red"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.cluster.local import RankFailedError
 from megarl.testing import RankPool
-from megarl.workers.process_group import RankFailedError
 
 
 @dataclass

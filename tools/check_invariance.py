@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 
@@ -133,7 +133,7 @@ def layout_of(sizes: Mapping[str, int]) -> ParallelLayout:
 def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
     """Random tokens, with log-probs of the past on both sides of the clip."""
     from megarl.config import AlgorithmConfig
-    from megarl.loops.batches import weigh
+    from megarl.rollout.batches import weigh
 
     random = np.random.default_rng(5)
     steps = []
@@ -174,10 +174,10 @@ def build(recipe: Recipe, layout: ParallelLayout, has_value_head: bool) -> tuple
     import torch
     import torch.distributed as dist
 
-    from megarl.model_shape import padded_vocab_size, read_model_shape
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size, read_model_shape
+    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
     from megarl.training.engine import TrainingEngine
-    from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 
     shape = read_model_shape(recipe.model.path)
     if has_value_head:

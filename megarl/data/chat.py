@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.model_folder import read_object
+from megarl.files.model_folder import read_object
 from megarl.platform.processes import fault_of
 from megarl.types import DataError
 

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.model_shape import ModelShape
+from megarl.families.shape import ModelShape
 
 Bins = list[list[int]]
 MOST_EXCHANGES = 70

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megarl.strict_json import parse, shortened
+from megarl.files.strict_json import parse, shortened
 from megarl.types import DataError
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -8,9 +8,9 @@ import numpy as np
 
 from megarl.data.preferences import Answers
 from megarl.data.sampler import DataOrder
-from megarl.loops.batches import weigh
 from megarl.loops.session import Session
 from megarl.preflight import read_preferences
+from megarl.rollout.batches import weigh
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 

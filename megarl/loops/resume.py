@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from megarl.checkpoint.manifest import canonical_sha256, file_record
 from megarl.config import Recipe
-from megarl.loops.checkpoints import DRIVER, Survey, survey
-from megarl.model_folder import read_object
+from megarl.config.recipe import error_page, recipe_changes
+from megarl.files.atomic import storage_faults_named
+from megarl.files.model_folder import read_object
+from megarl.loops.checkpointing import DRIVER, Survey, survey
 from megarl.preflight.files import data_paths
-from megarl.recipe import error_page, recipe_changes
 from megarl.terminal import Console
 from megarl.tracking.earlier_run import checkpoint_step
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.storage import storage_faults_named
 from megarl.types import ConfigError, DataError
-from megarl.weights.ledger import canonical_sha256, file_record
 
 Resume = Literal["if-any", "must"]
 """Whether a resumed run needs a checkpoint to go on from."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from megarl.algorithms.kl import adapted
 from megarl.data.sampler import DataOrder
-from megarl.evaluation import failure_metrics
-from megarl.loops.batches import (
+from megarl.loops.session import Session, sampling_settings
+from megarl.preflight import read_conversations, read_problems
+from megarl.rollout.batches import (
     add_advantages,
     add_corrections,
     reward_metrics,
@@ -17,11 +18,10 @@ from megarl.loops.batches import (
     to_sequences,
     update_metrics,
 )
-from megarl.loops.collection import Collection
-from megarl.loops.session import Session, sampling_settings
-from megarl.preflight import read_conversations, read_problems
+from megarl.rollout.buffer import Collection
+from megarl.rollout.evaluate import failure_metrics
+from megarl.rollout.pool import AbandonedError
 from megarl.types import TrainingSequence
-from megarl.workers.sampling import AbandonedError
 
 
 async def train(session: Session) -> None:

@@ -6,28 +6,28 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
+from megarl.cluster.batching import TrainerRanks
+from megarl.cluster.launchers import reward_workers, start_ranks
+from megarl.cluster.local import ProcessGroup
+from megarl.cluster.node_checks import inspect
 from megarl.config import Recipe
+from megarl.config.parallel import ParallelLayout
+from megarl.config.recipe import error_page
 from megarl.data.chat import load_tokenizer
 from megarl.data.packing import attention_ratio
-from megarl.evaluation import Respondents
+from megarl.families.shape import read_model_shape
 from megarl.loops import preference, rl, sft
-from megarl.loops.checkpoints import Checkpoints
+from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.model_shape import read_model_shape
-from megarl.parallel_layout import ParallelLayout
 from megarl.preflight import read_problems, row_multiple
-from megarl.recipe import error_page
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
+from megarl.rollout.evaluate import Respondents
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError
-from megarl.workers.batching import TrainerRanks
-from megarl.workers.launchers import reward_workers, start_ranks
-from megarl.workers.nodes import inspect
-from megarl.workers.process_group import ProcessGroup
 
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
@@ -62,7 +62,7 @@ async def _prepare(
             tracker.tell(line)
     ranks.answer_timeout_seconds = recipe.cluster.build_timeout_seconds
     settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
-    await ranks.construct("megarl.workers.worker:Worker", settings)
+    await ranks.construct("megarl.worker:Worker", settings)
     ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
 
 

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.cluster.batching import TrainerRanks
+from megarl.cluster.local import ProcessGroup
 from megarl.config import Recipe, SamplingConfig
+from megarl.config.parallel import ParallelLayout
 from megarl.data.preferences import scored
-from megarl.evaluation import Answered, Respondents, accuracy, failure_metrics
-from megarl.loops.batches import critic_batches
-from megarl.loops.checkpoints import Checkpoints
+from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
-from megarl.parallel_layout import ParallelLayout
+from megarl.rollout.batches import critic_batches
+from megarl.rollout.evaluate import Answered, Respondents, accuracy, failure_metrics
 from megarl.tracking.metrics import merge, values
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import Problem, SamplingSettings, StoppedError, TrainingSequence
-from megarl.workers.batching import TrainerRanks
-from megarl.workers.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.data.sampler import DataOrder
-from megarl.loops.batches import weigh
 from megarl.loops.session import Session
 from megarl.preflight import read_conversations
+from megarl.rollout.batches import weigh
+from megarl.rollout.pool import AbandonedError
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
-from megarl.workers.sampling import AbandonedError
 
 
 async def train(session: Session) -> None:

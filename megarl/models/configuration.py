@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer import TransformerConfig
 
-from megarl.model_shape import ModelShape
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
+from megarl.families.shape import ModelShape
 from megarl.platform import transformer_engine
 from megarl.types import ConfigError
 

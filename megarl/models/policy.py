@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
-from megarl.model_shape import ModelShape, padded_vocab_size
+from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.logprobs import vocab_parallel_logprobs

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
-from megarl.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
-from megarl.model_shape import ModelShape, read_model_shape
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
+from megarl.config.recipe import error_page
+from megarl.families.shape import ModelShape, read_model_shape
+from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.preflight import learning, sizes
 from megarl.preflight.engine import engine_fit
 from megarl.preflight.files import (
@@ -27,9 +29,7 @@ from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
 from megarl.preflight.sizes import row_multiple
-from megarl.recipe import error_page
 from megarl.types import ConfigError, DataError
-from megarl.weights.stored import tensor_faults
 
 __all__ = [
     "check",

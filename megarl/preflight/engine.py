@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from megarl.config import Recipe
-from megarl.model_shape import ModelShape
+from megarl.families.shape import ModelShape
 from megarl.preflight.library_fields import supported_head_sizes
 
 _BLOCK_TOKENS = {"cpu": 32, "cuda": 16}

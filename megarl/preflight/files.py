@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
+from megarl.config.recipe import error_page
 from megarl.preflight.sizes import row_multiple
-from megarl.recipe import error_page
 from megarl.types import DataError, Problem, TrainingSequence
 
 if TYPE_CHECKING:

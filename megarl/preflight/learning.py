@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config import CriticConfig, LoraConfig, OptimizerConfig, Recipe
-from megarl.model_shape import ModelShape
+from megarl.families.shape import ModelShape
 from megarl.types import ConfigError
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.decided_fields import ENGINE_FIELDS, EXPERT_FIELDS, RECOMPUTE_FIELDS, TRANSFORMER_FIELDS
 from megarl.config.secrets import holds_secret
-from megarl.model_shape import ModelShape
+from megarl.families.shape import ModelShape
 
 _SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
 _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")

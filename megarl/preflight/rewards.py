@@ -8,8 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megarl.config import Recipe
+from megarl.config.recipe import error_page
 from megarl.data.records import read_records
-from megarl.recipe import error_page
 from megarl.rewards import expected
 from megarl.rewards.worker import RewardWorker, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError

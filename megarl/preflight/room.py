@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from math import prod
 
 from megarl.config import Recipe
-from megarl.model_shape import read_model_shape
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
+from megarl.families import hf_tensors
+from megarl.families.shape import read_model_shape
 from megarl.preflight.engine import runs_on_cpu
-from megarl.weights.families import hf_tensors
 
 _RANKS_PER_CORE = 4
 _RANK_BYTES = 500 << 20

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from megarl.config import Recipe
-from megarl.model_shape import ModelShape
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
+from megarl.families.shape import ModelShape
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it."""
@@ -36,7 +36,7 @@ def row_multiple(recipe: Recipe) -> int:
 def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:
     if not recipe.trainer.align_ranks:
         return layout
-    from megarl.weights.forecast import align
+    from megarl.reshard.cost_model import align
 
     return align(shape, layout, ranks_per_node=recipe.cluster.ranks_per_node)
 

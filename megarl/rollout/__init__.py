@@ -1,5 +1,5 @@
-"""Sampling completions: vLLM inside the trainer's ranks.
+"""Rollout: the driver's side of sampling. No torch.
 
-`engine.RolloutEngine` is what a worker holds: `advance` samples for a while and hands the rank back. `executor` is how
-the first rank of a tensor-parallel group, which owns vLLM's scheduler, moves the others.
+`pool` sends requests to the engine replicas and gathers completions as they finish, `evaluate` scores them, `buffer`
+collects the groups of a step, `batches` makes of them what is trained on.
 """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from megarl.tracking.storage import storage_faults_named
+from megarl.files.atomic import storage_faults_named
 from megarl.types import ConfigError, DataError
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")

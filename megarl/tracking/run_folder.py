@@ -16,14 +16,14 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from megarl.config import Recipe
-from megarl.recipe import to_yaml
-from megarl.tracking.earlier_run import EarlierRun, whole_number
-from megarl.tracking.storage import (
+from megarl.config.recipe import to_yaml
+from megarl.files.atomic import (
     replace_bytes,
     replace_text,
     storage_error,
     storage_faults_named,
 )
+from megarl.tracking.earlier_run import EarlierRun, whole_number
 from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]

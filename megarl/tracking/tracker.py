@@ -14,10 +14,10 @@ from typing import Any
 import rich.console
 from rich.text import Text
 
+from megarl.files.atomic import append_whole, disk_full_named, sync
 from megarl.terminal import Terminal
 from megarl.tracking.event_file import EventFile
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.storage import append_whole, disk_full_named, sync
 
 
 class Tracker:

@@ -28,11 +28,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 
+from megarl.checkpoint.manifest import Ledger
+from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.adapters import sharded_state
 from megarl.platform import device
-from megarl.tracking.storage import check_space, disk_full_named
 from megarl.training.engine import TrainingEngine
-from megarl.weights.ledger import Ledger
 
 _FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megarl.algorithms.importance import gap_moments
 from megarl.config import OptimizerConfig, Recipe
-from megarl.model_shape import ModelShape
+from megarl.config.parallel import ParallelLayout
+from megarl.families.adapters import LINEARS
+from megarl.families.shape import ModelShape
 from megarl.models import adapters
 from megarl.models.policy import PackedModel
-from megarl.parallel_layout import ParallelLayout
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 from megarl.training.batch import Microbatch
 from megarl.training.merged import MergedWeights
@@ -35,7 +36,6 @@ from megarl.training.objective import (
 from megarl.training.offload import Lent
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.types import MegarlError
-from megarl.weights.families.adapters import LINEARS
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megarl.models.adapters import Adapter, adapters_of
+from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.offload import Lent
-from megarl.weights.layouts.megatron import chunk_prefix
 
 
 class MergedWeights:

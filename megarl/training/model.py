@@ -16,15 +16,15 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megarl.config import Recipe
-from megarl.model_shape import ModelShape
+from megarl.config.parallel import ParallelLayout
+from megarl.families.shape import ModelShape
 from megarl.models.configuration import transformer_config
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel
-from megarl.parallel_layout import ParallelLayout
 from megarl.platform import device
 from megarl.platform.megatron_ranks import ranks_dealt
+from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
 from megarl.types import TrainingSequence
-from megarl.weights.layouts.megatron import chunk_prefix
 
 Row = Sequence[TrainingSequence]
 LoadWeights = Callable[[Mapping[str, Tensor]], None]

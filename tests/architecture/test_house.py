@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipe import load
+from megarl.config.recipe import load
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE_FOLDERS = ("megarl", "tools", "checkpoints_convert")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megarl.cluster.bandwidth import ACROSS, WITHIN, Links, pairings, slow_links, summary
+from megarl.cluster.node_checks import NodeReport, faults, unreached
+from megarl.cluster.topology import Introduction, environments, in_order, places
 from megarl.testing import RankPool
-from megarl.workers.links import ACROSS, WITHIN, Links, pairings, slow_links, summary
-from megarl.workers.nodes import NodeReport, faults, unreached
-from megarl.workers.topology import Introduction, environments, in_order, places
 
 GOOD = {
     "unread": [],

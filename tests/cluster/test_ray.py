@@ -126,8 +126,8 @@ def node(completion, answer, correct_score):
 def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from megarl.cluster.ray import join
     from megarl.rewards.on_ray import on_nodes_in_turn
-    from megarl.workers.ray_group import join
 
     (tmp_path / "places.py").write_text(PLACES)
     monkeypatch.chdir(tmp_path)

@@ -17,10 +17,10 @@ from types import ModuleType
 
 import pytest
 
+from megarl.cluster.sbatch import render
 from megarl.config import Recipe
+from megarl.config.recipe import load
 from megarl.platform.private_folder import PrivateFolder
-from megarl.recipe import load
-from megarl.slurm import render
 from megarl.types import ConfigError
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.test_session_watch import end_pytest
@@ -256,7 +256,7 @@ def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> 
 def _is_rank(process: Path, rank: int, cluster: Cluster) -> bool:
     """Whether the process is a task of the cluster's srun whose log is this rank's."""
     command = _read(process / "cmdline").split(b"\0")
-    if b"python" not in command[0] or b"megarl.workers.srun_group" not in command:
+    if b"python" not in command[0] or b"megarl.cluster.srun" not in command:
         return False
     with suppress(OSError):
         log = (process / "fd/1").readlink()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.packing import attention_ratio, pack
-from megarl.model_shape import shape_from_config
+from megarl.families.shape import shape_from_config
 
 RATIO = 65536.0
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 
@@ -85,8 +85,8 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: 
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from megarl.weights.reshard import Reshard
-    from megarl.workers.worker import Worker
+    from megarl.reshard.live import Reshard
+    from megarl.worker import Worker
 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine is not None and isinstance(worker.resharding, Reshard)
@@ -194,10 +194,10 @@ def order_of_start(recipe: Recipe, layout: ParallelLayout) -> list[str]:
     """What a rank's engine, trainer and reshard do, in order, until the rank is ready."""
     import torch
 
-    from megarl.rollout.engine import RolloutEngine
+    from megarl.engine.engine import RolloutEngine
+    from megarl.reshard.live import Reshard
     from megarl.training.engine import TrainingEngine
-    from megarl.weights.reshard import Reshard
-    from megarl.workers.worker import Worker
+    from megarl.worker import Worker
 
     notes: list[str] = []
     spied = [(RolloutEngine, name) for name in ("__init__", "sleep", "wake", "weights_updated")]
@@ -233,7 +233,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelLayout) -> list[str]:
     import torch
 
     from megarl.types import MegarlError
-    from megarl.workers.worker import Worker
+    from megarl.worker import Worker
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
@@ -270,7 +270,7 @@ def train_and_gather(recipe: Recipe, layout: ParallelLayout, exported: str) -> t
     import torch
     from safetensors.torch import load_file
 
-    from megarl.workers.worker import Worker
+    from megarl.worker import Worker
 
     worker = Worker(torch.distributed.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine is not None

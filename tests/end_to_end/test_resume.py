@@ -303,7 +303,7 @@ def craft(newest: Path, name: str) -> str:
     else:
         file.write_bytes(pickle.dumps(trap))
     manifest = json.loads((newest / "manifest.json").read_text())
-    from megarl.weights.ledger import file_record
+    from megarl.checkpoint.manifest import file_record
 
     manifest["files"][name] = file_record(file)
     (newest / "manifest.json").write_text(json.dumps(manifest))
@@ -327,7 +327,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     import re
 
-    from megarl.loops.checkpoints import survey
+    from megarl.loops.checkpointing import survey
     from megarl.tracking.earlier_run import EarlierRun
     from megarl.types import DataError
 

@@ -70,7 +70,7 @@ def runs(
 
 
 def test_a_run_folder_holds_what_happened(runs: Runs) -> None:
-    from megarl.recipe import load
+    from megarl.config.recipe import load
 
     for name, last in (("sft", 12), ("rl", 2)):
         assert runs.status(name) == {"state": "done", "step": last, "cause": None, "exit_code": 0}

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megarl.checkpoint.manifest import file_record, write_manifest
 from megarl.config import Recipe
-from megarl.loops.checkpoints import DRIVER, plain_recipe, survey
+from megarl.loops.checkpointing import DRIVER, plain_recipe, survey
 from megarl.loops.resume import Inputs, find_origin
 from megarl.tracking.earlier_run import EarlierRun
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, StorageError
-from megarl.weights.ledger import file_record, write_manifest
 
 
 @pytest.fixture

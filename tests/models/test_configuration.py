@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megarl.config.decided_fields import EXPERT_FIELDS, TRANSFORMER_FIELDS
-from megarl.model_shape import padded_vocab_size, read_model_shape
+from megarl.config.parallel import ParallelLayout
+from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.models.configuration import (
     _expert_settings,
     _model_settings,
@@ -18,7 +19,6 @@ from megarl.models.configuration import (
     refusals_named,
     transformer_config,
 )
-from megarl.parallel_layout import ParallelLayout
 from megarl.types import ConfigError
 
 

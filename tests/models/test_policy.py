@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.model_shape import read_model_shape
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
+from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
 from megarl.training.batch import pack_row
 from megarl.types import TrainingSequence
@@ -45,11 +45,11 @@ def build(folder: str, layout: ParallelLayout) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from megarl.model_shape import padded_vocab_size
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size
     from megarl.models.configuration import transformer_config
     from megarl.models.policy import PolicyModel
-    from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import megatron_layouts
+    from megarl.reshard.layouts.megatron import megatron_layouts
 
     shape = read_model_shape(folder)
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=False)

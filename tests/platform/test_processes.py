@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint import torch_dist_reader
 from megarl.platform.processes import fault_of
 from megarl.types import DataError
-from megarl.weights.layouts import torch_dist_reader
 
 
 def endless() -> None:

@@ -19,9 +19,9 @@ def sample_moe(model_path: str, tp: int, fields: dict[str, Any]) -> dict[str, An
     from safetensors.torch import load_file
 
     from megarl.config import RolloutConfig
-    from megarl.rollout.engine import RolloutEngine
+    from megarl.engine.engine import RolloutEngine
+    from megarl.reshard.layouts.vllm import record_layout
     from megarl.types import Request, SamplingSettings
-    from megarl.weights.layouts.vllm import record_layout
 
     config = RolloutConfig(tp=tp, kv_cache_gib=0.01, max_concurrent_requests=4, vllm=fields)
     engine = RolloutEngine(model_path, config, max_model_len=64, dtype="float32", seed=0)

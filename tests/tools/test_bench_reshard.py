@@ -58,7 +58,7 @@ def test_a_wrong_output_ends_with_status_1(spoiled: str) -> None:
     """One bit of what a rank packs or copies is turned: nothing is timed."""
     code = f"""
 import sys; sys.path.insert(0, {str(BENCH)!r})
-import megarl.weights.transport as transport, reshard, torch
+import megarl.reshard.transport as transport, reshard, torch
 bind = transport._bind
 def spoiled(*args):
     for step in bind(*args):

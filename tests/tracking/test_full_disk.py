@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from megarl.config import Recipe
+from megarl.files.atomic import append_whole, disk_full, storage_error
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.storage import append_whole, disk_full, storage_error
 from megarl.tracking.tracker import Tracker
 from megarl.types import DiskFullError, StoppedError, StorageError
 

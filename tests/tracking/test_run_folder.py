@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.recipe import load, to_yaml
+from megarl.config.recipe import load, to_yaml
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, MegarlError, PeerLostError, RunFolderLockedError, StorageError
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Recipe
+from megarl.config.parallel import ParallelLayout
 from megarl.data.packing import pack
-from megarl.model_shape import padded_vocab_size, read_model_shape
-from megarl.parallel_layout import ParallelLayout
+from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
@@ -35,10 +35,10 @@ def lora_recipe(folder: Path, *, lora: Mapping[str, Any] | None = None, loop: st
 
 def build(recipe: Recipe, layout: ParallelLayout, filled: bool = True) -> tuple[Any, Any, Any]:
     """An engine, all ranks' layouts and those of its adapters. Their B is random if `filled`: zeros would hide A."""
+    from megarl.checkpoint import peft, safetensors
     from megarl.models.adapters import adapters_of
+    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
     from megarl.training.engine import TrainingEngine
-    from megarl.weights.layouts import peft, safetensors
-    from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 
     shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.config import Recipe
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tests.training.test_adapters import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
@@ -38,7 +38,7 @@ def update(engine: Any, recipe: Recipe, layout: ParallelLayout, sequences: list[
 
 def export(recipe: Recipe, layout: ParallelLayout, updates: Updates, folder: Path) -> tuple[Any, Any, bool]:
     """An update, then both folders; the rows of the first batch and their log-probs; whether the base stayed."""
-    from megarl.weights.layouts import peft, safetensors
+    from megarl.checkpoint import peft, safetensors
 
     engine, layouts, cuts = build(recipe, layout)
     base, rank = base_of(engine), dist.get_rank()
@@ -221,8 +221,8 @@ def test_a_checkpoint_of_adapters_resumes(
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from megarl.checkpoint.torch_dist_reader import check_harmless
     from megarl.tracking.metrics import merge, values
-    from megarl.weights.layouts.torch_dist_reader import check_harmless
 
     for dropout, sizes in ((0.2, saved), (0.0, loaded)):
         recipe = lora_recipe(folder(**shape), loop="sft", lora={"dropout": dropout}, distributed_optimizer=True)

@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint.torch_dist_reader import check_harmless
 from megarl.config import Recipe
+from megarl.config.parallel import ParallelLayout
 from megarl.data.packing import pack
-from megarl.loops.batches import weigh
-from megarl.model_shape import padded_vocab_size, read_model_shape
-from megarl.parallel_layout import ParallelLayout
+from megarl.families.shape import padded_vocab_size, read_model_shape
+from megarl.rollout.batches import weigh
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
-from megarl.weights.layouts.torch_dist_reader import check_harmless
 
 Sizes = tuple[int, int, int]
 
@@ -46,9 +46,9 @@ def layout_of(sizes: Sizes) -> ParallelLayout:
 
 
 def build(recipe: Recipe, layout: ParallelLayout) -> Any:
+    from megarl.checkpoint import safetensors
+    from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.engine import TrainingEngine
-    from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import megatron_layouts
 
     shape = read_model_shape(recipe.model.path)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))

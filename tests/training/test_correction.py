@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from megarl.config import AlgorithmConfig, Recipe
-from megarl.loops.batches import add_corrections, update_metrics
-from megarl.parallel_layout import ParallelLayout
+from megarl.config.parallel import ParallelLayout
+from megarl.rollout.batches import add_corrections, update_metrics
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
 from megarl.types import TrainingSequence

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import OptimizerConfig, Recipe
+from megarl.config.parallel import ParallelLayout
 from megarl.data.packing import pack
-from megarl.loops.batches import weigh
-from megarl.model_shape import read_model_shape
-from megarl.parallel_layout import ParallelLayout
+from megarl.families.shape import read_model_shape
+from megarl.rollout.batches import weigh
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import MegarlError, TrainingSequence
@@ -90,11 +90,11 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
 
 
 def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any, Any]:
-    from megarl.model_shape import padded_vocab_size
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size
+    from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.engine import TrainingEngine
     from megarl.training.model import FrozenModel
-    from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import megatron_layouts
 
     shape = read_model_shape(recipe.model.path)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Recipe
+from megarl.config.parallel import ParallelLayout
 from megarl.data.packing import pack
 from megarl.data.preferences import scored
-from megarl.parallel_layout import ParallelLayout
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DataError, TrainingSequence
@@ -72,10 +72,10 @@ def answers(vocab_size: int) -> list[TrainingSequence]:
 
 
 def build(recipe: Recipe, layout: ParallelLayout, folder: Path, role: Any) -> tuple[Any, Any]:
-    from megarl.model_shape import padded_vocab_size, read_model_shape
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size, read_model_shape
+    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
     from megarl.training.engine import TrainingEngine
-    from megarl.weights.layouts import safetensors
-    from megarl.weights.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 
     shape = read_model_shape(folder)
     shape = shape.with_value_head() if role == "critic" else shape
@@ -103,7 +103,7 @@ def train_and_export(
     recipe: Recipe, layout: ParallelLayout, folder: Path, sequences: list[TrainingSequence], out: Path
 ) -> dict[str, Any]:
     """Two updates of a critic, its values before and after, and its export."""
-    from megarl.weights.layouts import safetensors
+    from megarl.checkpoint import safetensors
 
     engine, layouts = build(recipe, layout, folder, "critic")
     indices = own_rows(sequences, layout)
@@ -224,7 +224,7 @@ def test_the_export_is_a_sequence_classifier(alone: Any, tiny_model: Any) -> Non
 
 
 def test_a_classifier_of_several_labels_is_refused(alone: Any, tmp_path: Path) -> None:
-    from megarl.model_shape import read_model_shape
+    from megarl.families.shape import read_model_shape
 
     config = json.loads((alone[0] / "config.json").read_text())
     assert read_model_shape(alone[0]).has_value_head

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from report import machine, metric_line, print_line, versions
 
-from megarl.workers.process_group import ProcessGroup
+from megarl.cluster.local import ProcessGroup
 
 
 class Worker:

@@ -45,9 +45,9 @@ def make_model(folder: Path, gigabytes: float) -> None:
     import numpy as np
     import torch
 
-    from megarl.model_shape import read_model_shape
-    from megarl.weights.families import hf_tensors
-    from megarl.weights.layouts.safetensors import file_header, index_text, pack_files
+    from megarl.checkpoint.safetensors import file_header, index_text, pack_files
+    from megarl.families import hf_tensors
+    from megarl.families.shape import read_model_shape
 
     folder.mkdir()
     layers = max(2, round((gigabytes * 1e9 - 4 * 2560 * 151936) / LAYER_BYTES) // 2 * 2)

@@ -29,7 +29,7 @@ import numpy as np
 from report import machine, metric_line, print_line, versions
 
 from megarl.data.packing import attention_ratio, pack
-from megarl.model_shape import shape_from_config
+from megarl.families.shape import shape_from_config
 
 QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -25,9 +25,9 @@ from forked_ranks import as_rank, run_forked
 from reshard_peers import import_megatron
 from shards import QWEN3_14B, SMALL
 
-from megarl.model_shape import ModelShape
-from megarl.parallel_layout import ParallelLayout
-from megarl.weights.families import hf_tensors
+from megarl.config.parallel import ParallelLayout
+from megarl.families import hf_tensors
+from megarl.families.shape import ModelShape
 
 RANK_BYTES = 100 << 20
 """What a forked rank takes before it holds any weights."""

@@ -24,13 +24,13 @@ import torch
 from shards import QWEN3_14B, SMALL, Arena, fill, first_difference, storage_shapes
 from torch import Tensor
 
-from megarl.model_shape import ModelShape, padded_vocab_size
-from megarl.parallel_layout import ParallelLayout
-from megarl.weights.boxes import Layout
-from megarl.weights.layouts.megatron import megatron_layouts, parameter_shapes
-from megarl.weights.layouts.vllm_computed import VllmLayouts
-from megarl.weights.plan import View, make_plan
-from megarl.weights.transport import Transport, strided_view
+from megarl.config.parallel import ParallelLayout
+from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.reshard.boxes import Layout
+from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.reshard.plan import View, make_plan
+from megarl.reshard.transport import Transport, strided_view
 
 BUCKET_BYTES = 512 << 20
 Method = Callable[[], object]

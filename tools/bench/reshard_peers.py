@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megarl.parallel_layout import ParallelLayout
-from megarl.weights.families.rules import Rule
-from megarl.weights.layouts.megatron import MegatronLayouts
-from megarl.weights.world import Tensor
+from megarl.config.parallel import ParallelLayout
+from megarl.families.names import Tensor
+from megarl.families.rules import Rule
+from megarl.reshard.layouts.megatron import MegatronLayouts
 
 
 def rules_by_parameter(layouts: MegatronLayouts, rank: int) -> dict[str, tuple[Rule, str]]:

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from reshard_peers import Gathered, MegatronResharding
 from shards import Arena, fill, first_difference, storage_shapes
 
-from megarl.model_shape import ModelShape, padded_vocab_size
-from megarl.parallel_layout import ParallelLayout
-from megarl.weights.boxes import Layout
-from megarl.weights.forecast import align, count
-from megarl.weights.layouts.megatron import MegatronLayouts, megatron_layouts, parameter_shapes
-from megarl.weights.layouts.vllm_computed import VllmLayouts
-from megarl.weights.plan import Plan, RankBucket, RankPlan, make_plan
-from megarl.weights.transport import Transport
+from megarl.config.parallel import ParallelLayout
+from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.reshard.boxes import Layout
+from megarl.reshard.cost_model import align, count
+from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts, parameter_shapes
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.reshard.plan import Plan, RankBucket, RankPlan, make_plan
+from megarl.reshard.transport import Transport
 
 Method = Callable[[], dict[str, float] | None]
 

@@ -10,10 +10,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megarl.model_shape import ModelShape
-from megarl.weights.boxes import Layout, Piece
-from megarl.weights.plan import View
-from megarl.weights.transport import strided_view
+from megarl.families.shape import ModelShape
+from megarl.reshard.boxes import Layout, Piece
+from megarl.reshard.plan import View
+from megarl.reshard.transport import strided_view
 
 QWEN3_14B = ModelShape(
     family="qwen3", hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, num_kv_heads=8,

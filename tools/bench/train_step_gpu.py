@@ -59,7 +59,7 @@ def lengths_of(num_tokens: int, row: int) -> list[int]:
 
 def make_sequences(lengths: Sequence[int], vocab_size: int) -> list[Any]:
     from megarl.config import AlgorithmConfig
-    from megarl.loops.batches import weigh
+    from megarl.rollout.batches import weigh
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(1)
@@ -88,8 +88,8 @@ def flops(config: dict[str, Any], lengths: Sequence[int]) -> float:
 
 def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str) -> Any:
     from megarl.config import Recipe
-    from megarl.model_shape import read_model_shape
-    from megarl.parallel_layout import ParallelLayout
+    from megarl.config.parallel import ParallelLayout
+    from megarl.families.shape import read_model_shape
     from megarl.training.engine import TrainingEngine
 
     recipe = Recipe.model_validate(
@@ -111,8 +111,8 @@ def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str)
 
 def export(engine: Any) -> dict[str, torch.Tensor]:
     """The trainer's weights under their Hugging Face names."""
-    from megarl.model_shape import padded_vocab_size
-    from megarl.weights.layouts.megatron import megatron_layouts
+    from megarl.families.shape import padded_vocab_size
+    from megarl.reshard.layouts.megatron import megatron_layouts
 
     layouts = megatron_layouts(
         engine.shape, engine.layout, padded_vocab_size=padded_vocab_size(engine.shape.vocab_size, 1),
@@ -128,7 +128,7 @@ def export(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def engine_slices(engine: Any, piece: Any) -> list[slice]:
-    from megarl.weights.families import hf_tensors
+    from megarl.families import hf_tensors
 
     return [slice(0, n) for n in hf_tensors(engine.shape)[piece.box.name]]
 

@@ -1,0 +1,325 @@
+"""Conversion of model folders to Megatron's distributed checkpoints and back, without the model in memory.
+
+Both sides are layouts in Hugging Face's coordinates. What is written is written from front to back in slabs; each slab
+is a destination of a plan whose sources are the other side's storages. While one slab is written and hashed, the next
+is read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import lcm, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoint.manifest import MANIFEST, Ledger, check_hashes, check_sizes, new_folder
+from megarl.checkpoint.safetensors import (
+    SHARD_BYTES,
+    FolderReader,
+    config_of_type,
+    file_header,
+    index_text,
+    pack_files,
+)
+from megarl.checkpoint.torch_dist import (
+    BACKEND,
+    COMMON,
+    METADATA,
+    Chunk,
+    Stored,
+    common_state,
+    extra_states,
+    metadata_bytes,
+    split,
+)
+from megarl.checkpoint.torch_dist_reader import CheckpointReader
+from megarl.config.parallel import ParallelLayout
+from megarl.families import hf_tensors
+from megarl.families.shape import ModelShape, read_model_shape
+from megarl.files.model_folder import INDEX, companions, weight_files
+from megarl.reshard.boxes import Box, Piece, contiguous_strides
+from megarl.reshard.plan import make_plan
+from megarl.reshard.transport import Transport
+from megarl.types import ConfigError, DataError
+
+SLAB_BYTES = 1 << 26
+
+TRACKER, RELEASE, COMPANIONS = "latest_checkpointed_iteration.txt", "release", "hf"
+
+Source = FolderReader | CheckpointReader
+"""Where weights are read: pieces and types by Hugging Face tensor, and the storages that pieces name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a conversion did."""
+
+    folder: Path
+    num_tensors: int
+    weight_bytes: int
+    seconds: float
+    is_verified: bool
+
+
+def to_megatron(
+    hf: Path,
+    out: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    dtype: torch.dtype | None = None,
+    verify: bool = False,
+) -> Conversion:
+    """Write a model folder as a `torch_dist` checkpoint, chunked for tp, pp, ep and etp; any others can load it.
+
+    `out/release` is the checkpoint, `out/hf` keeps the folder's other files, `out/manifest.json` comes last. Raises
+    ConfigError for sizes that do not fit the model and if `out` is there, DataError naming a file that is not whole.
+    """
+    started = time.perf_counter()
+    model = read_model_shape(hf)
+    parallel = _parallel(tp, pp, ep, etp, model)
+    source = FolderReader(hf, model)
+    dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
+    chunks = list(split(model, parallel, dtypes, SLAB_BYTES))
+    with new_folder(out) as ledger:
+        with _checked(hf):
+            stored = _write_chunks(source, chunks, ledger)
+            _write_records(ledger, model, parallel, chunks, stored)
+            _copy_companions(hf, ledger, f"{COMPANIONS}/", dtype)
+            if dtype is None and (hf / INDEX).exists():
+                ledger.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
+            ledger.append(TRACKER, RELEASE.encode())
+        sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "etp")}
+        ledger.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes})
+        if verify:
+            verify_copy(source, CheckpointReader(ledger.folder / RELEASE, model), model, ledger.folder)
+    return Conversion(out, len(dtypes), _num_bytes(model, dtypes), time.perf_counter() - started, verify)
+
+
+def to_hf(
+    megatron: Path,
+    out: Path,
+    *,
+    hf: Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int | None = None,
+    verify: bool = False,
+) -> Conversion:
+    """Write a `torch_dist` checkpoint of any layout as a model folder.
+
+    `megatron` is the checkpoint or the folder above it; `hf` has config.json, tokenizer and the other files, and is
+    left out for a checkpoint that `to_megatron` made. Tensors go to the files that its index names, else to files of
+    `shard_bytes`. Raises ConfigError if `out` is there, DataError naming a file that is not whole.
+    """
+    started = time.perf_counter()
+    checkpoint = _find_checkpoint(megatron)
+    root = checkpoint.parent if (checkpoint.parent / MANIFEST).exists() else checkpoint
+    beside = hf or next((f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None)
+    if beside is None:
+        raise ConfigError(
+            f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; name a model folder with --hf."
+        )
+    model = read_model_shape(beside)
+    with new_folder(out) as ledger, _checked(root):
+        source = CheckpointReader(checkpoint, model)
+        dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
+        total = _num_bytes(model, dtypes)
+        files = None
+        if dtype is None and shard_bytes is None and (beside / INDEX).exists():
+            files = _files_of_index(beside, dtypes)
+        if files is not None:
+            ledger.copy(beside / INDEX, INDEX)
+        else:
+            widest = max(kind.itemsize for kind in dtypes.values())
+            packed = pack_files(hf_tensors(model), widest, shard_bytes or SHARD_BYTES)
+            files = {file: list(tensors) for file, tensors in packed.items()}
+            if len(files) > 1:
+                ledger.append(INDEX, index_text(files, total).encode())
+        _write_files(source, files, model, dtypes, ledger)
+        _copy_companions(beside, ledger, "", dtype)
+        ledger.close({"format": "safetensors"})
+        if verify:
+            verify_copy(source, FolderReader(ledger.folder, model), model, ledger.folder)
+    return Conversion(out, len(dtypes), total, time.perf_counter() - started, verify)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slab:
+    """A dense box to be filled: `pieces` of the storage "slab"; `write` takes the filled tensor."""
+
+    pieces: Sequence[Piece]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    write: Callable[[Tensor], None]
+
+
+def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
+    """Fill slab after slab; one is written while the next is filled."""
+    with ThreadPoolExecutor(1) as writer:
+        writing = None
+        for slab in slabs:
+            filled = _fill(source, slab)
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(slab.write, filled)
+        if writing is not None:
+            writing.result()
+
+
+def _fill(source: Source, slab: _Slab) -> Tensor:
+    is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
+    target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
+    names = {piece.box.name for piece in slab.pieces}
+    available = tuple(piece for name in sorted(names) for piece in source.pieces[name])
+    plan = make_plan([available], [tuple(slab.pieces)], itemsize=slab.dtype.itemsize, bucket_bytes=1 << 62).for_rank(0)
+    needed = {transfer.source.storage for bucket in plan.buckets for transfer in bucket.local}
+    storages = {name: source.storage(name) for name in sorted(needed)}
+    Transport(plan, storages, {"slab": target}, dtype=slab.dtype).reshard()
+    source.release()
+    return target
+
+
+def _write_chunks(source: Source, chunks: Sequence[Chunk], ledger: Ledger) -> list[Stored]:
+    """Write chunks, each to its rank's file; returns where they are."""
+    stored: list[Stored] = []
+
+    def write(chunk: Chunk, tensor: Tensor) -> None:
+        stored.append(_save(ledger, f"__{chunk.rank}_0.distcp", tensor))
+
+    _stream(source, (_Slab(c.pieces, c.shape, c.dtype, partial(write, c)) for c in chunks))
+    return stored
+
+
+def _save(ledger: Ledger, file: str, value: Any) -> Stored:
+    """Add to the end of a file what torch.save makes of a value."""
+    name = f"{RELEASE}/{file}"
+    start = ledger.sizes.get(name, 0)
+    torch.save(value, ledger.stream(name))
+    return Stored(file, start, ledger.sizes[name] - start)
+
+
+def _write_records(
+    ledger: Ledger, model: ModelShape, parallel: ParallelLayout, chunks: Sequence[Chunk], stored: Sequence[Stored]
+) -> None:
+    """Write what makes a folder of chunks a checkpoint."""
+    objects = dict.fromkeys(extra_states(model), _save(ledger, stored[0].file, [None]))
+    ledger.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
+    _save(ledger, COMMON, common_state(model, parallel))
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions = {f"{name}_version": 1 for name in backends}
+    ledger.append(f"{RELEASE}/{BACKEND}", json.dumps({**backends, **versions}).encode())
+
+
+def _write_files(
+    source: Source,
+    files: Mapping[str, Sequence[str]],
+    model: ModelShape,
+    dtypes: Mapping[str, torch.dtype],
+    ledger: Ledger,
+) -> None:
+    """Write safetensors files from front to back."""
+    shapes = hf_tensors(model)
+    # Wide types first, as the format's own writer does, so that every tensor is aligned.
+    ordered = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in files.items()}
+
+    def write(file: str, tensor: Tensor) -> None:
+        if file not in ledger.sizes:
+            ledger.append(file, file_header({name: (dtypes[name], shapes[name]) for name in ordered[file]}))
+        ledger.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
+
+    slabs = (
+        _slab(box, dtypes[name], partial(write, file))
+        for file, names in ordered.items()
+        for name in names
+        for box in _slices(name, shapes[name], dtypes[name])
+    )
+    _stream(source, slabs)
+
+
+def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
+    """A tensor from front to back, in boxes of at most SLAB_BYTES or one row."""
+    rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
+    for low in range(0, shape[0], rows):
+        yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
+
+
+def _slab(box: Box, dtype: torch.dtype, write: Callable[[Tensor], None]) -> _Slab:
+    return _Slab((Piece(box, "slab", 0, contiguous_strides(box.shape)),), box.shape, dtype, write)
+
+
+def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
+    """Read everything back: hashes of files, bits of tensors. Raises DataError with the first name that differs."""
+    with ThreadPoolExecutor(1) as reader:
+        hashed = reader.submit(check_hashes, folder, check_sizes(folder))
+        for name, shape in hf_tensors(model).items():
+            for box in _slices(name, shape, result.dtypes[name]):
+                slab = _slab(box, result.dtypes[name], lambda tensor: None)
+                before, after = _fill(source, slab), _fill(result, slab)
+                if not torch.equal(before.view(-1).view(torch.uint8), after.view(-1).view(torch.uint8)):
+                    raise DataError(f"{folder}: {name} is not what was read. Convert again; check disk and memory.")
+        hashed.result()
+
+
+@contextmanager
+def _checked(folder: Path) -> Iterator[None]:
+    """Hold a folder against its manifest, if it has one: sizes at once, contents while the body reads them too."""
+    expected = check_sizes(folder)
+    with ThreadPoolExecutor(1) as reader:
+        hashed = reader.submit(check_hashes, folder, expected)
+        yield
+        hashed.result()
+
+
+def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelLayout:
+    for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
+        if size < 1:
+            raise ConfigError(f"--{name} {size} must be at least 1.")
+    if not model.num_experts and (ep, etp) != (1, 1):
+        raise ConfigError(f"--ep {ep} --etp {etp}: the model has no experts; leave both out.")
+    if not model.num_experts:
+        etp = tp
+    ranks = lcm(tp, ep * etp)
+    return ParallelLayout(tp=tp, pp=pp, dp=ranks // tp, rollout_tp=1, ep=ep, etp=etp)
+
+
+def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
+    """The files of a folder's index and their tensors, in the model's order; None if it has others than the model's."""
+    files = weight_files(folder)
+    where = {name: file for file, names in files.items() for name in names}
+    if where.keys() != tensors.keys():
+        return None
+    return {file: [name for name in tensors if where[name] == file] for file in sorted(files)}
+
+
+def _copy_companions(source: Path, ledger: Ledger, folder: str, dtype: torch.dtype | None) -> None:
+    """Copy all files that hold no weights, byte for byte; only a cast changes one, config.json's type."""
+    for name, path in companions(source).items():
+        if name == "config.json" and dtype is not None:
+            ledger.append(folder + name, config_of_type(path, dtype))
+        else:
+            ledger.copy(path, folder + name)
+
+
+def _find_checkpoint(folder: Path) -> Path:
+    """The checkpoint in a folder, or the one that Megatron's tracker file names."""
+    if (folder / METADATA).exists() or not (folder / TRACKER).exists():
+        return folder
+    text = (folder / TRACKER).read_text(encoding="utf-8").strip()
+    if text != RELEASE and not text.isdecimal():
+        raise DataError(f"{folder / TRACKER}: names no checkpoint but {text[:40]!r}.")
+    return folder / (RELEASE if text == RELEASE else f"iter_{int(text):07}")
+
+
+def _num_bytes(model: ModelShape, dtypes: Mapping[str, torch.dtype]) -> int:
+    return sum(prod(shape) * dtypes[name].itemsize for name, shape in hf_tensors(model).items())

@@ -1,0 +1,84 @@
+"""Adapters as files: a PEFT folder, written from all ranks' shards by a plan as a model folder is.
+
+PEFT and vLLM read it. Adapters of single experts have vLLM's names: transformers' modules of experts are fused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.checkpoint.safetensors import write_folder
+from megarl.families import numbered
+from megarl.families.adapters import adapter_rules, projections
+from megarl.families.names import Tensor
+from megarl.families.rules import Rule
+from megarl.reshard.layouts.megatron import MegatronLayouts
+
+
+@dataclass(frozen=True)
+class AdapterLayouts(MegatronLayouts):
+    """The layouts of all trainer ranks' adapters: cut over ranks, stages and chunks as the model is."""
+
+    targets: tuple[str, ...] = ()
+    rank: int = 0
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:  # type: ignore[override]
+        return adapter_rules(self.model, self.targets, self.rank)
+
+    @cached_property
+    def tensors(self) -> Sequence[Tensor]:  # type: ignore[override]
+        return numbered({name for rule in self.rules for name, _ in rule.tensors}, self.model)
+
+
+def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
+    """The layouts of the adapters of these targets, beside a model's."""
+    return AdapterLayouts(
+        base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
+    )
+
+
+def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float) -> dict[str, Any]:
+    """PEFT's adapter_config.json for adapters of the model in a folder."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "r": layouts.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "target_modules": projections(layouts.rules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def export(
+    folder: Path,
+    config: Mapping[str, Any],
+    layouts: AdapterLayouts,
+    rank: int,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+) -> None:
+    """Write the adapters that `parameters` hold over all ranks, by Megatron's names; every rank calls this.
+
+    Tensors are stored as `dtype`. The folder appears, or is replaced, when it is complete. Raises OSError if the disk
+    is full.
+    """
+    shapes = {name: shape for rule in layouts.rules for name, shape in rule.tensors}
+    files = {"adapter_model.safetensors": {tensor.name: shapes[tensor.template] for tensor in layouts.tensors}}
+
+    def write_config(partial: Path) -> None:
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    write_folder(folder, files, write_config, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)

@@ -1,0 +1,248 @@
+"""Checkpoint files as layouts: load and export are plans like any other, carried out on memory-mapped files.
+
+Headers are read, then only the bytes that a rank's own boxes need. On export every file has one writing rank, which
+receives the file's tensors in buckets; no rank holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, cycle
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from megarl.checkpoint.stored import stored_tensors
+from megarl.families import hf_tensors
+from megarl.families.llama import VALUE_HEAD
+from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
+from megarl.files.model_folder import INDEX, SINGLE, companions
+from megarl.reshard.boxes import Layout, Piece, dense_piece
+from megarl.reshard.plan import make_plan
+from megarl.reshard.transport import Transport
+from megarl.types import DataError
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+SHARD_BYTES = 5_000_000_000
+
+
+class FolderReader:
+    """The tensors of a model folder, each a storage of its own name, mapped when asked for.
+
+    Raises DataError naming the file for one that is not whole or a type that is no plain floating-point number, and
+    with the first tensor's name for a folder that is not exactly the model's checkpoint.
+    """
+
+    def __init__(self, folder: str | Path, model: ModelShape) -> None:
+        shapes = hf_tensors(model)
+        self.pieces = {name: (dense_piece(name, shape, name, 0),) for name, shape in shapes.items()}
+        self._open: dict[Path, Any] = {}
+        found, faults = stored_tensors(folder, model)
+        if faults:
+            raise DataError(faults[0].text)
+        self._files = {name: stored.path for name, stored in found.items()}
+        self.dtypes = {name: DTYPES[stored.code] for name, stored in found.items()}
+
+    def storage(self, name: str) -> Tensor:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path].get_tensor(name).view(-1)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._files[name]
+
+    def release(self) -> None:
+        """Let go of the pages that were read."""
+        self._open.clear()
+
+
+def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+    """Fill a rank's parameters from a model folder, reading only the rank's boxes and casting to each parameter's type.
+
+    `layout` is the rank's own of `megatron_layouts`, `parameters` its live tensors. A value head stays as it is where
+    the folder's model has none. Raises DataError for a bad folder, and for a weight that is not finite.
+    """
+    model = read_model_shape(folder)
+    reader = FolderReader(folder, model)
+    if not model.has_value_head:
+        layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
+    available = tuple(piece for pieces in reader.pieces.values() for piece in pieces)
+    plan = make_plan([available], [layout], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
+    sources = {name: reader.storage(name) for name in sorted({piece.box.name for piece in layout})}
+    Transport(plan, sources, parameters, dtype=torch.float32).reshard()
+    for piece in layout:
+        if not _is_finite(piece, parameters[piece.storage]):
+            raise DataError(
+                f"{reader.file_of(piece.box.name)}: {piece.box.name} holds numbers that are not finite. Copy or "
+                "download the model again; a training that diverged left no weights to start from."
+            )
+
+
+@torch.no_grad()
+def _is_finite(piece: Piece, parameter: Tensor) -> bool:
+    """Whether all numbers of a piece are finite; one pass without a copy, for NaN and infinity are extremes."""
+    numbers = parameter.as_strided(piece.box.shape, piece.strides, parameter.storage_offset() + piece.offset)
+    return bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
+
+
+def export(
+    folder: str | Path,
+    source: str | Path,
+    model: ModelShape,
+    layouts: Sequence[Layout],
+    rank: int,
+    parameters: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the model that `parameters` hold, over all ranks, to a Hugging Face folder; every rank calls this.
+
+    `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights come from the folder `source`.
+    The folder appears, or is replaced, when it is complete. Raises OSError if the disk is full.
+    """
+    files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
+
+    def write_others(partial: Path) -> None:
+        for name, path in companions(source).items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            is_config = name == "config.json"
+            (partial / name).write_bytes(config_of_type(path, dtype, model) if is_config else path.read_bytes())
+        if len(files) > 1:
+            total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
+            (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")
+
+    write_folder(folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)
+
+
+@torch.no_grad()
+def write_folder(
+    folder: str | Path,
+    files: Mapping[str, Mapping[str, tuple[int, ...]]],
+    write_others: Callable[[Path], None],
+    layouts: Sequence[Layout],
+    rank: int,
+    parameters: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+) -> None:
+    """Write `files` (name -> its tensors' shapes), each by one rank, from what all ranks' `parameters` hold of them.
+
+    Rank 0 adds the folder's other files. The folder appears, or is replaced, when it is complete; every rank calls
+    this. Raises OSError if the disk is full.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_others(partial)
+    _barrier()
+    destinations: dict[str, Tensor] = {}
+    written: list[list[Piece]] = [[] for _ in layouts]
+    for (file, tensors), writer in zip(files.items(), cycle(range(len(layouts))), strict=False):
+        offsets = accumulate(map(prod, tensors.values()), initial=0)
+        written[writer] += [
+            dense_piece(n, shape, file, at) for (n, shape), at in zip(tensors.items(), offsets, strict=False)
+        ]
+        if writer == rank:
+            destinations[file] = _create(partial / file, tensors, dtype)
+    plan = make_plan(layouts, list(map(tuple, written)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
+    Transport(plan.for_rank(rank), parameters, destinations, dtype=dtype).reshard()
+    _barrier()
+    if rank == 0:
+        replace_folder(partial, folder)
+    _barrier()
+
+
+def pack_files(
+    tensors: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """File name -> its tensors, in the model's order, as full as `shard_bytes` allows."""
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    filled = 0
+    for name, shape in tensors.items():
+        size = prod(shape) * itemsize
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = shape
+        filled += size
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The first bytes of a safetensors file that holds these tensors in this order."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Tensor:
+    """The contents of a safetensors file whose header is written and whose space is reserved, mapped for writing."""
+    header = file_header({name: (dtype, shape) for name, shape in tensors.items()})
+    with path.open("xb+") as file:
+        file.write(header)
+        file.flush()
+        # A full disk is an error here; found out later, while writing through the map, it would kill the process.
+        os.posix_fallocate(file.fileno(), 0, len(header) + sum(map(prod, tensors.values())) * dtype.itemsize)
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype, offset=len(header))
+
+
+def config_of_type(path: Path, dtype: torch.dtype, model: ModelShape | None = None) -> bytes:
+    """The config.json at `path`; where it states a type, it states this one: transformers loads the weights in it.
+
+    Of a `model` that got a value head, it says so.
+    """
+    content = path.read_bytes()
+    fields = json.loads(content)
+    name, declared = "torch_dtype" if "torch_dtype" in fields else "dtype", str(dtype).removeprefix("torch.")
+    changed = fields | ({name: declared} if name in fields else {})
+    if model and model.has_value_head:
+        changed |= value_head_fields(path.parent, model)
+    if changed == fields:
+        return content
+    return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
+    """The contents of the index that says in which of several files each tensor is."""
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Give a finished folder its name, in place of an older one."""
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,228 @@
+"""Megatron-Core's distributed checkpoint (`torch_dist`) as a layout: global tensors in chunks, whatever tp and pp.
+
+A parameter of all layers, and of all experts, is one tensor under one key, with the layer (and expert) as leading
+dimensions; chunks of it lie in `.distcp` files, each as torch.save wrote it, and `.metadata` says where. A conversion
+chooses the chunks that the ranks of a layout would hold, so that each of them finds its own in a file of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megarl.config.parallel import ParallelLayout
+from megarl.families import rules_of
+from megarl.families.rules import Rule
+from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
+from megarl.reshard.layouts.megatron import MegatronLayouts
+from megarl.types import DataError
+
+METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of one global tensor. `pieces`, in a dense storage called "slab", are all of it but vocabulary padding.
+
+    `keys` are the names it is stored under, `offset` and `shape` count the leading layer and expert, `rank` is the
+    trainer rank that holds it.
+    """
+
+    keys: tuple[str, ...]
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+    pieces: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One Megatron parameter of one layer (and expert), `leading` in its global tensor of `leading_shape`."""
+
+    rule: Rule
+    leading: tuple[int, ...]
+    leading_shape: tuple[int, ...]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key of the Transformer Engine spec, and the local spec's where that has another."""
+        rule = self.rule
+        name = rule.parameter if rule.is_expert else rule.transformer_engine or rule.parameter
+        key = name.replace("{layer}.", "").replace(".local_experts.{expert}.", ".experts.")
+        if key == "decoder.layers.pre_mlp_layernorm.weight":
+            # The local spec renames the norm before a router as if it were fused; Transformer Engine's does not.
+            return key, "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+        return (key,)
+
+    def shape(self, padded_vocab: int) -> tuple[int, ...]:
+        """Of the parameter over all tensor-parallel ranks."""
+        shape, dim = list(self.rule.tensors[0][1]), self.rule.dim or 0
+        shape[dim] = padded_vocab if self.rule.padded else sum(s.stop - s.start for b in self.rule.blocks for s in b)
+        return tuple(shape)
+
+    def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
+        """What a dense storage of `box`, a part of the parameter, holds in Hugging Face's coordinates."""
+        dim = self.rule.dim or 0
+        strides = contiguous_strides(box.shape)
+        names = dict(zip(("layer", "expert"), self.leading, strict=False))
+        position = 0
+        for segment in (segment for block in self.rule.blocks for segment in block):
+            low = max(box.start[dim], position)
+            high = min(box.stop[dim], position + segment.stop - segment.start)
+            if low < high:
+                shift = segment.start - position
+                start = (*box.start[:dim], low + shift, *box.start[dim + 1 :])
+                stop = (*box.stop[:dim], high + shift, *box.stop[dim + 1 :])
+                held = Box(segment.tensor.format(**names), start, stop)
+                yield Piece(held, storage, (low - box.start[dim]) * strides[dim], strides)
+            position += segment.stop - segment.start
+
+
+def parameters(model: ModelShape) -> Iterator[Parameter]:
+    """All parameters in the order of the model. A tied head is stored once, as the embedding."""
+    rules = [rule for rule in rules_of(model) if rule.place != "last_of_several_stages"]
+    yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "first_stage")
+    for layer in range(model.num_layers):
+        for rule in (rule for rule in rules if rule.place == "every_layer"):
+            experts = (model.num_experts,) if rule.is_expert else ()
+            for expert in product(*map(range, experts)):
+                yield Parameter(rule, (layer, *expert), (model.num_layers, *experts))
+    yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "last_stage")
+
+
+def split(
+    model: ModelShape, parallel: ParallelLayout, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
+) -> Iterator[Chunk]:
+    """The chunks that the ranks of a layout hold, none larger than `chunk_bytes` unless it is one row.
+
+    `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model, DataError if
+    tensors that become one have different types.
+    """
+    padded = padded_vocab_size(model.vocab_size, parallel.tp)
+    layouts = MegatronLayouts(model, parallel, padded)
+    stored_as: dict[tuple[str, ...], torch.dtype] = {}
+    for parameter in parameters(model):
+        rule, shape = parameter.rule, parameter.shape(padded)
+        for piece in parameter.pieces(Box("", (0,) * len(shape), shape), ""):
+            name = piece.box.name
+            dtype = stored_as.setdefault(parameter.keys, dtypes[name])
+            if dtypes[name] != dtype:
+                raise DataError(f"{name} is {dtypes[name]}, other parts of {parameter.keys[0]} are {dtype}; cast them.")
+        dtype = stored_as[parameter.keys]
+        where = layouts.chunk(parameter.leading[0]) if parameter.leading else layouts.chunks_of(rule)[0]
+        ep = parameter.leading[1] * parallel.ep // model.num_experts if rule.is_expert else 0
+        for part, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
+            ones = (1,) * len(parameter.leading)
+            yield Chunk(
+                parameter.keys,
+                (*parameter.leading_shape, *shape),
+                (*parameter.leading, *box.start),
+                (*ones, *box.shape),
+                dtype,
+                layouts.ranks[rule.is_expert, where.stage, ep, part][0],
+                tuple(parameter.pieces(box, "slab")),
+            )
+
+
+def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
+    """Tensor-parallel rank and box: each block in equal parts, each part in slices of at most `limit` elements."""
+    dim, base = rule.dim or 0, 0
+    for length in layouts.cut(rule):
+        for rank in range(layouts.splits(rule)):
+            start, stop = [0] * len(shape), list(shape)
+            start[dim], stop[dim] = base, base + length
+            rows = max(1, limit // prod(stop[i] - start[i] for i in range(1, len(shape))))
+            for low in range(start[0], stop[0], rows):
+                yield rank, Box("", (low, *start[1:]), (min(low + rows, stop[0]), *stop[1:]))
+            base += length
+
+
+def extra_states(model: ModelShape) -> Iterator[str]:
+    """Keys of the empty objects, each `[None]`, that linear layers expect beside their weights."""
+    for parameter in parameters(model):
+        module, _, kind = parameter.keys[0].rpartition(".")
+        if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$", module):
+            place, of = (".".join(map(str, numbers)) for numbers in (parameter.leading, parameter.leading_shape))
+            yield f"{module}._extra_state/shard_{place}_{of}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where an item lies: bytes `start` to `start + length` of a file."""
+
+    file: str
+    start: int
+    length: int
+
+
+def metadata_bytes(chunks: Sequence[tuple[Chunk, Stored]], objects: Mapping[str, Stored]) -> bytes:
+    """The contents of `.metadata`."""
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for chunk, stored in chunks:
+        for key in chunk.keys:
+            tensor = tensors.setdefault(
+                key, TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.global_shape), [])
+            )
+            tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)))
+            storage[MetadataIndex(key, chunk.offset)] = _StorageInfo(stored.file, stored.start, stored.length)
+    for key, stored in objects.items():
+        tensors[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = _StorageInfo(stored.file, stored.start, stored.length)
+    return pickle.dumps(Metadata(tensors, None, storage, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
+
+
+def common_state(model: ModelShape, parallel: ParallelLayout) -> dict[str, Any]:
+    """The contents of `common.pt`: what Megatron-LM's `--load` and `--use-checkpoint-args` look up."""
+    arguments = Namespace(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        world_size=parallel.world_size,
+        data_parallel_size=parallel.dp,
+        no_save_optim=True,
+        no_save_rng=True,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_heads,
+        group_query_attention=True,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        max_position_embeddings=model.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=int(model.rope_theta),
+        normalization="RMSNorm",
+        norm_epsilon=model.norm_epsilon,
+        swiglu=True,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.qk_norm,
+        untie_embeddings_and_output_weights=not model.tie_word_embeddings,
+        padded_vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
+        num_experts=model.num_experts or None,
+    )
+    content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}

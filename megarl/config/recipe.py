@@ -1,0 +1,282 @@
+"""Reading and printing of recipes: a YAML file, overrides from the command line, one page of errors.
+
+OmegaConf and pydantic are imported where they are used, so that `megarl --help` waits for neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.migration import counterpart
+from megarl.types import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from megarl.config import Recipe, Section
+    from megarl.config.secrets import Place
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a YAML file with `section.field=value` overrides on top.
+
+    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`), which the recipe
+    remembers (`Recipe.references`); `???` is a value that an override must give. Raises one ConfigError that lists all
+    that is wrong; a secret in clear is.
+    """
+    from pydantic import ValidationError
+
+    from megarl.config import Recipe
+    from megarl.config.secrets import literal_secrets
+
+    values, references = _merged(Path(path), overrides)
+    problems = [*literal_secrets(values, references)]
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        for found in error.errors(include_url=False):
+            problems.append(_explain(found["type"], found["loc"], found["input"], found["msg"], references))
+        raise ConfigError(error_page(path, problems)) from None
+    if problems:
+        raise ConfigError(error_page(path, problems))
+    return recipe.with_references(references)
+
+
+def error_page(title: str | Path, problems: Sequence[str]) -> str:
+    """All problems under one title, a line each."""
+    return f"{title}: {len(problems)} error{'s' if len(problems) > 1 else ''}\n" + textwrap.indent(
+        "\n".join(problems), "  "
+    )
+
+
+def to_yaml(recipe: Recipe, comments: bool = False) -> str:
+    """The recipe with all its fields as YAML that `load` reads back.
+
+    What was read from the environment stays a reference to it; a secret in clear is hidden. With `comments` each field
+    comes after its description.
+    """
+    return _section_yaml(recipe, (), recipe.references, comments)
+
+
+def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """`field: old -> new` for each field whose value is not what it was in an earlier recipe, read from its YAML.
+
+    What the earlier recipe does not know counts as what it is by default.
+    """
+    import yaml
+
+    from megarl.config import Recipe
+
+    required = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
+    defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
+    before = _settings(yaml.safe_load(to_yaml(defaults))) | _settings(earlier)
+    now = _settings(yaml.safe_load(to_yaml(recipe)))
+    absent = "(not set)"
+    return [
+        f"{field}: {before.get(field, absent)} -> {now.get(field, absent)}"
+        for field in dict.fromkeys((*now, *before))
+        if before.get(field, absent) != now.get(field, absent)
+    ]
+
+
+def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe by their dotted names; a list is one value."""
+    return {rest[1:]: value for rest, value in _leaves(recipe) if value != {}}
+
+
+def _section_yaml(section: Section, place: Place, references: Mapping[Place, str], comments: bool) -> str:
+    import yaml
+
+    parts = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if comments:
+            doc = " ".join((field.description or "").split())
+            parts.append(textwrap.fill(doc, 110, initial_indent="# ", subsequent_indent="# ") + "\n")
+        if hasattr(value, "model_fields_set") and (*place, name) not in references:
+            inner = _section_yaml(value, (*place, name), references, comments)
+            parts.append(f"{name}:\n{textwrap.indent(inner, '  ')}")
+        else:
+            plain = {name: _printable(value, (*place, name), references)}
+            parts.append(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6))
+    return "".join(parts)
+
+
+def _printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
+    """A value as it may be written: references as they stand, secrets hidden."""
+    from megarl.config.secrets import holds_secret
+
+    if place in references:
+        return references[place]
+    if isinstance(value, Mapping):
+        return {name: _printable(item, (*place, str(name)), references) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item, (*place, index), references) for index, item in enumerate(value)]
+    if isinstance(value, str):
+        # `load` would take a bare ${...} for a reference.
+        return "<hidden>" if holds_secret(place, value) else value.replace("${", "\\${")
+    return value
+
+
+def _reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
+    """The reference that a value, or a section around it, was read by."""
+    return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)
+
+
+def _merged(path: Path, overrides: Sequence[str]) -> tuple[Any, dict[Place, str]]:
+    """File and overrides as plain values, references resolved; and the text of those that read the environment.
+
+    Raises ConfigError.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from megarl.config import strict_yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        if doubtful := strict_yaml.problems(text):
+            raise ConfigError(error_page(path, doubtful))
+        tree = OmegaConf.load(io.StringIO(text))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: recipe not found. Give the path of a YAML file.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}. Mend this line.") from None
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: recipe cannot be read ({_one_line(error)}).") from None
+    if not OmegaConf.is_dict(tree):
+        raise ConfigError(f"{path}: a recipe is made of `section:` and `field: value` lines; this is a list.")
+    problems = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not all(part and part == part.strip() for part in key.split(".")):
+            problems.append(f"{override!r}: not an override; write section.field=value, no spaces around the =")
+            continue
+        try:
+            if doubtful := strict_yaml.problems(value, key):
+                problems += doubtful
+            else:
+                tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+        except (OmegaConfBaseException, TypeError, yaml.YAMLError) as error:
+            problems.append(f"{override!r}: {_one_line(error)}; give a value in YAML, text with signs in quotes")
+    if problems:
+        raise ConfigError(error_page("command line", problems))
+    try:
+        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True), _environment_references(tree)
+    except OmegaConfBaseException as error:
+        place = getattr(error, "full_key", None) or "value"
+        raise ConfigError(
+            f"{path}: {place}: {_one_line(error)}. Set it here or as {place}=VALUE on the command line; "
+            "${section.field} refers to another field of the recipe, \\${ is the text itself."
+        ) from None
+
+
+def _environment_references(tree: Any) -> dict[Place, str]:
+    """The text of each value whose resolving reads the environment, also by way of another field."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    has_read = False
+
+    def read(*arguments: Any) -> Any:
+        nonlocal has_read
+        has_read = True
+        return oc.env(*arguments)
+
+    def walk(raw: Any, node: Any, place: Place) -> Iterator[tuple[Place, str]]:
+        nonlocal has_read
+        if isinstance(raw, str):
+            if "${" in raw:
+                has_read = False
+                resolved = node[place[-1]]
+                if OmegaConf.is_config(resolved):
+                    OmegaConf.to_container(resolved, resolve=True)
+                if has_read:
+                    yield place, raw
+        elif raw and isinstance(raw, dict | list):
+            inner = node[place[-1]] if place else node
+            for key in raw if isinstance(raw, dict) else range(len(raw)):
+                yield from walk(raw[key], inner, (*place, key))
+
+    OmegaConf.register_resolver("oc.env", read, replace=True)
+    try:
+        found = walk(OmegaConf.to_container(tree, resolve=False), tree, ())
+        return {tuple(p if isinstance(p, int) else str(p) for p in place): raw for place, raw in found}
+    finally:
+        OmegaConf.register_resolver("oc.env", oc.env, replace=True)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n    full_key")[0].split())
+
+
+def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]) -> str:
+    """One line for one error of pydantic: field, value as it may be written, what is wrong, remedy."""
+    from megarl.config import Recipe
+
+    known = dict(_fields(Recipe))
+    is_key = loc[-1:] == ("[key]",)
+    place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
+    value = _reference_around(loc, references) or _printable(value, loc, references)
+    shown = f"{place} = {textwrap.shorten(repr(value), 80)}"
+    if kind == "missing":
+        required = [name for name, field in known.items() if name.startswith(place + ".") and field.is_required()]
+        return "\n".join(f"{name}: missing; add it: {_doc(known[name])}" for name in required or [place])
+    if kind == "extra_forbidden":
+        foreign = [(f"{place}{rest}", item) for rest, item in _leaves(value) if counterpart(f"{place}{rest}")]
+        lines = []
+        for name, item in foreign or [(place, value)]:
+            lines.append(f"{name} = {textwrap.shorten(repr(item), 80)}: unknown key; {_hint(name, known)}")
+        return "\n".join(lines)
+    if kind == "model_type":
+        children = [name for name in known if name.rpartition(".")[0] == place]
+        return f"{shown}: is a section; leave it out or set {', '.join(children)}"
+    if is_key:
+        return f"{place}: bad name {value!r}; use letters, digits, dots, dashes and underscores"
+    wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
+    field = known.get(place) or known.get(".".join(str(part) for part in loc[:-1]))
+    return f"{shown}: {wrong}" + (f". {_doc(field)}" if field else "")
+
+
+def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """A section's values by the rest of their dotted names; of anything else, itself."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from ((f".{name}{rest}", leaf) for rest, leaf in _leaves(item))
+    else:
+        yield "", value
+
+
+def _hint(place: str, known: Mapping[str, Any]) -> str:
+    """Where an unknown key may have been meant to stand, or what another program's option is called here."""
+    if known_elsewhere := counterpart(place):
+        return str(known_elsewhere)
+    section, _, key = place.rpartition(".")
+    leaf_of = {name: name.rpartition(".")[2] for name in known}
+    siblings = {name: leaf for name, leaf in leaf_of.items() if name.rpartition(".")[0] == section}
+    if elsewhere := [name for name, leaf in leaf_of.items() if leaf == key]:
+        parents = [name.rpartition(".")[0] or "the top level" for name in elsewhere]
+        return f"it belongs under {' or '.join(parents)}: {', '.join(elsewhere)}"
+    for names in (siblings, leaf_of):
+        if close := difflib.get_close_matches(key, names.values(), n=1):
+            return f"did you mean {' or '.join(name for name, leaf in names.items() if leaf == close[0])}?"
+    return f"known are {', '.join(siblings)}"
+
+
+def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of the schema by dotted name, sections included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if hasattr(field.annotation, "model_fields"):
+            yield from _fields(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _doc(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())

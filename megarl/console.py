@@ -1,0 +1,135 @@
+"""What the commands print: tables of sizes, plans, findings; the error that ended a command."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.terminal import printable
+from megarl.types import MegarlError, PeerLostError
+
+if TYPE_CHECKING:
+    from megarl.checkpoint.convert import Conversion
+    from megarl.cluster.doctor import Finding
+    from megarl.config import Recipe
+    from megarl.config.parallel import ParallelLayout
+
+
+def print_error(error: MegarlError) -> None:
+    """Say what ended the command, last: before it, where the fault is no one's at the terminal, what was seen of it."""
+    from rich.text import Text
+
+    from megarl.terminal import Terminal
+
+    console = Terminal(stderr=True, soft_wrap=True, highlight=False)
+    if error.exit_code in (MegarlError.exit_code, PeerLostError.exit_code):
+        for note in getattr(error, "__notes__", ()):
+            console.print(Text(printable(note), style="dim"))
+    with contextlib.suppress(OSError):
+        console.print(Text("error: ", style="bold red") + Text(printable(str(error))))
+
+
+def print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]) -> None:
+    """What the recipe comes to, in numbers nobody should have to work out."""
+    from rich.table import Table
+
+    from megarl.preflight import shortened_warmups
+    from megarl.terminal import Console
+
+    settings = recipe.train
+    is_rl = recipe.loop == "rl"
+    per_step = settings.prompts_per_step * (settings.samples_per_prompt if is_rl else 1)
+    updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_rl else (1, 1)
+    passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
+    nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
+    groups = {"trainer.tp": layout.tp, "rollout.tp": layout.rollout_tp}
+    spread = [f"{field} {tp}" for field, tp in groups.items() if nodes > 1 and size % tp]
+    rows = {
+        "model": f"{recipe.model.path}, {recipe.model.dtype}",
+        "ranks": str(layout),
+        "nodes": f"{nodes} of {size} ranks, launcher {recipe.cluster.launcher}"
+        + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
+        "data": ", ".join(f"{name} {count}" for name, count in records.items()),
+        "steps": f"{settings.steps}, {settings.steps * settings.prompts_per_step / records['train']:.2f} epochs",
+        "sequences": f"{per_step} a step, {per_step // updates} an update, "
+        f"{per_step // updates // layout.dp} an update and data-parallel rank",
+        "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
+        "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
+        "run folder": f"{recipe.runs_folder}/{recipe.name}",
+    }
+    if warmups := [*shortened_warmups(recipe)]:
+        rows["warning"] = "; ".join(warmups)
+    table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
+    for row in rows.items():
+        table.add_row(*row)
+    Console(soft_wrap=True, highlight=False).print(table)
+
+
+def size_text(num_bytes: float, sign: str = "") -> str:
+    """Bytes in the unit that fits them: `470.2 GB`, `81.9 KB`, `0 bytes`; `sign` "+" shows that of a difference."""
+    units = ("bytes", "KB", "MB", "GB", "TB")
+    power = sum(abs(num_bytes) >= 1000**power for power in range(1, 5))
+    return f"{num_bytes / 1000**power:{sign}.{1 if power else 0}f} {units[power]}"
+
+
+def print_conversion(done: Conversion) -> None:
+    verified = ", verified" if done.is_verified else ""
+    print(
+        f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
+        f"in {done.seconds:.1f} s{verified}"
+    )
+
+
+def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from megarl.terminal import Console
+
+    table = Table(show_header=False)
+    styles = {"good": "green", "absent": "dim", "bad": "bold red"}
+    for nodes, finding in rows:
+        state = Text(finding.state, style=styles[finding.state])
+        table.add_row(*([nodes] if with_nodes else []), finding.topic, state, finding.text)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(table, *notices, sep="\n")
+
+
+def print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    reshard, orders = counted["reshard"], counted["rank_orders"]
+
+    def size(over_ranks: dict[str, float]) -> list[str]:
+        return [size_text(over_ranks[key]) for key in ("mean", "max")]
+
+    table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}", title_justify="left")
+    for heading in ("each rank", "mean", "max", "gathered path, mean"):
+        table.add_column(heading, justify="left" if heading.startswith("each") else "right")
+    for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
+        gathered = reshard["gathered_bytes"].get(link)
+        table.add_row(name, *size(reshard["received_bytes"][link]), size(gathered)[0] if gathered else "")
+    table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
+    table.add_row("staged at once", *size(reshard["staging_bytes"]))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{layout}; {recipe.cluster.nodes} nodes of {recipe.cluster.ranks_per_node}")
+    console.print(table)
+    console.print(
+        f"moved / least possible {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
+        f"{reshard['messages']} messages, {reshard['copies']['mean']:.0f} copies a rank; "
+        f"planned in {counted['plan_seconds']:.2f} s a rank"
+    )
+    console.print(
+        f"limits of H200: {reshard['seconds'] * 1e3:.1f} ms (wire {reshard['wire_seconds'] * 1e3:.1f}, memory "
+        f"{reshard['memory_seconds'] * 1e3:.1f}); gathered path {reshard['gathered_seconds'] * 1e3:.1f} ms"
+    )
+    for name, other in orders.items():
+        links = ("same_node", "other_node")
+        more = [other["received_bytes"][k]["mean"] - reshard["received_bytes"][k]["mean"] for k in links]
+        console.print(
+            f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
+            f"{other['seconds'] * 1e3:.1f} ms"
+        )

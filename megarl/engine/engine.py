@@ -1,0 +1,288 @@
+"""One rank's share of a vLLM engine: sample completions for a while, then hand the rank back to its trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import random
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from megarl.config import RolloutConfig
+from megarl.config.decided_fields import ENGINE_FIELDS
+from megarl.platform import device, vllm_on_cpu
+from megarl.types import Completion, ConfigError, FinishReason, Request
+
+vllm_on_cpu.prepare()
+
+from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
+
+from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
+
+_REASON_LENGTH = 400
+
+
+class RolloutEngine:
+    """A vLLM engine spread over `config.tp` consecutive ranks, in the processes that also train.
+
+    Making one is a collective over the world: its ranks make all replicas together. Each method is called on all ranks
+    of a replica; only the leader's requests count.
+
+    Raises ConfigError for settings that vLLM refuses.
+
+    `weight_version` counts `weights_updated`; `model` is this rank's live vLLM module, `replica` the engine's number.
+    """
+
+    def __init__(self, model_path: str, config: RolloutConfig, *, max_model_len: int, dtype: str, seed: int) -> None:
+        with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
+            arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
+        rank = dist.get_rank()
+        self.replica = rank // config.tp
+        self.is_leader = rank % config.tp == 0
+        self.weight_version = 0
+        self._can_sleep = arguments.enable_sleep_mode
+        self._asleep: set[str] = set()
+        self._running: dict[str, tuple[str, int]] = {}
+        self._channel = _open_channel(config.tp)
+        with preserved_random_state():
+            with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
+                vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+            with refusals_named(config, max_model_len, ValueError, NotImplementedError):
+                self._start(vllm_config)
+        self.model: torch.nn.Module = self._worker.get_model()
+        self._sleep_level = 1 if holds_loose_tensors(self.model) else 2
+
+    def _start(self, vllm_config: Any) -> None:
+        self._worker = start_worker(vllm_config, device.current().index or 0)
+        self._engine: LLMEngine | None = None
+        if self.is_leader:
+            executor_class = functools.partial(LeaderExecutor, worker=self._worker, channel=self._channel)
+            self._engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
+            self._channel.release()
+        else:
+            serve(self._worker, self._channel)
+
+    def advance(
+        self, new_requests: Sequence[Request], aborts: Sequence[str], budget_seconds: float
+    ) -> list[Completion]:
+        """Sample until nothing is unfinished or the budget has passed, and return what finished in this call.
+
+        An aborted request comes back with the tokens it has; an id that is not running is passed over. Followers
+        return nothing, when their leader does.
+        """
+        with preserved_random_state():
+            if self._engine is None:
+                serve(self._worker, self._channel)
+                return []
+            try:
+                return self._sample(self._engine, new_requests, aborts, time.monotonic() + budget_seconds)
+            finally:
+                self._channel.release()
+
+    def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load full checkpoint tensors through vLLM's own loader, converted as at its start. All ranks of a replica."""
+        with preserved_random_state():
+            self._worker.reload_weights(weights_iterator=tensors)
+
+    def weights_updated(self) -> None:
+        """Say that the live weights were rewritten: nothing computed with the old ones is reused."""
+        self.weight_version += 1
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached keys and values; those of unfinished requests are computed anew when they go on."""
+        if self._engine is not None and not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM kept its prefix cache: some request still holds blocks")
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back to the trainer; on CPU nothing is given.
+
+        The weights' contents are lost, unless the model holds tensors that vLLM would not bring back: then all of it
+        is kept in host memory.
+        """
+        self.reset_prefix_cache()
+        if self._can_sleep and not self._asleep:
+            self._worker.sleep(level=self._sleep_level)
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take memory again where it was given, at the same addresses; the weights must then be written."""
+        if given := self._asleep.intersection(tags):
+            self._worker.wake_up(tags=sorted(given))
+            self._asleep -= given
+
+    def close(self) -> None:
+        """End the engine; the world's process group stays. A collective over the world.
+
+        What lies in cycles goes with the process, or with `gc.unfreeze` and `gc.collect`, which take seconds.
+        """
+        # Not through the engine's own shutdown: it would destroy the default process group too.
+        self._worker.shutdown()
+        del self.model, self._worker, self._engine
+        parallel_state.destroy_model_parallel()
+        parallel_state.get_world_group().destroy()
+        parallel_state._WORLD = None
+        if self._channel.group is not None:
+            dist.destroy_process_group(self._channel.group)
+
+    def _sample(
+        self, engine: LLMEngine, new_requests: Sequence[Request], aborts: Sequence[str], deadline: float
+    ) -> list[Completion]:
+        completions = [self._abort(engine, request_id) for request_id in aborts if request_id in self._running]
+        for request in new_requests:
+            self._add(engine, request)
+        while engine.has_unfinished_requests():
+            completions += (self._finish(output) for output in engine.step())
+            if time.monotonic() >= deadline:
+                break
+        return completions
+
+    def _add(self, engine: LLMEngine, request: Request) -> None:
+        if request.request_id in self._running:
+            raise ValueError(f"request {request.request_id} is running already")
+        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
+        internal_id = engine.add_request(request.request_id, prompt, sampling_params(request))
+        self._running[request.request_id] = (internal_id, self.weight_version)
+
+    def _finish(self, output: Any) -> Completion:
+        (sampled,) = output.outputs
+        _, version = self._running.pop(output.request_id)
+        done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version)
+        experts = sampled.routed_experts
+        return done if experts is None else dataclasses.replace(done, routed_experts=experts.astype(np.int16))
+
+    def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
+        internal_id, version = self._running.pop(request_id)
+        # vLLM gives no output for an aborted request; what it has so far stands in its output state.
+        state: Any = engine.output_processor.request_states[internal_id]
+        token_ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+        engine.abort_request([internal_id], internal=True)
+        return _completion(request_id, token_ids, logprobs, "abort", version)
+
+
+@contextmanager
+def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Exception]) -> Iterator[None]:
+    """Tell vLLM's refusals, errors of these kinds, as faults of the recipe. Raises ConfigError naming the field."""
+    try:
+        yield
+    except kinds as error:
+        text = re.sub(r"\s+", " ", str(error))
+        if re.search(r"KV cache|cache blocks", text):
+            field = (
+                f"rollout.kv_cache_gib = {config.kv_cache_gib:g}: too small for one sequence of {max_model_len} tokens "
+                "(data.max_prompt_tokens + rollout.sampling.max_new_tokens); raise it"
+            )
+        else:
+            given = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm
+            field = ", ".join(f"rollout.vllm.{key} = {config.vllm[key]!r}" for key in given) or "rollout"
+        reason = text
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            reason = f"{first['msg']}"
+        raise ConfigError(f"{field}. vLLM refuses it: {reason[:_REASON_LENGTH]}") from error
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Leave the generators of Python, NumPy, torch and this rank's GPU as they were: vLLM reseeds and uses them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    here = device.current()
+    with torch.random.fork_rng(devices=[here] if here.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def engine_arguments(
+    model_path: str, config: RolloutConfig, *, max_model_len: int, dtype: str, seed: int
+) -> EngineArgs:
+    """vLLM's arguments for this recipe; a field of `rollout.vllm` that vLLM does not know is a ConfigError."""
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for key in config.vllm:
+        if key in ENGINE_FIELDS:
+            raise ConfigError(f"rollout.vllm.{key}: set {ENGINE_FIELDS[key]} instead")
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; the nearest is {nearest[0]}")
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": config.tp,
+        "max_num_seqs": config.max_concurrent_requests,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "distributed_executor_backend": LeaderExecutor,
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": True,
+        "moe_backend": "triton",  # the only one on CUDA whose experts lie as they were loaded
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+    return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
+
+
+def sampling_params(request: Request) -> SamplingParams:
+    """vLLM's form of a request: its own seed, so that all ranks of a group draw alike, and sampled log-probs only."""
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def holds_loose_tensors(model: torch.nn.Module) -> bool:
+    """Whether a module keeps a tensor that is neither parameter nor buffer: a deep sleep would lose its contents.
+
+    The KV cache may be lost, and scalars that attention keeps on the host are not part of what sleeps.
+    """
+    attributes = (item for module in model.modules() for item in vars(module).items() if item[0] != "kv_cache")
+    return any(isinstance(v, torch.Tensor) and v.numel() > 0 and not (v.is_cpu and v.dim() == 0) for _, v in attributes)
+
+
+def _open_channel(tp: int) -> CommandChannel:
+    """This rank's command channel; a collective over the world."""
+    first = dist.get_rank() // tp * tp
+    group: Any = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
+    return CommandChannel(group, tuple(range(first, first + tp)))
+
+
+def _completion(
+    request_id: str, token_ids: Sequence[int], logprobs: Any, finish_reason: str | None, version: int
+) -> Completion:
+    # Asked for no alternatives, vLLM's flat log-probs hold one entry per token: the sampled one's.
+    return Completion(
+        request_id=request_id,
+        token_ids=np.asarray(token_ids, dtype=np.int64),
+        rollout_logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
+        finish_reason=cast(FinishReason, finish_reason),
+        weight_version=version,
+    )

@@ -1,0 +1,52 @@
+"""Llama and Mistral: pre-norm blocks of grouped-query attention and a gated feed-forward. Qwen adds to it."""
+
+from __future__ import annotations
+
+from megarl.families.rules import Rule, gate_up, query_groups, replicated, row, vocabulary
+from megarl.families.shape import ModelShape
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"
+LAYER = "model.layers.{layer}."
+DECODER = "decoder.layers.{layer}."
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Megatron's parameters of a Llama. A tied head is a copy of the embedding on the last of several stages."""
+    hidden, feed_forward = model.hidden_size, model.intermediate_size
+    attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
+    q, k, v = (f"{attention}{letter}_proj.weight" for letter in "qkv")
+    if model.has_value_head:
+        head = replicated("value_head.weight", VALUE_HEAD, (1, hidden), "last_stage")
+    elif model.tie_word_embeddings:
+        head = vocabulary("output_layer.weight", EMBEDDING, model, "last_of_several_stages")
+    else:
+        head = vocabulary("output_layer.weight", HEAD, model, "last_stage")
+    return (
+        vocabulary("embedding.word_embeddings.weight", EMBEDDING, model, "first_stage"),
+        replicated(
+            DECODER + "input_layernorm.weight",
+            LAYER + "input_layernorm.weight",
+            (hidden,),
+            transformer_engine=DECODER + "self_attention.linear_qkv.layer_norm_weight",
+        ),
+        query_groups(DECODER + "self_attention.linear_qkv.weight", q, k, v, model, (hidden,)),
+        row(
+            DECODER + "self_attention.linear_proj.weight",
+            attention + "o_proj.weight",
+            (hidden, model.num_heads * model.head_dim),
+        ),
+        replicated(
+            DECODER + "pre_mlp_layernorm.weight",
+            LAYER + "post_attention_layernorm.weight",
+            (hidden,),
+            transformer_engine=DECODER + "mlp.linear_fc1.layer_norm_weight",
+        ),
+        gate_up(
+            DECODER + "mlp.linear_fc1.weight", mlp + "gate_proj.weight", mlp + "up_proj.weight", (feed_forward, hidden)
+        ),
+        row(DECODER + "mlp.linear_fc2.weight", mlp + "down_proj.weight", (hidden, feed_forward)),
+        replicated("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "last_stage"),
+        head,
+    )

@@ -1,0 +1,37 @@
+"""Names of a checkpoint's tensors, their layer and expert numbers apart: tensors of one kind share a template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from operator import attrgetter
+from typing import NamedTuple
+
+
+class Tensor(NamedTuple):
+    """The name of a checkpoint's tensor, its numbers apart: layer -1 and expert 0 where it has none."""
+
+    template: str
+    layer: int = -1
+    expert: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.template.format(layer=self.layer, expert=self.expert)
+
+
+@cache
+def parse_name(name: str) -> Tensor:
+    """The tensor of a name: the first number after `layers.` and after `experts.` are its layer and expert."""
+    layer, expert = re.search(r"\blayers\.(\d+)", name), re.search(r"\bexperts\.(\d+)", name)
+    template = name
+    for found, field in ((expert, "{expert}"), (layer, "{layer}")):
+        if found:
+            template = template[: found.start(1)] + field + template[found.end(1) :]
+    return Tensor(template, int(layer[1]) if layer else -1, int(expert[1]) if expert else 0)
+
+
+def in_order(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors by layer, template and expert: the order in which a plan moves them."""
+    return tuple(sorted(tensors, key=attrgetter("layer", "template", "expert")))

@@ -1,0 +1,13 @@
+"""Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections."""
+
+from __future__ import annotations
+
+from megarl.families import llama
+from megarl.families.rules import Rule, query_groups
+from megarl.families.shape import ModelShape
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Megatron's parameters of a Qwen2."""
+    q, k, v = (f"{llama.LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
+    return (*llama.rules(model), query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ()))

@@ -1,0 +1,24 @@
+"""Qwen2-MoE: Qwen2 whose every feed-forward is a router, its experts and a gated expert that all tokens pass."""
+
+from __future__ import annotations
+
+from megarl.families import qwen2
+from megarl.families.llama import DECODER, LAYER
+from megarl.families.rules import Rule, gate_up, replicated, row, with_experts
+from megarl.families.shape import ModelShape
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Megatron's parameters of a Qwen2-MoE. Without a shared expert, its gate is not there either."""
+    routed = with_experts(qwen2.rules(model), model)
+    hidden, shared = model.hidden_size, model.shared_intermediate_size
+    if not shared:
+        return routed
+    here, there = DECODER + "mlp.shared_experts.", LAYER + "mlp.shared_expert"
+    gate, up, down = (f"{there}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    return (
+        *routed,
+        replicated(here + "gate_weight", there + "_gate.weight", (1, hidden)),
+        gate_up(here + "linear_fc1.weight", gate, up, (shared, hidden)),
+        row(here + "linear_fc2.weight", down, (hidden, shared)),
+    )

@@ -1,0 +1,22 @@
+"""Qwen3 (dense): Llama with a norm over each head of query and key."""
+
+from __future__ import annotations
+
+from megarl.families import llama
+from megarl.families.rules import Rule, replicated
+from megarl.families.shape import ModelShape
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Megatron's parameters of a dense Qwen3."""
+    return (
+        *llama.rules(model),
+        *(
+            replicated(
+                f"{llama.DECODER}self_attention.{letter}_layernorm.weight",
+                f"{llama.LAYER}self_attn.{letter}_norm.weight",
+                (model.head_dim,),
+            )
+            for letter in "qk"
+        ),
+    )

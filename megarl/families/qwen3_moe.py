@@ -1,0 +1,12 @@
+"""Qwen3-MoE: Qwen3 whose every feed-forward is a router and its experts."""
+
+from __future__ import annotations
+
+from megarl.families import qwen3
+from megarl.families.rules import Rule, with_experts
+from megarl.families.shape import ModelShape
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Megatron's parameters of a Qwen3-MoE."""
+    return with_experts(qwen3.rules(model), model)

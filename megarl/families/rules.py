@@ -1,0 +1,128 @@
+"""The grammar of a family page: how one Megatron parameter is made of Hugging Face tensors.
+
+A Megatron parameter is a row of blocks, each block a row of segments, each segment a range of one Hugging Face tensor
+along the split dimension. Tensor parallelism cuts every block into equal contiguous parts; a rank stores its parts
+one after another. This one sentence covers column, row and vocabulary splits, Megatron's interleaved query groups
+(one block, also where a rank's part ends inside a group or a head) and its gate and up halves (two blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megarl.families.shape import ModelShape
+
+Place = Literal["first_stage", "every_layer", "last_stage", "last_of_several_stages"]
+"""Where a parameter lives in the pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Indices `start` to `stop` of one Hugging Face tensor along the split dimension."""
+
+    tensor: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron parameter and its source; `{layer}` and `{expert}` are local in `parameter`, global in `tensors`.
+
+    `tensors` are the Hugging Face names and shapes; `dim` is the dimension that tensor parallelism splits, None for a
+    copy on every rank; `padded` marks a vocabulary whose last rows belong to no Hugging Face tensor;
+    `transformer_engine` is the parameter's name where that library names it otherwise: norms fused into the linear
+    layer after them, experts in one module. With `is_expert`, expert parallelism deals the experts out and
+    expert-tensor parallelism does the splitting.
+    """
+
+    parameter: str
+    place: Place
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    dim: int | None
+    blocks: tuple[tuple[Segment, ...], ...]
+    padded: bool = False
+    transformer_engine: str | None = None
+    is_expert: bool = False
+
+
+def _whole(tensor: str, shape: tuple[int, ...], dim: int) -> tuple[Segment, ...]:
+    return (Segment(tensor, 0, shape[dim]),)
+
+
+def replicated(
+    parameter: str,
+    tensor: str,
+    shape: tuple[int, ...],
+    place: Place = "every_layer",
+    transformer_engine: str | None = None,
+) -> Rule:
+    """The same tensor on every tensor-parallel rank."""
+    return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, transformer_engine)
+
+
+def row(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
+    """Split over input features (Megatron's RowParallelLinear)."""
+    return Rule(parameter, "every_layer", ((tensor, shape),), 1, (_whole(tensor, shape, 1),))
+
+
+def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> Rule:
+    """Split over token ids, padded at the end."""
+    shape = (model.vocab_size, model.hidden_size)
+    return Rule(parameter, place, ((tensor, shape),), 0, (_whole(tensor, shape, 0),), padded=True)
+
+
+def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
+    """Two matrices split over output features, the rank's gate rows before its up rows."""
+    return Rule(
+        parameter, "every_layer", ((gate, shape), (up, shape)), 0, (_whole(gate, shape, 0), _whole(up, shape, 0))
+    )
+
+
+def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, features: tuple[int, ...]) -> Rule:
+    """Megatron's fused projection: for each key-value head its query heads, its key, its value.
+
+    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is cut into equal parts, so with fewer
+    key-value heads than ranks a part is not whole heads of one kind.
+    """
+    width = model.head_dim
+    queries = model.num_heads // model.num_kv_heads * width
+    block = tuple(
+        segment
+        for group in range(model.num_kv_heads)
+        for segment in (
+            Segment(q, group * queries, (group + 1) * queries),
+            Segment(k, group * width, (group + 1) * width),
+            Segment(v, group * width, (group + 1) * width),
+        )
+    )
+    key_shape = (model.num_kv_heads * width, *features)
+    tensors = ((q, (model.num_heads * width, *features)), (k, key_shape), (v, key_shape))
+    return Rule(parameter, "every_layer", tensors, 0, (block,))
+
+
+def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]:
+    """A dense family's rules with a router and experts in place of the feed-forward.
+
+    Each expert is a parameter of its own, in the local spec's sequence of experts as in Transformer Engine's grouped
+    layers. The norm before a router is never fused.
+    """
+    mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
+    hidden, channels = model.hidden_size, model.moe_intermediate_size
+    gate, up, down = (theirs + f"experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+
+    def expert(rule: Rule, layer: str) -> Rule:
+        return replace(rule, is_expert=True, transformer_engine=f"{mlp}experts.{layer}.weight{{expert}}")
+
+    first, second = (f"{mlp}experts.local_experts.{{expert}}.linear_fc{i}.weight" for i in (1, 2))
+    return (
+        *(
+            replace(rule, transformer_engine=None) if "pre_mlp_layernorm" in rule.parameter else rule
+            for rule in dense
+            if not rule.parameter.startswith(mlp)
+        ),
+        replicated(mlp + "router.weight", theirs + "gate.weight", (model.num_experts, hidden)),
+        expert(gate_up(first, gate, up, (channels, hidden)), "linear_fc1"),
+        expert(row(second, down, (hidden, channels)), "linear_fc2"),
+    )

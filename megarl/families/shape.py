@@ -1,0 +1,261 @@
+"""What a Hugging Face config.json says of a model's size: integers and flags, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from megarl.files.model_folder import missing_folder, read_object
+from megarl.files.strict_json import shortened
+from megarl.types import DataError
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""Architecture of config.json -> family of `weights.families`; each also with a value head in its last place."""
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+VALUE_HEAD = "ForSequenceClassification"
+
+_LARGEST_SIZE = 1 << 24
+"""More than any size of a model: 64 times the largest vocabularies."""
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron-Core's llama3 scaling assumes beside its factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of one model, under the names of config.json where those are clear."""
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+    norm_epsilon: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    """`rope_type` and its parameters where it is not the plain one."""
+    max_position_embeddings: int
+    initializer_range: float
+    num_experts: int = 0
+    """Routed experts of every layer; 0: a dense model."""
+    top_k: int = 0
+    """Experts that a token is sent to."""
+    norm_topk_prob: bool = False
+    """Whether a token's expert weights are scaled to sum to one."""
+    moe_intermediate_size: int = 0
+    """Feed-forward channels of one routed expert."""
+    shared_intermediate_size: int = 0
+    """Feed-forward channels of the expert that all tokens pass; 0: there is none."""
+    has_value_head: bool = False
+    """Whether the model ends in one number a token (critic, reward model) instead of the vocabulary."""
+
+    def with_value_head(self) -> ModelShape:
+        """The same backbone under a value head."""
+        return replace(self, has_value_head=True, tie_word_embeddings=False)
+
+
+def read_model_shape(model_folder: str | Path) -> ModelShape:
+    """The shape of the model in a folder. Raises DataError for a missing, broken or unsupported config.json."""
+    path = Path(model_folder) / "config.json"
+    if not path.parent.is_dir():
+        raise DataError(missing_folder(path.parent))
+    config = read_object(path)
+    try:
+        shape = shape_from_config(config)
+    except KeyError as error:
+        raise DataError(f"{path}: field {error} is missing. {_COPY_AGAIN}") from None
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    if (model_type := config.get("model_type", shape.family)) != shape.family:
+        raise DataError(f'{path}: model_type is {_shown(model_type)}; its architecture has "{shape.family}".')
+    return shape
+
+
+def shape_from_config(config: dict[str, Any]) -> ModelShape:
+    """The shape a config.json of transformers 4 or 5 describes. Raises DataError, KeyError."""
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise DataError(f'architectures is {_shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
+    if config.get("quantization_config") is not None:
+        raise DataError(
+            "quantization_config: the weights are quantised, which cannot be trained; take the model's bfloat16 "
+            "weights, or dequantise them and remove the field."
+        )
+    architecture = architectures[0]
+    has_value_head = architecture.endswith(VALUE_HEAD)
+    family = ARCHITECTURES.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
+    if family is None:
+        raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}.")
+    labels = len(_mapping(config, "id2label")) or 2
+    if has_value_head and labels != 1:
+        raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
+    if config.get("hidden_act", "silu") != "silu":
+        raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
+    for field in ("dtype", "torch_dtype"):
+        if config.get(field) not in (None, *DTYPES):
+            raise DataError(f"{field} is {_shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise DataError(f"layer_types is {_shown(layer_types)}; it must be a list. {_COPY_AGAIN}")
+    # Mistral's window is on unless the file says null; Qwen's has a switch.
+    windowed = config.get("sliding_window", 4096) if family == "mistral" else config.get("use_sliding_window")
+    if windowed or "sliding_attention" in layer_types:
+        raise DataError(
+            "sliding-window attention is not supported; set use_sliding_window to false (Mistral: sliding_window null)."
+        )
+    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
+    rope = dict(_mapping(config, "rope_parameters") or _mapping(config, "rope_scaling"))
+    theta = _positive({"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
+    if rope_type == "llama3":
+        for name, expected in LLAMA3_ROPE.items():
+            if rope.get(name, expected) != expected:
+                raise DataError(f"rope parameter {name} {rope[name]} is not supported; only {expected} is.")
+    for bias in ("attention_bias", "mlp_bias"):
+        if config.get(bias) and family != "qwen2":
+            raise DataError(f"{bias} is not supported for {architecture}.")
+    num_heads = _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise DataError(
+            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}. {_COPY_AGAIN}"
+        )
+    experts = _expert_sizes(config) if family.endswith("_moe") else {}
+    shape = ModelShape(
+        family=family,
+        hidden_size=_size(config, "hidden_size"),
+        intermediate_size=_size(config, "intermediate_size"),
+        num_layers=_size(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_size(config, "head_dim", _size(config, "hidden_size") // num_heads),
+        vocab_size=_size(config, "vocab_size"),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+        qkv_bias=family in ("qwen2", "qwen2_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        norm_epsilon=_positive(config, "rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=rope if rope_type == "llama3" else None,
+        max_position_embeddings=_size(config, "max_position_embeddings", 2048),
+        initializer_range=_positive(config, "initializer_range", 0.02),
+        **experts,
+    )
+    if shape.top_k > shape.num_experts:
+        raise DataError(f"num_experts_per_tok {shape.top_k} is more than the {shape.num_experts} experts.")
+    return shape.with_value_head() if has_value_head else shape
+
+
+def sizes_of(model: ModelShape, tensor: str) -> str:
+    """The sizes, as config.json calls them, that a Hugging Face tensor is made of: `intermediate_size 17408`."""
+    names = {
+        "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
+        "shared_expert": {"shared_expert_intermediate_size": model.shared_intermediate_size},
+        "experts": {"moe_intermediate_size": model.moe_intermediate_size},
+        "mlp": {"intermediate_size": model.intermediate_size},
+    }
+    sizes = next((sizes for part, sizes in names.items() if part in tensor), {"vocab_size": model.vocab_size})
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
+    """What config.json says of a reward model besides, beside a folder's tokenizer: architecture, one label, padding.
+
+    transformers takes the score of the last token before the padding.
+    """
+    padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
+    text = padding.get("content") if isinstance(padding, dict) else padding
+    added = read_object(Path(folder) / "tokenizer.json").get("added_tokens") or ()
+    [language_model] = (name for name, family in ARCHITECTURES.items() if family == model.family)
+    ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]
+    fields = {
+        "architectures": [language_model.replace("ForCausalLM", VALUE_HEAD)],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    return fields | dict(ids[:1])
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of Megatron's embedding over all tensor-parallel ranks.
+
+    vLLM pads to a multiple of 64 too: at equal tp both sides then split the vocabulary alike, and none of it travels.
+    """
+    multiple = lcm(64, tp)
+    return -(-vocab_size // multiple) * multiple
+
+
+def _expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise DataError("mlp_only_layers and decoder_sparse_step are not supported; every layer must have experts.")
+    if config.get("qkv_bias") is False:
+        raise DataError("qkv_bias false is not supported.")
+    # transformers 5 writes num_local_experts for num_experts.
+    return {
+        "num_experts": _size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        "top_k": _size(config, "num_experts_per_tok"),
+        "norm_topk_prob": _flag(config, "norm_topk_prob"),
+        "moe_intermediate_size": _size(config, "moe_intermediate_size"),
+        "shared_intermediate_size": _size(config, "shared_expert_intermediate_size", 0),
+    }
+
+
+_COPY_AGAIN = "Copy the model folder again."
+
+
+def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    """A field that counts something; with `default` it may be absent, null or, where that is its default, 0."""
+    value = config[field] if default is None else config.get(field)
+    if value is None and default is not None:
+        return default
+    if default == 0 and value == 0:
+        return 0
+    if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
+        raise DataError(
+            f"{field} is {_shown(value)}; it must be a whole number from 1 to {_LARGEST_SIZE}. {_COPY_AGAIN}"
+        )
+    return value
+
+
+def _positive(config: Mapping[str, Any], field: str, default: float) -> float:
+    value = default if config.get(field) is None else config[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise DataError(f"{field} is {_shown(value)}; it must be a positive number. {_COPY_AGAIN}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], field: str) -> bool:
+    value = config.get(field)
+    if value not in (None, False, True):
+        raise DataError(f"{field} is {_shown(value)}; it must be true or false. {_COPY_AGAIN}")
+    return bool(value)
+
+
+def _mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    value = config.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"{field} is {_shown(value)}; it must be an object. {_COPY_AGAIN}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else shortened(repr(value))

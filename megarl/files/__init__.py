@@ -1,0 +1,1 @@
+"""Files: written whole or not at all (`atomic`), JSON read strictly (`strict_json`), model folders (`model_folder`)."""

@@ -1,0 +1,138 @@
+"""Which files a Hugging Face model folder needs, and whether they are whole. Headers are read, never weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from megarl.files.strict_json import parse
+from megarl.types import DataError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
+"""Endings of files that hold weights in one form or another."""
+
+
+def check_model_folder(folder: str | Path) -> list[str]:
+    """What is missing or broken among the folder's weights and tokenizer, a line each (config.json: `model_shape`)."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return [missing_folder(folder)]
+    problems: list[str] = []
+
+    def read(reader: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return reader(*arguments)
+        except DataError as error:
+            problems.append(str(error))
+
+    for file, tensors in (read(weight_files, folder) or {}).items():
+        read(read_safetensors_header, folder / file, tensors)
+    for name in TOKENIZER:
+        read(read_object, folder / name)
+    return problems
+
+
+HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
+"""Owners on the Hugging Face hub by how the names of their models begin."""
+
+
+def missing_folder(folder: Path) -> str:
+    """What to do about a model folder that is not there: the command that downloads it, with its name where known."""
+    name = folder.name or "NAME"
+    owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
+    known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
+    return (
+        f"{folder}: model folder not found. model.path is a local folder; "
+        f"a model of the Hugging Face hub comes with: hf download {known} --local-dir {folder}"
+    )
+
+
+def weight_files(folder: str | Path) -> dict[str, set[str]]:
+    """The safetensors files of a model folder and the tensors the index expects in each (of a single file: none).
+
+    Raises DataError for a folder without safetensors, and for an index that is broken or names a file elsewhere.
+    """
+    folder = Path(folder)
+    if not (folder / INDEX).exists():
+        if not (folder / SINGLE).exists():
+            others = sorted(path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}"))
+            raise DataError(
+                f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} beside it. Weights are read from "
+                "safetensors only; convert others with transformers' save_pretrained."
+            )
+        return {SINGLE: set()}
+    files: dict[str, set[str]] = {}
+    weight_map = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise DataError(f"{folder / INDEX}: has no weight_map. {_COPY_AGAIN}")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or shard in ("", ".", "..") or Path(shard).name != shard:
+            raise DataError(f"{folder / INDEX}: {tensor} is said to be in {shard!r}, which is no file of this folder.")
+        files.setdefault(shard, set()).add(tensor)
+    return files
+
+
+def largest_token(folder: str | Path) -> tuple[str, int]:
+    """The token of a folder's tokenizer.json with the largest id. Raises DataError for a file that is broken."""
+    path = Path(folder) / TOKENIZER[0]
+    tokenizer = read_object(path)
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: tokens and their scores, in the order of ids
+            tokens = [(len(vocabulary) - 1, str(vocabulary[-1][0]))] if vocabulary else []
+        else:
+            tokens = [(int(number), str(token)) for token, number in vocabulary.items()]
+        tokens += [(int(token["id"]), str(token["content"])) for token in tokenizer.get("added_tokens") or ()]
+        number, token = max(tokens)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        raise DataError(f"{path}: has no vocabulary. {_COPY_AGAIN}") from None
+    return token, number
+
+
+def companions(folder: str | Path) -> dict[str, Path]:
+    """The files of a model folder that hold no weights, nor say where weights are, by their names inside it."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+    return {
+        name: path
+        for name, path in paths.items()
+        if not (path.suffix in WEIGHTS or name.endswith((".index.json", "manifest.json")))
+        and not any(part.startswith(".") for part in name.split("/")[:-1])
+    }
+
+
+def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensor name -> type and shape of one file. Raises DataError if it is not whole or lacks an expected tensor."""
+    try:
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            header = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: cut short or no safetensors file ({error}). {_COPY_AGAIN}") from None
+    if absent := set(expected) - header.keys():
+        raise DataError(f"{path}: lacks {min(absent)}, which {INDEX} says it holds. {_COPY_AGAIN}")
+    return header
+
+
+_COPY_AGAIN = "Copy or download the file again."
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises DataError naming the file."""
+    try:
+        value = parse(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). {_COPY_AGAIN}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: holds no JSON object. {_COPY_AGAIN}")
+    return value

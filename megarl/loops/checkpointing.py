@@ -1,0 +1,214 @@
+"""Checkpoints of a run as the driver keeps them: complete or not there, checked before use, the newest few.
+
+`checkpoints/step_NNNNNN/` holds the trainer's state (`training.checkpoint`), `driver.json`, in rl what was drawn
+(`collection`) and, written last, `manifest.json`; `checkpoints/latest` names the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
+from megarl.checkpoint.torch_dist_reader import check_harmless
+from megarl.cluster.local import ProcessGroup
+from megarl.config import Recipe
+from megarl.config.recipe import to_yaml
+from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
+from megarl.tracking.earlier_run import EarlierRun
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.tracker import Tracker
+from megarl.types import DataError, DiskFullError
+
+DRIVER = "driver.json"
+_LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
+
+
+class Checkpoints:
+    """Saves of a run under way, at the steps that its recipe names.
+
+    Adds to a step's metrics `time/checkpoint_seconds`: how long training waited for its saves.
+    """
+
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: ProcessGroup, inputs: Mapping[str, Any]
+    ) -> None:
+        """`inputs` tells of models and data; a resume compares it with its own."""
+        self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
+        self._inputs = inputs
+        self._unlogged: Mapping[str, float] | None = None
+        self._begun: int | None = None
+
+    async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
+        """Save the trainer's state after a step's updates, and the driver's own, if the step is due.
+
+        `save_driver` writes into the checkpoint's folder. Raises DiskFullError.
+        """
+        settings = self._recipe.checkpoint
+        if settings.export_every_steps and step % settings.export_every_steps == 0:
+            with self._tracker.phase("export"):
+                await self._ranks.call("export", self._folder.path / f"hf_step_{step:06d}")
+        every = settings.every_steps
+        if every and (step % every == 0 or step == self._recipe.train.steps):
+            await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
+
+    async def save(
+        self,
+        step: int,
+        save_driver: Callable[[Path], None] | None = None,
+        unlogged: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save the state after a step, reshard and all, and wait for it, unless that is done already.
+
+        `unlogged` are the step's metrics where its evaluation was cut short, for the resumed run to log with it.
+        """
+        self._unlogged = unlogged
+        if self._begun != step and not self._published(step).exists():
+            await self._begin(step, save_driver, False, is_resharded=True)
+        await self.complete(wait=True)
+
+    async def _begin(
+        self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool, *, is_resharded: bool
+    ) -> None:
+        await self.complete(wait=True)
+        partial = self._partial(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        self._begun = step
+        if save_driver:
+            with self._removed_when_full(), disk_full_named(partial, 0):
+                save_driver(partial)
+        with self._tracker.phase("checkpoint"):
+            await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
+
+    async def complete(self, *, wait: bool = False) -> None:
+        """Make what was begun a checkpoint, if all ranks have written their share or after they have (`wait`)."""
+        if self._begun is None:
+            return
+        with self._tracker.phase("checkpoint"):
+            parts = await self._of_ranks("finish_checkpoint", wait)
+            if None in parts:
+                return
+            self._tracker.flush()
+            self._publish(self._begun, dict(ChainMap(*parts)))
+        self._begun = None
+
+    def _publish(self, step: int, files: dict[str, Any]) -> None:
+        partial, home = self._partial(step), self._folder.checkpoints_folder
+        unlogged = {name: float(value) for name, value in (self._unlogged or {}).items()}
+        driver = {
+            "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
+            "unlogged": None if self._unlogged is None else unlogged,
+        }  # fmt: skip
+        replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
+        for path in partial.iterdir():
+            if path.name not in files:
+                sync(path)
+                files[path.name] = file_record(path)
+        write_manifest(partial, files, {"format": "torch_dist"})
+        target = self._published(step)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        sync(home)
+        replace_text(home / "latest", target.name + "\n")
+        if check_sizes(target):
+            for older in EarlierRun.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
+                # First it loses its name: half a checkpoint must not look like one.
+                shutil.rmtree(older.rename(home / f".{older.name}.removed"))
+
+    def _published(self, step: int) -> Path:
+        return self._folder.checkpoints_folder / f"step_{step:06d}"
+
+    def _partial(self, step: int) -> Path:
+        return self._folder.checkpoints_folder / f".step_{step:06d}.partial"
+
+    async def _of_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        with self._removed_when_full():
+            return await self._ranks.call(method, *arguments)
+
+    @contextmanager
+    def _removed_when_full(self) -> Iterator[None]:
+        """Remove what was begun where the disk is full."""
+        try:
+            yield
+        except DiskFullError:
+            assert self._begun is not None
+            shutil.rmtree(self._partial(self._begun), ignore_errors=True)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The newest good checkpoint, and why each newer one is damaged, by name."""
+
+    good: Path | None
+    damaged: Mapping[str, str]
+
+    def settle(self, home: Path) -> None:
+        """Act on it: damaged checkpoints get another name, what half saves left goes, `latest` names the good one.
+
+        Raises StorageError.
+        """
+        with storage_faults_named(home):
+            for name in self.damaged:
+                _rename_damaged(home / name)
+            for leftover in home.glob(".step_*"):
+                if _LEFTOVER.fullmatch(leftover.name):
+                    shutil.rmtree(leftover, ignore_errors=True)
+            if self.good and _read(home / "latest") != self.good.name + "\n":
+                replace_text(home / "latest", self.good.name + "\n")
+
+
+def survey(earlier: EarlierRun) -> Survey:
+    """Look for the newest checkpoint whose every byte is as it was written, and change nothing.
+
+    Only a file that is proven to be wrong speaks against a checkpoint. Raises StorageError for one that cannot be read
+    at all, DataError if there are checkpoints and none is good.
+    """
+    damaged: dict[str, str] = {}
+    for folder in earlier.checkpoints:
+        try:
+            with storage_faults_named(folder):
+                expected = check_sizes(folder)
+                if not expected:
+                    raise DataError(f"{folder / MANIFEST}: not found.")
+                check_hashes(folder, expected)
+                check_harmless(folder)
+        except DataError as error:
+            damaged[folder.name] = str(error)
+        else:
+            return Survey(folder, damaged)
+    try:
+        earlier.refuse_start_over()
+    except DataError as error:
+        raise DataError("\n  ".join([str(error), *damaged.values()])) from None
+    return Survey(None, {})
+
+
+def plain_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as it may be written: secrets are references."""
+    import yaml
+
+    return yaml.safe_load(to_yaml(recipe))
+
+
+def _rename_damaged(folder: Path) -> None:
+    target, number = folder.with_name(f"{folder.name}.damaged"), 1
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.damaged_{number}")
+    folder.rename(target)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,62 @@
+"""Boxes and pieces: which part of which Hugging Face tensor lies where in whose storage.
+
+Integers and names only, no torch: a layout can be computed, intersected and proved on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """A half-open index range of one tensor, named as in the Hugging Face checkpoint files."""
+
+    name: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or any(
+            a >= b or a < 0 for a, b in zip(self.start, self.stop, strict=True)
+        ):
+            raise ValueError(f"box of {self.name}: start {self.start} and stop {self.stop} enclose nothing")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """A box and where its elements lie in a local storage.
+
+    `storage` names a local parameter (or file); element (i, j, ...) of the box lies at
+    `offset + i * strides[0] + j * strides[1] + ...`, in elements from the parameter's first element.
+    """
+
+    box: Box
+    storage: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+Layout = tuple[Piece, ...]
+"""All pieces of one rank."""
+
+
+def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
+    """Row-major strides of a dense tensor of this shape, in elements."""
+    sizes = tuple(shape)
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
+    """A tensor that lies dense in a storage."""
+    return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))

@@ -1,0 +1,249 @@
+"""What a plan will cost, counted before a rank is started: bytes by wire, copies, messages, memory, time on H200."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config.parallel import RANK_ORDERS, ParallelLayout
+from megarl.families import hf_tensors
+from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.reshard.layouts.megatron import megatron_layouts
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.reshard.overlap import Join
+from megarl.reshard.plan import Plan, make_plan
+
+NVLINK_BYTES_PER_SECOND = 450e9
+"""One H200's NVLink, each direction."""
+INFINIBAND_BYTES_PER_SECOND = 50e9
+"""One H200's network card, each direction."""
+HBM_BYTES_PER_SECOND = 4.3e12
+"""One H200's memory, reads and writes together, as device copies reach it."""
+
+LINKS = ("local", "same_node", "other_node")
+
+_Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a plan; arrays are [link, rank] in the order of LINKS, or [rank]."""
+
+    received: _Bytes
+    sent: _Bytes
+    lower_bound: _Bytes
+    """What each rank must receive at least: what its engine needs and its own trainer shard has not."""
+    gathered: _Bytes
+    """What each rank receives where full tensors are gathered first."""
+    copies: _Bytes
+    """Strided copies of each rank: local ones, and remote ones packed and unpacked."""
+    messages: int
+    """Pairs of ranks that exchange something, over all buckets."""
+    buckets: int
+    staging: _Bytes
+    """The most bytes that a rank stages in one bucket."""
+    wire_seconds: float
+    """Each bucket waits for its busiest rank, at the limits of NVLink and InfiniBand."""
+
+    @property
+    def ratio(self) -> float:
+        """Bytes received from other ranks, over the least possible."""
+        least = int(self.lower_bound.sum())
+        return int(self.received[1:].sum()) / least if least else 1.0
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers: means, maxima and sums over the ranks."""
+
+        def over_ranks(values: _Bytes) -> dict[str, float]:
+            return {"mean": float(values.mean()), "max": int(values.max())}
+
+        # The busiest rank reads and writes what it copies, packs and unpacks.
+        moved_bytes = float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max())
+        memory_seconds = moved_bytes / HBM_BYTES_PER_SECOND
+        return {
+            "received_bytes": {link: over_ranks(row) for link, row in zip(LINKS, self.received, strict=True)},
+            "sent_bytes": {link: over_ranks(row) for link, row in zip(LINKS[1:], self.sent[1:], strict=True)},
+            "lower_bound_bytes": over_ranks(self.lower_bound),
+            "ratio_to_lower_bound": self.ratio,
+            "gathered_bytes": {link: over_ranks(row) for link, row in zip(LINKS[1:], self.gathered[1:], strict=True)},
+            "copies": over_ranks(self.copies),
+            "messages": self.messages,
+            "buckets": self.buckets,
+            "staging_bytes": over_ranks(self.staging),
+            "wire_seconds": self.wire_seconds,
+            "memory_seconds": memory_seconds,
+            # Copies run while the next bucket travels: the slower of the two decides. Launches are not counted.
+            "seconds": max(self.wire_seconds, memory_seconds),
+            "gathered_seconds": _wire_seconds(self.gathered),
+        }
+
+
+def forecast(
+    model: ModelShape, parallel: ParallelLayout, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
+) -> dict[str, Any]:
+    """Plain numbers of the live reshard, of the other rank orders, and of the limits that the times come from."""
+
+    planned = partial(reshard_plan, model, ranks_per_node=ranks_per_node, itemsize=itemsize, bucket_bytes=bucket_bytes)
+    started = time.process_time()
+    plan = planned(parallel)
+    plan.for_rank(parallel.world_size // 2)
+    plan_seconds = time.process_time() - started
+    return {
+        "layout": dataclasses.asdict(parallel),
+        "num_ranks": parallel.world_size,
+        "ranks_per_node": ranks_per_node,
+        "model_bytes": sum(map(prod, hf_tensors(model).values())) * itemsize,
+        "plan_seconds": plan_seconds,
+        "reshard": count(plan).summary(),
+        "rank_orders": {name: count(planned(layout)).summary() for name, layout in rank_orders(model, parallel)},
+        "bytes_per_second": {
+            "nvlink": NVLINK_BYTES_PER_SECOND,
+            "infiniband": INFINIBAND_BYTES_PER_SECOND,
+            "memory": HBM_BYTES_PER_SECOND,
+        },
+    }
+
+
+def count(plan: Plan) -> Traffic:
+    """Count a plan over all its ranks, kind by kind of tensor."""
+    num = plan.num_ranks
+    received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
+    lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
+    in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
+    pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
+    turn_of = cache(partial(_turn, plan))
+    missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _gathered))
+    for _, join, turn, buckets in plan.steps:
+        one = turn_of(join, turn, len(buckets))
+        received += one.received
+        sent += one.sent
+        copies += one.copies
+        lower_bound += missing_of(join)
+        gathered += gathered_of(join)
+        for bucket in buckets:
+            in_bucket[bucket, :2] += one.received[1:] / len(buckets)
+            in_bucket[bucket, 2:] += one.sent[1:] / len(buckets)
+            pairs[bucket].append(one.pairs)
+    size = plan.itemsize
+    return Traffic(
+        received=received * size,
+        sent=sent * size,
+        lower_bound=lower_bound * size,
+        gathered=gathered * size,
+        copies=copies,
+        messages=sum(_count_distinct(codes, num) for codes in pairs),
+        buckets=len(plan.exchanged),
+        staging=np.ceil(in_bucket.sum(1).max(0)).astype(np.int64) * size,
+        wire_seconds=sum(_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]]) for b in in_bucket),
+    )
+
+
+def reshard_plan(
+    model: ModelShape, parallel: ParallelLayout, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
+) -> Plan:
+    """The plan of the live reshard, from the model's shape alone: Megatron's layouts to vLLM's, both computed."""
+    padded = padded_vocab_size(model.vocab_size, parallel.tp)
+    return make_plan(
+        megatron_layouts(model, parallel, padded_vocab_size=padded),
+        VllmLayouts(model, parallel.rollout_tp, parallel.world_size, parallel.rollout_ep),
+        itemsize=itemsize,
+        bucket_bytes=bucket_bytes,
+        places=[(rank // ranks_per_node,) for rank in range(parallel.world_size)],
+    )
+
+
+def align(model: ModelShape, parallel: ParallelLayout, *, ranks_per_node: int) -> ParallelLayout:
+    """The layout with its ranks dealt so that a reshard moves least; undealt where a deal saves nothing."""
+
+    def moved(layout: ParallelLayout) -> int:
+        plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
+        return int(count(plan).lower_bound.sum())
+
+    layouts = [dataclasses.replace(parallel, deal=deal) for deal in _deals(model, parallel)]
+    return min(layouts, key=moved) if len(layouts) > 1 else parallel
+
+
+def rank_orders(model: ModelShape, parallel: ParallelLayout) -> Iterator[tuple[str, ParallelLayout]]:
+    """Other ways to number the same trainer's ranks, with a name each: Megatron's other order, and other deals."""
+    experts = parallel.etp * parallel.ep if model.num_experts else parallel.tp
+    if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == experts:
+        for order in RANK_ORDERS:
+            if order != parallel.order:
+                yield order, dataclasses.replace(parallel, order=order)
+    for deal in _deals(model, parallel):
+        if deal != parallel.deal:
+            name = f"dealt {deal[0]} by {deal[1]}" if deal != (1, 1) else "undealt"
+            yield name, dataclasses.replace(parallel, deal=deal)
+
+
+def _deals(model: ModelShape, parallel: ParallelLayout) -> list[tuple[int, int]]:
+    """Deals that make the ranks of an engine hold neighbouring parts, after none."""
+    deals = [(1, 1)]
+    for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
+        small, large = sorted((size, parallel.rollout_tp))
+        if 1 < small < large and large % small == 0 and parallel.world_size % large == 0:
+            deals.append((large // small, small) if size == large else (small, large // small))
+    return deals
+
+
+class _Turn(NamedTuple):
+    received: _Bytes
+    sent: _Bytes
+    copies: _Bytes
+    pairs: NDArray[np.int64]
+
+
+def _turn(plan: Plan, join: Join, turn: int, num_slices: int) -> _Turn:
+    """Elements and copies of one tensor."""
+    num = plan.num_ranks
+    received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
+    pairs = []
+    for index, link in enumerate(join.links):
+        takers, source = np.asarray(link.takers), plan.chosen(link.holders, link.takers, turn + index)
+        numel = sum(region.numel for region in link.regions)
+        kind = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
+        molds = sum(map(len, link.molds(int(source[0]), num_slices)))
+        np.add.at(received, (kind, takers), numel)
+        np.add.at(sent, (kind, source), numel)
+        np.add.at(copies, takers, molds)
+        np.add.at(copies, source[kind > 0], molds)
+        pairs.append((source * num + takers)[kind > 0])
+    return _Turn(received, sent, copies, np.concatenate(pairs))
+
+
+def _lower_bound(plan: Plan, join: Join) -> _Bytes:
+    missing = np.zeros(plan.num_ranks, np.int64)
+    for link in join.links:
+        takers = np.asarray(link.takers)
+        missing[takers] += sum(region.numel for region in link.regions) * ~np.isin(takers, link.holders)
+    return missing
+
+
+def _gathered(plan: Plan, join: Join) -> _Bytes:
+    gathered = np.zeros((3, plan.num_ranks), np.int64)
+    for numel, holders in join.cells:
+        ranks = np.asarray(holders)
+        kind = np.where(np.isin(plan.nodes, plan.nodes[ranks]), 1, 2)
+        kind[ranks] = 0
+        np.add.at(gathered, (kind, np.arange(plan.num_ranks)), numel)
+    return gathered
+
+
+def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
+    seen = np.zeros(num_ranks * num_ranks, dtype=bool)
+    for part in codes:
+        seen[part] = True
+    return int(np.count_nonzero(seen))
+
+
+def _wire_seconds(by_link: NDArray[Any]) -> float:
+    """The busiest rank's time, NVLink and InfiniBand at once."""
+    return float(max(by_link[1].max() / NVLINK_BYTES_PER_SECOND, by_link[2].max() / INFINIBAND_BYTES_PER_SECOND))

@@ -1,0 +1,211 @@
+"""The Megatron side: every rank's pieces, computed from the model's shape and the rank's coordinates alone.
+
+No collective and no model is needed, so each rank knows all ranks' layouts; `check_against` compares one with a live
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+from megarl.config.parallel import Coordinates, ParallelLayout
+from megarl.families import rules_of, tensors_of
+from megarl.families.names import Tensor
+from megarl.families.rules import Rule
+from megarl.families.shape import ModelShape, sizes_of
+from megarl.reshard.boxes import contiguous_strides
+from megarl.reshard.world import Holding, Layouts, Place
+from megarl.types import ConfigError
+
+
+def megatron_layouts(
+    model: ModelShape, parallel: ParallelLayout, *, padded_vocab_size: int, transformer_engine: bool = False
+) -> MegatronLayouts:
+    """The layouts of all trainer ranks, in rank order."""
+    return MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine)
+
+
+def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict[str, tuple[int, ...]]:
+    """Every parameter of one rank with its local shape, vocabulary padding included, in the order of the model."""
+    shapes = {}
+    per_rank = layouts.model.num_experts // layouts.parallel.ep
+    experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
+    for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
+        for rule in layouts.rules:
+            if rule.place == "every_layer":
+                layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
+            else:
+                layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
+            place = layouts.place(rule, chunk, coordinates.ep)
+            for layer, expert in product(layers, experts if rule.is_expert else (0,)):
+                shapes[place.of(Tensor("", layer, expert))[0]] = _local_shape(rule, layouts.cut(rule))
+    return shapes
+
+
+def chunk_prefix(chunk: int, vpp: int) -> str:
+    """What tells the parameters of a stage's model chunks apart; nothing where there is one."""
+    return f"chunk{chunk}." if vpp > 1 else ""
+
+
+def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
+    """Refuse a live model that `parameter_shapes` does not describe exactly. Raises ConfigError with the first name."""
+    for name, value in live.items():
+        if name not in shapes:
+            raise ConfigError(f"Megatron parameter {name} {tuple(value.shape)} has no rule in the family's table.")
+        if tuple(value.shape) != shapes[name]:
+            raise ConfigError(
+                f"Megatron parameter {name} is {tuple(value.shape)}; the family's rule says {shapes[name]}."
+            )
+    for name in shapes:
+        if name not in live:
+            raise ConfigError(f"Megatron parameter {name} is in the family's table but not in the model.")
+
+
+class Chunk(NamedTuple):
+    """A run of layers: virtual chunk `index` of a pipeline stage."""
+
+    stage: int
+    index: int
+    first_layer: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class MegatronLayouts(Layouts):
+    """The layouts of all trainer ranks.
+
+    `padded_vocab_size` is Megatron's (a multiple of tp); rows past the vocabulary belong to no box. With
+    `transformer_engine` fused norms and grouped experts have that library's names. Parameters of model chunks begin
+    with `chunk_prefix`. Raises ConfigError if a size does not divide.
+    """
+
+    model: ModelShape
+    parallel: ParallelLayout
+    padded_vocab_size: int
+    transformer_engine: bool = False
+
+    def __post_init__(self) -> None:
+        model, parallel = self.model, self.parallel
+        if model.num_layers % (parallel.pp * parallel.vpp):
+            chunks = f"pp {parallel.pp}" + (f" * vpp {parallel.vpp}" if parallel.vpp > 1 else "")
+            raise ConfigError(f"{chunks} does not divide the model's {model.num_layers} layers.")
+        if model.num_experts % parallel.ep:
+            raise ConfigError(f"ep {parallel.ep} does not divide the model's {model.num_experts} experts.")
+        for rule in self.rules:
+            self.cut(rule)
+
+    def __len__(self) -> int:
+        return self.parallel.world_size
+
+    @cached_property
+    def tensors(self) -> Sequence[Tensor]:  # type: ignore[override]
+        return tensors_of(self.model)
+
+    def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
+        rules = self._rules_of_template.get(tensor.template, ())
+        chunk = self.chunk(tensor.layer) if tensor.layer >= 0 else None
+        expert = bool(rules) and rules[0].is_expert
+        ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
+        key = (tensor.template, chunk, ep)
+        if key not in self._made:
+            self._made[key] = tuple(
+                holding
+                for rule in rules
+                for where in ([chunk] if chunk else self.chunks_of(rule))
+                for holding in self._holdings(rule, tensor.template, where, ep)
+            )
+        return self._made[key]
+
+    def place(self, rule: Rule, chunk: Chunk, ep: int) -> Place:
+        """The parameter of a rule in one chunk, on the ranks of one expert-parallel coordinate."""
+        own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
+        first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
+        return Place(chunk_prefix(chunk.index, self.parallel.vpp) + own, chunk.first_layer, first_expert)
+
+    def cut(self, rule: Rule) -> tuple[int, ...]:
+        """The length of one rank's part of each block along the split dimension."""
+        lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
+        lengths = [self.padded_vocab_size] if rule.padded else lengths
+        splits = self.splits(rule)
+        for length in lengths:
+            if length % splits:
+                axis = "etp" if rule.is_expert else "tp"
+                sizes = sizes_of(self.model, rule.tensors[0][0])
+                raise ConfigError(f"{axis} {splits} does not divide the model's {sizes}; use a size that does.")
+        return tuple(length // splits for length in lengths)
+
+    def splits(self, rule: Rule) -> int:
+        """Over how many ranks a parameter is split."""
+        return 1 if rule.dim is None else self.parallel.etp if rule.is_expert else self.parallel.tp
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        return rules_of(self.model)
+
+    @cached_property
+    def _rules_of_template(self) -> dict[str, list[Rule]]:
+        found: dict[str, list[Rule]] = {}
+        for rule in self.rules:
+            for template, _ in rule.tensors:
+                found.setdefault(template, []).append(rule)
+        return found
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, Chunk | None, int], tuple[Holding, ...]]:
+        return {}
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """In the order of the layers: each stage's first chunk, then each stage's second."""
+        pp, vpp = self.parallel.pp, self.parallel.vpp
+        size = self.model.num_layers // (pp * vpp)
+        return tuple(Chunk(i % pp, i // pp, i * size, size) for i in range(pp * vpp))
+
+    def chunk(self, layer: int) -> Chunk:
+        return self.chunks[layer * len(self.chunks) // self.model.num_layers]
+
+    def chunks_of(self, rule: Rule) -> tuple[Chunk, ...]:
+        if rule.place == "last_of_several_stages":
+            return self.chunks[-1:] if self.parallel.pp > 1 else ()
+        return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
+
+    def _holdings(self, rule: Rule, template: str, chunk: Chunk, ep: int) -> Iterator[Holding]:
+        """Who holds which range of one tensor of a parameter."""
+        dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
+        place, strides = self.place(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
+        for split in range(self.splits(rule)):
+            ranks = self.ranks[rule.is_expert, chunk.stage, ep, split if rule.dim is not None else None]
+            base = 0
+            for block, part in zip(rule.blocks, parts, strict=True):
+                position, low = 0, split * part
+                for segment in block:
+                    length = segment.stop - segment.start
+                    start, stop = max(position, low), min(position + length, low + part)
+                    if start < stop and segment.tensor == template:
+                        corner, end = [0] * len(shape), list(shape)
+                        corner[dim], end[dim] = segment.start + start - position, segment.start + stop - position
+                        offset = (base + start - low) * strides[dim]
+                        yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
+                    position += length
+                base += part
+
+    @cached_property
+    def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
+        """(experts?, stage, expert-parallel coordinate, tensor-parallel coordinate or None for all) -> ranks."""
+        ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
+        for rank in range(self.parallel.world_size):
+            at = self.parallel.coordinates(rank)
+            for of_experts, ep, split in ((False, 0, at.tp), (True, at.ep, at.etp)):
+                for key in ((of_experts, at.pp, ep, split), (of_experts, at.pp, ep, None)):
+                    ranks.setdefault(key, []).append(rank)
+        return {key: tuple(found) for key, found in ranks.items()}
+
+
+def _local_shape(rule: Rule, parts: tuple[int, ...]) -> tuple[int, ...]:
+    shape = list(rule.tensors[0][1])
+    shape[rule.dim or 0] = sum(parts)
+    return tuple(shape)

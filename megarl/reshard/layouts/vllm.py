@@ -1,0 +1,166 @@
+"""The layout of vLLM's live parameters, recorded from vLLM's own loader.
+
+`load_weights` is run once on tensors without storage; every copy it makes into a live parameter tells which box of
+which Hugging Face tensor lies where. Fused projections, replicated KV heads, padding and experts are covered without a
+rule here. A loader that computes instead of copying is refused by the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
+from megarl.types import MegarlError
+
+PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
+
+
+class DirectWriteError(MegarlError):
+    """The live parameters do not hold plain slices of the checkpoint's tensors."""
+
+
+def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
+    """The pieces of a live vLLM model; `tensors` are the checkpoint's names with shapes and dtypes.
+
+    A piece's storage is the parameter's name in `named_parameters()`. The live values stay as they are. As many
+    elements must be copied, or be padding that the loader fills, as there are; else DirectWriteError names the
+    parameter. (That each of them is written is what `Reshard.self_test` shows.)
+    """
+    check_direct_write(model)
+    recorder = _Recorder(model)
+    with recorder:
+        model.load_weights(recorder.sources(tensors))  # type: ignore[operator]
+    recorder.check_coverage()
+    return tuple(recorder.pieces)
+
+
+def check_direct_write(model: nn.Module) -> None:
+    """DirectWriteError if some layer keeps its weights in another form than the checkpoint's."""
+    for name, module in model.named_modules():
+        method = type(getattr(module, "quant_method", None)).__name__
+        if hasattr(module, "quant_method") and module.quant_method is not None and method not in PLAIN_METHODS:
+            raise DirectWriteError(f"{name}: {method} stores converted weights, which cannot be written in place")
+        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        if backend is not None and backend.name not in PLAIN_MOE_BACKENDS:
+            raise DirectWriteError(
+                f"{name}: the {backend.name} expert backend reorders weights; set rollout.vllm.moe_backend to triton"
+            )
+        if hasattr(module, "lora_a_stacked"):
+            raise DirectWriteError(f"{name}: adapters inside vLLM cannot be combined with in-place weights")
+
+
+def zero_padding(model: nn.Module) -> None:
+    """Clear the vocabulary rows that belong to no token, as vLLM's loader does; no piece covers them."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            rows: torch.Tensor = module.weight.data  # type: ignore[assignment]
+            rows[module.shard_indices.num_org_elements :].zero_()
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes copies from the sources into live parameters, and withholds every write to those."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.pieces: list[Piece] = []
+        self._padding: dict[str, int] = defaultdict(int)
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}
+        self._live: dict[int, tuple[str, torch.Tensor]] = {}
+        # Some parameters are views of another's storage: the widest one stands for all.
+        for name, parameter in sorted(model.named_parameters(), key=lambda item: item[1].numel()):
+            self._live[_storage(parameter)] = (name, parameter)
+
+    def sources(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, (shape, dtype) in tensors.items():
+            source = torch.empty(shape, dtype=dtype, device="meta")
+            self._sources[_storage(source)] = (name, source)
+            yield name, source
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for argument in func._schema.arguments:
+            target = given.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(target, torch.Tensor):
+                continue
+            if live := self._live.get(_storage(target)):
+                self._write(func, live, target, given)
+                return target
+        return func(*args, **kwargs)
+
+    def _write(self, func, live: tuple[str, torch.Tensor], target: torch.Tensor, given: dict) -> None:
+        name, parameter = live
+        operation = func.overloadpacket.__name__
+        if operation in ("fill_", "zero_"):
+            self._padding[name] += target.numel()
+        elif operation != "copy_":
+            raise DirectWriteError(f"{name}: vLLM's loader applies {operation} to it instead of copying")
+        elif target.numel():
+            self.pieces.append(self._copied(name, parameter, target, given["src"]))
+
+    def _copied(self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Piece:
+        if _storage(source) not in self._sources:
+            raise DirectWriteError(f"{name}: vLLM's loader fills it with computed values, not with a checkpoint tensor")
+        tensor_name, tensor = self._sources[_storage(source)]
+        piece = _piece(tensor_name, tensor, source, name, parameter, target)
+        if piece is None:
+            raise DirectWriteError(
+                f"{name}: vLLM's loader does not copy a plain slice of {tensor_name}, but {tuple(source.shape)} with "
+                f"strides {source.stride()} into {tuple(target.shape)} with strides {target.stride()}"
+            )
+        return piece
+
+    def check_coverage(self) -> None:
+        """Refuse a parameter that is not filled once: fewer elements, or more, are written than it has."""
+        copied: dict[str, int] = defaultdict(int)
+        for piece in self.pieces:
+            copied[piece.storage] += piece.box.numel
+        for name, parameter in self._live.values():
+            if copied[name] + self._padding[name] != parameter.numel():
+                raise DirectWriteError(
+                    f"{name}: {copied[name]} of {parameter.numel()} elements come from the checkpoint and "
+                    f"{self._padding[name]} are padding; each must be written exactly once"
+                )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _piece(
+    tensor_name: str,
+    tensor: torch.Tensor,
+    source: torch.Tensor,
+    parameter_name: str,
+    parameter: torch.Tensor,
+    target: torch.Tensor,
+) -> Piece | None:
+    """The piece that copying view `source` of a dense tensor to view `target` of a parameter fills.
+
+    None if the source is no axis-parallel slice; its dimensions may be permuted or, where one index was selected,
+    missing.
+    """
+    if source.shape != target.shape:
+        return None
+    dim_of_stride = {source.stride(dim): dim for dim in range(source.dim()) if source.size(dim) > 1}
+    start, stop, dims = [], [], []
+    for size, stride in zip(tensor.shape, contiguous_strides(tensor.shape), strict=True):
+        dim = dim_of_stride.pop(stride, None) if size > 1 else None
+        start.append(int(source.storage_offset()) // stride % size)
+        stop.append(start[-1] + (1 if dim is None else source.size(dim)))
+        dims.append(dim)
+    box = Box(tensor_name, tuple(start), tuple(stop))
+    if dim_of_stride or box.numel != source.numel() or any(b > n for b, n in zip(stop, tensor.shape, strict=True)):
+        return None
+    selected = contiguous_strides(box.shape)
+    strides = tuple(selected[i] if dim is None else target.stride(dim) for i, dim in enumerate(dims))
+    return Piece(box, parameter_name, int(target.storage_offset() - parameter.storage_offset()), strides)

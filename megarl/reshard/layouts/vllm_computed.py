@@ -1,0 +1,152 @@
+"""The layout of vLLM's live parameters, computed from the model's shape: what `layouts.vllm` records, without a vLLM.
+
+So every rank knows where every engine wants what, and a plan can be made with no rank started. A recorded layout that
+differs shows that this page does not speak of that model or that vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from megarl.families import templates_of, tensors_of
+from megarl.families.llama import EMBEDDING, HEAD, LAYER
+from megarl.families.names import Tensor
+from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
+from megarl.reshard.boxes import contiguous_strides
+from megarl.reshard.world import Holding, Layouts, Place
+from megarl.types import ConfigError
+
+
+class Part(NamedTuple):
+    """One tensor's share of a stack: how much of it each rank has, along the stack's split dimension."""
+
+    tensor: str
+    split: Literal["even", "heads", "vocabulary", "copy"]
+
+
+class Stack(NamedTuple):
+    """A live parameter: parts one after another along `dim`; `stacks_experts` puts the local experts side by side."""
+
+    storage: str
+    dim: int
+    parts: tuple[Part, ...]
+    stacks_experts: bool = False
+
+
+@dataclass(frozen=True)
+class VllmLayouts(Layouts):
+    """The layouts of `world_size` ranks that hold engines of `tp` contiguous ranks each.
+
+    With `ep` (`enable_expert_parallel`) a rank holds whole experts, dealt out in contiguous runs. A size that
+    does not divide is a ConfigError of `holdings`.
+    """
+
+    model: ModelShape
+    tp: int
+    world_size: int
+    ep: bool = False
+
+    def __len__(self) -> int:
+        return self.world_size
+
+    @cached_property
+    def tensors(self) -> Sequence[Tensor]:  # type: ignore[override]
+        return tensors_of(self.model)
+
+    def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
+        stack = self._stack_of[tensor.template]
+        owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
+        key = (tensor.template, owner)
+        if key not in self._made:
+            self._made[key] = tuple(self._holdings(stack, tensor.template, owner))
+        return self._made[key]
+
+    def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
+        for rank in range(self.tp) if owner < 0 else (owner,):
+            shape = list(self._shapes[template])
+            ranges = [self._range(stack, part, rank) for part in stack.parts]
+            lengths = [stored for _, _, stored in ranges]
+            index = [part.tensor for part in stack.parts].index(template)
+            start, stop, _ = ranges[index]
+            shape[stack.dim] = sum(lengths)
+            strides = contiguous_strides(shape)
+            if start < stop:
+                corner, end = [0] * len(shape), list(self._shapes[template])
+                corner[stack.dim], end[stack.dim] = start, stop
+                first_expert = self._first_expert(owner) if owner >= 0 else 0
+                step = strides[0] * shape[0] if stack.stacks_experts else 0
+                place = Place(stack.storage, 0, first_expert, step)
+                ranks = range(rank, self.world_size, self.tp)
+                yield Holding(
+                    tuple(corner), tuple(end), ranks, place, sum(lengths[:index]) * strides[stack.dim], strides
+                )
+
+    def _range(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
+        """Start and stop of a rank's part of a tensor, and the length that it has in the parameter."""
+        length, tp = self._shapes[part.tensor][stack.dim], self.tp
+        if part.split == "copy" or (stack.stacks_experts and self.ep):
+            return 0, length, length
+        if part.split == "heads" and tp > self.model.num_kv_heads and tp % self.model.num_kv_heads == 0:
+            # Each key-value head lies on several ranks.
+            heads, rank = self.model.num_kv_heads, rank // (tp // self.model.num_kv_heads)
+            return rank * (length // heads), (rank + 1) * (length // heads), length // heads
+        stored = padded_vocab_size(length, 1) if part.split == "vocabulary" else length
+        units = stored // self.model.head_dim if part.split == "heads" or "q_proj" in part.tensor else stored
+        if units % tp:
+            raise ConfigError(f"rollout.tp={tp} does not divide the model's {sizes_of(self.model, part.tensor)}.")
+        stored //= tp
+        return min(rank * stored, length), min((rank + 1) * stored, length), stored
+
+    def _owner(self, expert: int) -> int:
+        each, more = divmod(self.model.num_experts, self.tp)
+        return expert // (each + 1) if expert < more * (each + 1) else more + (expert - more * (each + 1)) // each
+
+    def _first_expert(self, rank: int) -> int:
+        each, more = divmod(self.model.num_experts, self.tp)
+        return rank * each + min(rank, more)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return templates_of(self.model)
+
+    @cached_property
+    def _stack_of(self) -> dict[str, Stack]:
+        return {part.tensor: stack for stack in self._stacks for part in stack.parts}
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, int], tuple[Holding, ...]]:
+        return {}
+
+    @cached_property
+    def _stacks(self) -> tuple[Stack, ...]:
+        """All live parameters: the checkpoint's tensors, some of them under one roof."""
+        attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
+        expert = mlp + "experts.{expert}."
+        stacks = [Stack(name, 0, (Part(name, "vocabulary"),)) for name in (EMBEDDING, HEAD)]
+        stacks += [_qkv(attention, kind) for kind in ("weight", "bias")]
+        stacks += [_row(attention + "o_proj.weight")]
+        for inside in (mlp, mlp + "shared_expert."):
+            stacks += [_gate_up(inside, inside + "gate_up_proj.weight"), _row(inside + "down_proj.weight")]
+        stacks += [
+            _gate_up(expert, mlp + "experts.routed_experts.w13_weight")._replace(stacks_experts=True),
+            _row(expert + "down_proj.weight", mlp + "experts.routed_experts.w2_weight")._replace(stacks_experts=True),
+        ]
+        present = [stack for stack in stacks if stack.parts[0].tensor in self._shapes]
+        known = {part.tensor for stack in present for part in stack.parts}
+        return (*present, *(Stack(name, 0, (Part(name, "copy"),)) for name in self._shapes if name not in known))
+
+
+def _qkv(attention: str, kind: str) -> Stack:
+    q, k, v = (f"{attention}{letter}_proj.{kind}" for letter in "qkv")
+    return Stack(f"{attention}qkv_proj.{kind}", 0, (Part(q, "even"), Part(k, "heads"), Part(v, "heads")))
+
+
+def _gate_up(inside: str, storage: str) -> Stack:
+    return Stack(storage, 0, (Part(inside + "gate_proj.weight", "even"), Part(inside + "up_proj.weight", "even")))
+
+
+def _row(tensor: str, storage: str | None = None) -> Stack:
+    return Stack(storage or tensor, 1, (Part(tensor, "even"),))

@@ -1,0 +1,155 @@
+"""The live reshard: from the trainer's parameters into the engine's, planned once and carried out every step.
+
+`Reshard` writes an engine's live parameters in place. Where an engine keeps its weights in another form than the
+checkpoint's, `GatheredReshard` hands full tensors to vLLM's own loader instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megarl.families import hf_tensors
+from megarl.families.shape import ModelShape
+from megarl.reshard.boxes import Layout, dense_piece
+from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
+from megarl.reshard.plan import Places, Plan, make_plan
+from megarl.reshard.staging import gathered
+from megarl.reshard.transport import Transport
+from megarl.reshard.verify import verify
+from megarl.types import MegarlError
+
+LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
+"""vLLM's loader of full checkpoint tensors."""
+
+
+def record(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> tuple[Layout | None, str]:
+    """What this rank's engine says of its parameters; or None, and why some engine cannot be written in place.
+
+    A collective over the world: all ranks write in place, or none does.
+    """
+    recorded, refusal = None, ""
+    try:
+        recorded = record_layout(model, {name: (size, dtype) for name, size in hf_tensors(shape).items()})
+    except DirectWriteError as error:
+        refusal = str(error)
+    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal)) if text]
+    return (None, refusals[0]) if refusals else (recorded, "")
+
+
+class Reshard:
+    """The plan between two layouts over the whole world, bound to this rank's parameters and its engine's.
+
+    `sources` and `destinations` are all ranks' layouts; `recorded` is what this rank's engine says of its own. Where it
+    says the same on every rank, the plan needs no exchange but of digests; else the recorded layouts are exchanged and
+    count. Making one is a collective. Raises RuntimeError if the ranks arrive at different plans.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Layout],
+        destinations: Sequence[Layout] | None,
+        recorded: Layout,
+        parameters: Mapping[str, Tensor],
+        engine: nn.Module,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        places: Places,
+    ) -> None:
+        rank = dist.get_rank()
+        as_computed = destinations is not None and set(recorded) == set(destinations[rank])
+        self.is_computed = all(gathered(as_computed))
+        wanted = destinations if self.is_computed and destinations is not None else gathered(recorded)
+        plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, places=places)
+        digests = gathered(plan.digest())
+        if len(set(digests)) > 1:
+            raise RuntimeError(f"the ranks made different reshard plans: {digests}")
+        self._engine = engine
+        self._live = dict(engine.named_parameters())
+        self._bound: Any = (plan.for_rank(rank), parameters, self._live)
+        self._dtype = dtype
+        self._transport = Transport(*self._bound, dtype=dtype)
+
+    @torch.no_grad()
+    def run(self) -> dict[str, float]:
+        """Move all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
+        zero_padding(self._engine)
+        return self._transport.reshard()
+
+    def verify(self) -> None:
+        """Compare checksums of live parameters with the trainer's. Raises MegarlError with the first that differs."""
+        verify(*self._bound, dtype=self._dtype)
+
+    @torch.no_grad()
+    def self_test(self) -> None:
+        """Spoil the engine's parameters, reshard, compare. Raises MegarlError with the first that differs."""
+        for parameter in self._live.values():
+            parameter.fill_(float("nan"))
+        self.run()
+        self.verify()
+        for name, parameter in self._live.items():
+            if parameter.isnan().any():
+                raise MegarlError(f"rank {dist.get_rank()}: no reshard reaches all of the engine's parameter {name}.")
+
+
+class GatheredReshard:
+    """Every tensor whole on every rank, some at a time, and through `load`: for engines that convert their weights.
+
+    `sources` are all ranks' layouts. Full tensors of `bucket_bytes` together, or one, are held beside the staging.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Layout],
+        shape: ModelShape,
+        parameters: Mapping[str, Tensor],
+        load: LoadTensors,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        places: Places,
+    ) -> None:
+        self._parameters, self._load, self._dtype = parameters, load, dtype
+        world = dist.get_world_size()
+        groups: list[dict[str, tuple[int, ...]]] = []
+        filled = bucket_bytes
+        for name, size in hf_tensors(shape).items():
+            if filled + prod(size) * dtype.itemsize > bucket_bytes:
+                groups.append({})
+                filled = 0
+            groups[-1][name] = size
+            filled += prod(size) * dtype.itemsize
+
+        def plan(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
+            full = tuple(dense_piece(name, size, name, 0) for name, size in tensors.items())
+            return make_plan(sources, [full] * world, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, places=places)
+
+        self._groups = [(tensors, plan(tensors).for_rank(dist.get_rank())) for tensors in groups]
+
+    @torch.no_grad()
+    def run(self) -> dict[str, float]:
+        """Load all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
+        report: dict[str, float] = {}
+        self._load(self._gathered(report))
+        return report
+
+    def verify(self) -> None:
+        """Nothing to compare: the engine holds converted weights."""
+
+    def self_test(self) -> None:
+        """Load all weights once."""
+        self.run()
+
+    def _gathered(self, report: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
+        device = next(iter(self._parameters.values())).device
+        for tensors, plan in self._groups:
+            full = {name: torch.empty(size, dtype=self._dtype, device=device) for name, size in tensors.items()}
+            for key, value in Transport(plan, self._parameters, full, dtype=self._dtype).reshard().items():
+                report[key] = report.get(key, 0.0) + value
+            yield from full.items()

@@ -1,0 +1,190 @@
+"""Where the holders of a tensor and those who want it meet: the copies of one kind of tensor, before ranks are chosen.
+
+Worked out once for all tensors that lie alike; a plan then only fills in ranks, layers and experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise, product
+from math import prod
+from typing import Any, NamedTuple
+
+from megarl.families.names import Tensor
+from megarl.reshard.boxes import Box
+from megarl.reshard.world import Holding, Place
+
+
+class Mold(NamedTuple):
+    """A copy of `shape` elements from a strided view of one place to a strided view of another."""
+
+    shape: tuple[int, ...]
+    source: Place
+    source_offset: int
+    source_strides: tuple[int, ...]
+    destination: Place
+    destination_offset: int
+    destination_strides: tuple[int, ...]
+
+
+class Region(NamedTuple):
+    """A part of a tensor that one place wants and each of `sources` (one for each kind of holder) has."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    sources: tuple[Holding, ...]
+    destination: Holding
+
+    @property
+    def numel(self) -> int:
+        return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    def staged(self, num_slices: int) -> int:
+        """The most elements of one of `num_slices` slices along the first dimension."""
+        rows = self.stop[0] - self.start[0]
+        return self.numel // rows * -(-rows // num_slices)
+
+
+@dataclass(slots=True)
+class Link:
+    """All regions with the same `holders` and the same `takers`, both ascending: a taker has them from one holder."""
+
+    holders: Sequence[int]
+    takers: Sequence[int]
+    regions: list[Region] = field(default_factory=list)
+    made: dict[tuple[int, ...], list[list[Mold]]] = field(default_factory=dict)
+
+    def molds(self, source: int, num_slices: int) -> list[list[Mold]]:
+        """The copies from holder `source` to any taker, slice by slice, series merged."""
+        kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
+        key = (num_slices, *kinds)
+        if key not in self.made:
+            slices: list[list[Mold]] = [[] for _ in range(num_slices)]
+            for region, kind in zip(self.regions, kinds, strict=True):
+                for index, mold in _slices(_mold(region, region.sources[kind]), num_slices):
+                    slices[index].append(mold)
+            self.made[key] = [merge_series(molds) for molds in slices]
+        return self.made[key]
+
+
+class Join:
+    """The links of one kind of tensor. Raises ValueError if `tensor`, one of the kind, has an element without source.
+
+    Sources that hold the same part count as one with all their ranks; parts that overlap are cut apart first.
+    """
+
+    def __init__(self, tensor: Tensor, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
+        links: dict[tuple[Sequence[int], Sequence[int]], Link] = {}
+        cells = [
+            (start, stop, found, tuple(sorted({rank for holding in found for rank in holding.ranks})))
+            for start, stop, found in _cells(sources)
+        ]
+        for wanted in destinations:
+            missing = Box(tensor.name, wanted.start, wanted.stop).numel
+            for start, stop, found, holders in cells:
+                low, high = tuple(map(max, start, wanted.start)), tuple(map(min, stop, wanted.stop))
+                if all(a < b for a, b in zip(low, high, strict=True)):
+                    region = Region(low, high, found, wanted)
+                    links.setdefault((holders, wanted.ranks), Link(holders, wanted.ranks)).regions.append(region)
+                    missing -= region.numel
+            if missing:
+                raise ValueError(f"no source holds all of {tensor.name} from {wanted.start} to {wanted.stop}")
+        self.links = tuple(links.values())
+        self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
+        """Elements of each disjoint part of the tensor, and its holders."""
+        self.turns = max((len(link.holders) for link in self.links), default=1)
+        """After so many tensors the choice among replicas repeats."""
+        self.longest = max((r.stop[0] - r.start[0] for link in self.links for r in link.regions), default=1)
+        """The most slices that can differ."""
+
+    def roles(self, rank: int) -> tuple[tuple[int, Link], ...]:
+        """The links, with their numbers, in which a rank sends or receives."""
+        return tuple((i, k) for i, k in enumerate(self.links) if rank in k.takers or rank in k.holders)
+
+
+def merge_series(molds: list[Mold]) -> list[Mold]:
+    """Replace equal copies at constant steps by one copy with one more dimension (the groups of a fused projection)."""
+    if len(molds) < 2:
+        return molds
+
+    def kind(m: Mold) -> tuple[Any, ...]:
+        return m.source, m.source_strides, m.destination, m.destination_strides, m.shape
+
+    merged: list[Mold] = []
+    for _, group in groupby(sorted(molds, key=lambda m: (kind(m), m.destination_offset, m.source_offset)), key=kind):
+        run: list[Mold] = []
+        for mold in group:
+            # A view cannot step backwards, so a descending series stays apart.
+            if run and (_step(run[-1], mold)[0] < 0 or (len(run) > 1 and _step(run[-1], mold) != _step(*run[:2]))):
+                merged.append(_stacked(run))
+                run = []
+            run.append(mold)
+        merged.append(_stacked(run))
+    return merged if len(merged) == len(molds) else merge_series(merged)
+
+
+def _step(a: Mold, b: Mold) -> tuple[int, int]:
+    return b.source_offset - a.source_offset, b.destination_offset - a.destination_offset
+
+
+def _stacked(run: list[Mold]) -> Mold:
+    if len(run) == 1:
+        return run[0]
+    first = run[0]
+    source_step, destination_step = _step(first, run[1])
+    return first._replace(
+        shape=(len(run), *first.shape),
+        source_strides=(source_step, *first.source_strides),
+        destination_strides=(destination_step, *first.destination_strides),
+    )
+
+
+def _mold(region: Region, source: Holding) -> Mold:
+    def offset(holding: Holding) -> int:
+        steps = zip(region.start, holding.start, holding.strides, strict=True)
+        return holding.offset + sum((a - b) * s for a, b, s in steps)
+
+    shape = tuple(b - a for a, b in zip(region.start, region.stop, strict=True))
+    there = region.destination
+    return Mold(shape, source.place, offset(source), source.strides, there.place, offset(there), there.strides)
+
+
+def _slices(mold: Mold, num_slices: int) -> Iterator[tuple[int, Mold]]:
+    """The mold cut along its first dimension, evenly, with each slice's number; some may be empty and are left out."""
+    if num_slices == 1:
+        yield 0, mold
+        return
+    rows = mold.shape[0]
+    for index in range(num_slices):
+        start, stop = rows * index // num_slices, rows * (index + 1) // num_slices
+        if start < stop:
+            yield (
+                index,
+                mold._replace(
+                    shape=(stop - start, *mold.shape[1:]),
+                    source_offset=mold.source_offset + start * mold.source_strides[0],
+                    destination_offset=mold.destination_offset + start * mold.destination_strides[0],
+                ),
+            )
+
+
+_Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
+
+
+def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
+    """Disjoint boxes that together are all the holdings', each with everything that holds the whole of it."""
+    corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
+    cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]
+    cells = []
+    for ranges in product(*map(pairwise, cuts)):
+        start, stop = tuple(a for a, _ in ranges), tuple(b for _, b in ranges)
+        found = tuple(
+            h
+            for h in holdings
+            if all(a <= c for a, c in zip(h.start, start, strict=True))
+            and all(b >= d for b, d in zip(h.stop, stop, strict=True))
+        )
+        if found:
+            cells.append((start, stop, found))
+    return cells

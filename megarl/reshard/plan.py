@@ -1,0 +1,281 @@
+"""The plan: who copies which elements to whom, in which order, in which buckets. Integers and names, no torch.
+
+A plan is a function of two worlds of layouts. Each rank works out its own part, and its partners work out the same:
+the source of a piece is the rank itself, else a holder on its node, else one under the same switch, else any; among
+equally near holders the takers are dealt out evenly, starting from another one for each tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.families.names import Tensor
+from megarl.reshard.boxes import Layout
+from megarl.reshard.overlap import Join, Mold
+from megarl.reshard.world import Layouts, ListedLayouts
+
+Places = Sequence[Sequence[int | str]]
+"""Each rank's node and the switches above it, nearest first, equally many for each."""
+
+
+class View(NamedTuple):
+    """A strided view into a storage: element (i, j, ...) lies at `offset + i * strides[0] + j * strides[1] + ...`."""
+
+    storage: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Transfer(NamedTuple):
+    """One copy: `shape` elements of tensor `name` from a view on one rank to a view on another (or the same)."""
+
+    source_rank: int
+    destination_rank: int
+    name: str
+    shape: tuple[int, ...]
+    source: View
+    destination: View
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RankBucket:
+    """One rank's part of a bucket. Sends are grouped by receiving rank and receives by sending rank, both ascending.
+
+    `is_exchanged` says whether any two ranks may exchange something in this bucket: then all ranks take part.
+    """
+
+    local: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    is_exchanged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank does, bucket by bucket; all ranks have equally many buckets."""
+
+    rank: int
+    num_ranks: int
+    itemsize: int
+    buckets: tuple[RankBucket, ...]
+
+    @property
+    def staging_numel(self) -> int:
+        """Elements that the largest bucket stages on this rank, sent and received."""
+        return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
+
+
+_Copies = tuple[Mold, list[tuple[int, int]]]
+"""A mold and the (source rank, destination rank) pairs that use it."""
+
+NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+"""The load of a tensor that stays where it is."""
+
+
+class Step(NamedTuple):
+    """One tensor's turn: its slices travel in `buckets`, one each; `turn` rotates the choice among replicas."""
+
+    tensor: Tensor
+    join: Join
+    turn: int
+    buckets: tuple[int, ...]
+
+
+class Plan:
+    """All transfers between two worlds of layouts, in execution order, cut into buckets; made by `make_plan`."""
+
+    def __init__(
+        self, sources: Layouts, destinations: Layouts, *, itemsize: int, bucket_bytes: int, places: Places
+    ) -> None:
+        self.sources, self.destinations = sources, destinations
+        self.itemsize, self.bucket_bytes = itemsize, bucket_bytes
+        self._near = _numbered(places)
+        self.steps: list[Step] = []
+        self.exchanged: list[bool] = []
+        self._chosen: dict[tuple[Sequence[int], Sequence[int], int], NDArray[np.int64]] = {}
+        self._make_steps(max(bucket_bytes // itemsize, 1))
+
+    @property
+    def num_ranks(self) -> int:
+        return self._near.shape[1]
+
+    @property
+    def nodes(self) -> NDArray[np.int64]:
+        """The node of each rank, by number."""
+        return self._near[0]
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """The part of the plan that one rank carries out; costs what the rank's own pieces cost."""
+        own: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
+        copies_of = cache(partial(self._copies, rank))
+        for tensor, join, turn, buckets in self.steps:
+            if not (slices := copies_of(join, turn, len(buckets))):
+                continue
+            name = tensor.name
+            for bucket, copies in zip(buckets, slices, strict=True):
+                local, sends, receives = own[bucket]
+                for m, pairs in copies:
+                    there, shift = m.source.of(tensor)
+                    here, step = m.destination.of(tensor)
+                    source_view = View(there, m.source_offset + shift, m.source_strides)
+                    destination_view = View(here, m.destination_offset + step, m.destination_strides)
+                    for source, taker in pairs:
+                        transfer = Transfer(source, taker, name, m.shape, source_view, destination_view)
+                        (local if source == taker else sends if source == rank else receives).append(transfer)
+        buckets = tuple(
+            RankBucket(
+                tuple(local),
+                tuple(sorted(sends, key=lambda t: t.destination_rank)),
+                tuple(sorted(receives, key=lambda t: t.source_rank)),
+                exchanged,
+            )
+            for (local, sends, receives), exchanged in zip(own, self.exchanged, strict=True)
+        )
+        return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
+
+    def digest(self) -> str:
+        """A fingerprint of all that the plan is made from: equal on all ranks, or their messages would not fit."""
+        digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
+        digest.update(repr([step.buckets for step in self.steps]).encode())
+        digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
+        return digest.hexdigest()
+
+    def chosen(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
+        """Whom each taker takes from."""
+        key = (holders, takers, turn)
+        if key not in self._chosen:
+            ranks, who = np.asarray(holders), np.asarray(takers)
+            place, found = np.arange(len(who)) + turn, np.where(np.isin(who, ranks), who, -1)
+            for at in self._near:
+                order = np.argsort(at[ranks], kind="stable")
+                first, last = (np.searchsorted(at[ranks[order]], at[who], side) for side in ("left", "right"))
+                index = first + place % np.maximum(last - first, 1)
+                found = np.where((found < 0) & (last > first), ranks[order[index % len(ranks)]], found)
+            self._chosen[key] = found
+        return self._chosen[key]
+
+    def _copies(self, rank: int, join: Join, turn: int, num_slices: int) -> list[list[_Copies]]:
+        """A rank's copies of one tensor, slice by slice; empty if it has no part in it."""
+        slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
+        for index, link in join.roles(rank):
+            takers, chosen = np.asarray(link.takers), self.chosen(link.holders, link.takers, turn + index)
+            pairs: dict[int, list[tuple[int, int]]] = {}
+            mine = (takers == rank) | (chosen == rank)
+            for source, taker in zip(chosen[mine].tolist(), takers[mine].tolist(), strict=True):
+                pairs.setdefault(source, []).append((source, taker))
+            for source, found in pairs.items():
+                for part, molds in zip(slices, link.molds(source, num_slices), strict=True):
+                    part += [(mold, found) for mold in molds]
+        return slices if any(slices) else []
+
+    def _make_steps(self, limit: int) -> None:
+        """Deal the tensors into buckets so that no rank stages more than `limit` elements in one.
+
+        The first tensor of each kind of holder comes first, then each second one: so all ranks send at once, not one
+        stage or one expert's holders after the other.
+        """
+        rounds: dict[tuple[int, str], list[tuple[Tensor, Join, list[NDArray[np.int64]]]]] = {}
+        joins: dict[tuple[int, int], tuple[Join, list[NDArray[np.int64]]]] = {}
+        count: dict[int, int] = {}
+        for tensor in self.destinations.tensors:
+            held, wanted = self.sources.holdings(tensor), self.destinations.holdings(tensor)
+            key = (id(held), id(wanted))
+            if key not in joins:
+                join = Join(tensor, held, wanted)
+                joins[key] = join, self._fit(join, limit)
+            place = count[id(held)] = count.get(id(held), -1) + 1
+            rounds.setdefault((place, tensor.template), []).append((tensor, *joins[key]))
+        staged = np.zeros(self.num_ranks, dtype=np.int64)
+        for _, group in sorted(rounds.items(), key=lambda item: item[0]):
+            buckets: list[list[int]] = [[] for _ in group]
+            for index in range(max(len(loads) for _, _, loads in group)):
+                for (_, _, loads), own in zip(group, buckets, strict=True):
+                    if index < len(loads):
+                        if not self.exchanged or (
+                            loads[index] is not NOTHING and (staged + loads[index]).max() > limit
+                        ):
+                            self.exchanged.append(False)
+                            staged = np.zeros(self.num_ranks, dtype=np.int64)
+                        if loads[index] is not NOTHING:
+                            staged += loads[index]
+                            self.exchanged[-1] = True
+                        own.append(len(self.exchanged) - 1)
+            for (tensor, join, _), own in zip(group, buckets, strict=True):
+                turn = (max(tensor.layer, 0) + tensor.expert) % join.turns
+                self.steps.append(Step(tensor, join, turn, tuple(own)))
+
+    def _fit(self, join: Join, limit: int) -> list[NDArray[np.int64]]:
+        """What each rank may stage of each slice of a tensor, with as many slices as make it fit."""
+        reach = [self._reach(link.holders, link.takers) for link in join.links]
+        if not any(reach):
+            return [NOTHING]
+        num_slices = 1
+        while True:
+            load = np.zeros(self.num_ranks, dtype=np.int64)
+            for link, most in zip(join.links, reach, strict=True):
+                if most:
+                    numel = sum(region.staged(num_slices) for region in link.regions)
+                    load[np.asarray(link.holders)] += most * numel
+                    load[np.asarray(link.takers)] += numel
+            largest = int(load.max())
+            # Slices of half a bucket leave room for other tensors' beside them.
+            if largest * 2 <= limit or num_slices >= join.longest:
+                return [load] * num_slices
+            num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), join.longest)
+
+    def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
+        """The most takers that one holder may send to, at any turn; 0 if all have the elements themselves."""
+        who, source = np.asarray(takers), self.chosen(holders, takers, 0)
+        most, is_left = 0, source != who
+        # A turn shifts the choices of each distance among their own holders, so that all maxima may meet.
+        for at in self._near:
+            is_near = is_left & (at[source] == at[who])
+            most += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
+            is_left &= ~is_near
+        return most
+
+
+def _numbered(places: Places) -> NDArray[np.int64]:
+    """A row of numbers for each class of links, nearest first: ranks of one number are joined by such a link."""
+    rows = []
+    for level in range(len(places[0]) + 1):
+        numbers: dict[tuple[int | str, ...], int] = {}
+        rows.append([numbers.setdefault(tuple(place[level:]), len(numbers)) for place in places])
+    return np.asarray(rows, dtype=np.int64)
+
+
+def make_plan(
+    sources: Sequence[Layout],
+    destinations: Sequence[Layout],
+    *,
+    itemsize: int,
+    bucket_bytes: int,
+    places: Places | None = None,
+) -> Plan:
+    """Join source with destination layouts, both by rank (an empty layout where a rank plays no part).
+
+    `itemsize` is the size of an element on the wire, `bucket_bytes` bounds what one rank stages at once, sent and
+    received together; `places` names each rank's node and the switches above it, nearest first (left out: one node).
+    Raises ValueError with the tensor's name if a destination element has no source.
+    """
+    if len(sources) != len(destinations):
+        raise ValueError(f"{len(sources)} source layouts, {len(destinations)} destination layouts")
+    return Plan(
+        sources if isinstance(sources, Layouts) else ListedLayouts(sources),
+        destinations if isinstance(destinations, Layouts) else ListedLayouts(destinations),
+        itemsize=itemsize,
+        bucket_bytes=bucket_bytes,
+        places=[(0,)] * len(sources) if places is None else places,
+    )

@@ -1,0 +1,157 @@
+"""Staging memory of the transport: two slots that buckets take in turn, a rank's own or shared on one machine.
+
+Both kinds serve one exchange after the other: `claim` the slot, pack into it, `depart`, `arrive` at what the others
+sent, unpack it, `release`. An exchange arrives after the next one departs at the latest.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.platform import signed
+from megarl.reshard.plan import RankBucket, RankPlan
+
+Value = TypeVar("Value")
+
+
+class OwnSlots:
+    """Two slots in a rank's own memory, each for all that it sends and receives in a bucket."""
+
+    def __init__(
+        self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        self._slots = [torch.empty(plan.staging_numel, dtype=dtype, device=device) for _ in plan.buckets[:2]]
+        self._group = group
+        self._splits = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
+        self._travelling: deque[dist.Work] = deque()
+
+    def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """For one exchange: what to send, and what comes from each rank."""
+        outgoing, incoming = self._parts(exchange)
+        return outgoing, incoming.split(self._splits[exchange][1])
+
+    def claim(self, exchange: int) -> None:
+        """The slot is free: what it held has arrived before, here and there."""
+
+    def depart(self, exchange: int) -> None:
+        sent, received = self._splits[exchange]
+        outgoing, incoming = self._parts(exchange)
+        work = dist.all_to_all_single(incoming, outgoing, received, sent, self._group, async_op=True)
+        assert work is not None
+        self._travelling.append(work)
+
+    def arrive(self) -> None:
+        self._travelling.popleft().wait()
+
+    def release(self) -> None:
+        """Nobody waits for it: the slot is this rank's own."""
+
+    def _parts(self, exchange: int) -> tuple[Tensor, Tensor]:
+        """What goes out in an exchange, and behind it what comes in."""
+        sent, received = map(sum, self._splits[exchange])
+        slot = self._slots[exchange % 2]
+        return slot.narrow(0, 0, sent), slot.narrow(0, sent, received)
+
+
+class SharedSlots:
+    """Two slots of what a rank sends in a bucket, mapped by its peers, which read where it packed.
+
+    Beside its slots each rank counts the exchanges that it has packed and those that it has read.
+    """
+
+    _HEAD_BYTES = mmap.PAGESIZE
+    _PATIENCE_SECONDS = 1800.0
+
+    def __init__(self, plan: RankPlan, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
+        self._rank = plan.rank
+        exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
+        self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
+        numel = max(map(sum, self._sent))
+        file = os.memfd_create("megarl-reshard")
+        os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
+        peers = gathered((os.getpid(), file, numel, self._sent), group)
+        maps = [_mapped(Path(f"/proc/{process}/fd/{number}")) for process, number, *_ in peers]
+        self._counts = [torch.frombuffer(m, dtype=torch.int64, count=2).numpy() for m in maps]
+        self._slots = [
+            torch.frombuffer(m, dtype=dtype, offset=self._HEAD_BYTES).split(numel) if numel else ()
+            for m, (_, _, numel, _) in zip(maps, peers, strict=True)
+        ]
+        self._starts = [[sum(counts[: plan.rank]) for counts in sent] for _, _, _, sent in peers]
+        self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
+        self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]
+        self._nothing = torch.empty(0, dtype=dtype)
+        dist.barrier(group)
+        os.close(file)
+
+    def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
+        """For one exchange: what to send, and what each rank has put down for this one."""
+        messages = [self._nothing] * len(self._slots)
+        for rank, numel in enumerate(self._received[exchange]):
+            if numel:
+                messages[rank] = self._slots[rank][exchange % 2].narrow(0, self._starts[rank][exchange], numel)
+        sent = sum(self._sent[exchange])
+        return self._slots[self._rank][exchange % 2][:sent] if sent else self._nothing, messages
+
+    def claim(self, exchange: int) -> None:
+        """Wait until the readers of what the slot held have read it."""
+        packed = self._counts[self._rank][0]
+        # The last exchange before may have been in either slot.
+        self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
+
+    def depart(self, exchange: int) -> None:
+        self._counts[self._rank][0] += 1
+
+    def arrive(self) -> None:
+        read = self._counts[self._rank][1]
+        self._wait(self._senders, lambda rank: self._counts[rank][0] > read)
+
+    def release(self) -> None:
+        self._counts[self._rank][1] += 1
+
+    def _wait(self, ranks: Iterable[int], is_ready: Callable[[int], bool]) -> None:
+        start, nap = time.monotonic(), 0.0
+        for rank in ranks:
+            while not is_ready(rank):
+                time.sleep(nap)
+                nap = 5e-5
+                if time.monotonic() - start > self._PATIENCE_SECONDS:
+                    raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("r+b", buffering=0) as opened:
+        return mmap.mmap(opened.fileno(), 0)
+
+
+def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks are willing, on one machine that keeps the order of stores, and open each other's files."""
+    is_ordered = platform.machine() in ("x86_64", "AMD64")
+    names = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.getuid()
+    machines = set(gathered(names if is_willing and is_ordered else None, group))
+    return len(machines) == 1 and None not in machines
+
+
+def gathered(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Every rank's value, by rank."""
+    return signed.gather(value, group, purpose="weights")
+
+
+def splits(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
+    """Elements sent to and received from each rank."""
+    sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
+    for t in bucket.sends:
+        sent[t.destination_rank] += t.numel
+    for t in bucket.receives:
+        received[t.source_rank] += t.numel
+    return sent, received

@@ -1,0 +1,233 @@
+"""The transport: one rank carries its part of a plan out on live tensors, as often as asked.
+
+Per bucket: remote elements are packed and sent off in one exchange; while they travel, local elements are copied in
+place and the bucket before is unpacked. CPU ranks of one machine pack into memory that their peers map, and unpack from
+theirs. Destinations are written where they are and never rebound, since CUDA graphs hold their addresses. Two buckets
+of staging memory exist at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.platform import device
+from megarl.reshard.plan import RankPlan, Transfer, View
+from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
+
+_SMALL_BYTES = 1 << 20
+"""Copies below this cost a GPU more to launch than to do."""
+_BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Destination views and the source views that fill them, pair by pair."""
+
+    tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Pairs that one launch copies together."""
+    on_cpu: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, destination: Tensor, source: Tensor) -> None:
+        if destination.dtype != source.dtype:
+            self.tensors.append((destination, source))
+            return
+        # A strided copy moves element by element: the wider the elements, the fewer.
+        bits = next(b for b in _BITS if b.itemsize == destination.itemsize)
+        destination, source = destination.view(bits), source.view(bits)
+        with suppress(RuntimeError):
+            destination, source = destination.view(torch.int64), source.view(torch.int64)
+        if destination.is_cpu and source.is_cpu:
+            self.on_cpu.append((destination, source))
+            return
+        is_dense = destination.is_contiguous() and source.is_contiguous()
+        is_small = destination.is_cuda and source.is_cuda and is_dense and destination.nbytes < _SMALL_BYTES
+        (self.small if is_small else self.tensors).append((destination, source))
+
+    def run(self) -> None:
+        # The C library's copy of long rows does not read what it overwrites, as torch's does: nearly twice as fast.
+        # Arrays live no longer than the copy: storages are emptied and filled again elsewhere when memory is lent.
+        for destination, source in self.on_cpu:
+            np.copyto(np.from_dlpack(destination), np.from_dlpack(source))  # pyright: ignore[reportArgumentType]
+        for pairs in (self.tensors, self.small):
+            if pairs:
+                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore
+
+
+@dataclass(slots=True)
+class _Step:
+    """A bucket, all its views made."""
+
+    local: _Copies
+    pack: _Copies
+    unpack: _Copies
+    exchange: int | None
+    """Its number among the exchanges of a reshard."""
+
+
+class Transport:
+    """A rank's plan bound to its storages: `reshard` moves the weights.
+
+    `sources` and `destinations` are contiguous tensors by storage name, read and written in place; they must keep
+    their memory. `dtype` is the type on the wire, of the plan's item size and the same on all ranks; values are cast
+    where a storage has another. Rank i of the plan is rank i of `group`. Making one is a collective where ranks
+    exchange anything; `shared_memory` lets CPU ranks of one machine exchange through it. Raises ValueError for a
+    storage that is missing or too small.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        sources: Mapping[str, Tensor],
+        destinations: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        shared_memory: bool = True,
+    ) -> None:
+        if dtype.itemsize != plan.itemsize:
+            raise ValueError(f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}")
+        is_exchanged = any(b.is_exchanged for b in plan.buckets)
+        if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
+            raise ValueError(f"the plan is for {plan.num_ranks} ranks, the group has {dist.get_world_size(group)}")
+        self._device = device_of([*sources.values(), *destinations.values()])
+        is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
+        self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
+        self._steps = list(_bind(plan, sources, destinations, self._slots))
+        count = {
+            "local": sum(t.numel for b in plan.buckets for t in b.local),
+            "sent": sum(t.numel for b in plan.buckets for t in b.sends),
+            "received": sum(t.numel for b in plan.buckets for t in b.receives),
+        }
+        self._bytes = {f"{kind}_bytes": float(numel * plan.itemsize) for kind, numel in count.items()}
+
+    @torch.no_grad()
+    def reshard(self) -> dict[str, float]:
+        """Move all weights, in lockstep with the other ranks.
+
+        Returns seconds spent packing, waiting for the wire, copying locally and unpacking (`pack_seconds`,
+        `wire_seconds`, `local_seconds`, `unpack_seconds`), their wall time `total_seconds`, and bytes `local`,
+        `sent`, `received`.
+        """
+        clock = _Clock(self._device)
+        travelling: _Step | None = None
+        for step in self._steps:
+            if step.exchange is not None:
+                with clock.stage("wire"):
+                    self._slots.claim(step.exchange)
+                with clock.stage("pack"):
+                    step.pack.run()
+                with clock.stage("wire"):
+                    self._slots.depart(step.exchange)
+            with clock.stage("local"):
+                step.local.run()
+            self._unpack(travelling, clock)
+            travelling = step if step.exchange is not None else None
+        self._unpack(travelling, clock)
+        return clock.seconds() | self._bytes
+
+    def _unpack(self, travelling: _Step | None, clock: _Clock) -> None:
+        if travelling is not None:
+            with clock.stage("wire"):
+                self._slots.arrive()
+            with clock.stage("unpack"):
+                travelling.unpack.run()
+            self._slots.release()
+
+
+def device_of(storages: Sequence[Tensor]) -> torch.device:
+    """The device on which a rank exchanges: its accelerator where a storage lies there.
+
+    A rank without storages takes `platform.device.current()`, so that it joins the collectives of the other ranks: the
+    name of the world's backend does not tell which device they use.
+    """
+    others = torch.device("cpu") if storages else device.current()
+    return next((storage.device for storage in storages if storage.is_cuda), others)
+
+
+def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -> Tensor:
+    """The elements a plan's view means, sharing the storage's memory."""
+    last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
+    if not storage.is_contiguous() or last >= storage.numel():
+        raise ValueError(
+            f"{name}: element {last} of storage {view.storage} is needed, which has {storage.numel()} elements"
+            f"{'' if storage.is_contiguous() else ' and is not contiguous'}"
+        )
+    return storage.detach().as_strided(shape, view.strides, storage.storage_offset() + view.offset)
+
+
+def _bind(
+    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], slots: OwnSlots | SharedSlots
+) -> Iterator[_Step]:
+    def source(t: Transfer) -> Tensor:
+        return strided_view(_storage(sources, t.source.storage), t.source, t.shape, t.name)
+
+    def destination(t: Transfer) -> Tensor:
+        return strided_view(_storage(destinations, t.destination.storage), t.destination, t.shape, t.name)
+
+    exchange = 0
+    for bucket in plan.buckets:
+        local, pack, unpack = _Copies(), _Copies(), _Copies()
+        for t in bucket.local:
+            local.add(destination(t), source(t))
+        if not bucket.is_exchanged:
+            yield _Step(local, pack, unpack, None)
+            continue
+        outgoing, messages = slots.of(exchange)
+        start = 0
+        for t in bucket.sends:
+            pack.add(outgoing.narrow(0, start, t.numel).view(t.shape), source(t))
+            start += t.numel
+        starts = [0] * plan.num_ranks
+        for t in bucket.receives:
+            start = starts[t.source_rank]
+            starts[t.source_rank] += t.numel
+            unpack.add(destination(t), messages[t.source_rank].narrow(0, start, t.numel).view(t.shape))
+        yield _Step(local, pack, unpack, exchange)
+        exchange += 1
+
+
+def _storage(storages: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in storages:
+        raise ValueError(f"the plan needs storage {name}, which this rank does not have")
+    return storages[name]
+
+
+class _Clock:
+    """Seconds by stage: of the host on CPU, of the stream on CUDA, where launches return at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        if self._device.type == "cuda":
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append((name, *events))
+        else:
+            start = time.perf_counter()
+            yield
+            self._host[name] += time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for name, start, stop in self._events:
+            self._host[name] += start.elapsed_time(stop) / 1000
+        stages = {f"{name}_seconds": self._host[name] for name in ("pack", "wire", "local", "unpack")}
+        return stages | {"total_seconds": time.perf_counter() - self._start}

@@ -1,0 +1,106 @@
+"""The proof of a reshard on live memory: checksums of what the trainers hold against what the engines hold.
+
+Where the elements of a copy come from, their checksum is taken before they would be packed, and travels; where they
+went, it is taken anew from the live parameter. Nothing of a tensor is sent a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.platform import signed
+from megarl.reshard.plan import RankPlan, Transfer
+from megarl.reshard.transport import device_of, strided_view
+from megarl.types import MegarlError
+
+_CHUNK = 1 << 20
+_RADIX = 6364136223846793005
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def verify(
+    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], *, dtype: torch.dtype
+) -> None:
+    """Compare every copy of a rank's plan with its source; all ranks call this together.
+
+    `sources`, `destinations` and `dtype` are those of the plan's `Transport`. Raises MegarlError, on all ranks the
+    same, with the first live parameter that differs.
+    """
+
+    copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype)
+    wrong = (expected.cpu() != found.cpu()).nonzero().flatten().tolist()
+    first = copies[wrong[0]] if wrong else None
+    own = None if first is None else (first.destination.storage, first.name, len(wrong))
+    reports = signed.gather(own, purpose="verification") if plan.num_ranks > 1 else [own]
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise MegarlError(
+                f"rank {rank}: the engine's parameter {report[0]} does not hold the trainer's {report[1]} after a "
+                f"reshard ({report[2]} of this rank's copies differ). Please report this with the recipe."
+            )
+
+
+def copy_checksums(
+    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], *, dtype: torch.dtype
+) -> tuple[list[Transfer], Tensor, Tensor]:
+    """The copies that end on this rank, with checksums of their sources and of what lies at their destinations.
+
+    Both are int64 [copies], on the device of this rank's tensors. All ranks call this together.
+    """
+
+    def at_source(t: Transfer) -> Tensor:
+        return checksum(strided_view(sources[t.source.storage], t.source, t.shape, t.name), dtype)
+
+    def at_destination(t: Transfer) -> Tensor:
+        return checksum(strided_view(destinations[t.destination.storage], t.destination, t.shape, t.name), dtype)
+
+    device = device_of([*sources.values(), *destinations.values()])
+    local = [t for bucket in plan.buckets for t in bucket.local]
+    # Buckets list the copies between two ranks in the same order on both, and so does a stable sort of all buckets.
+    sends = sorted((t for bucket in plan.buckets for t in bucket.sends), key=lambda t: t.destination_rank)
+    receives = sorted((t for bucket in plan.buckets for t in bucket.receives), key=lambda t: t.source_rank)
+    incoming = _exchange(plan, sends, receives, _stacked(map(at_source, sends), device))
+    expected = torch.cat([_stacked(map(at_source, local), device), incoming])
+    return [*local, *receives], expected, _stacked(map(at_destination, [*local, *receives]), device)
+
+
+def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """64 bits, int64 [], of the elements as `dtype`, in their order: any element or two exchanged change it."""
+    bits = values.to(dtype).contiguous().flatten().view(_INTEGERS[dtype.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for part in bits.split(_CHUNK):
+        # Integer overflow wraps; odd multipliers make every element count in all 64 bits.
+        multipliers = _multipliers(values.device).narrow(0, 0, len(part))
+        total = total * _RADIX + (part.to(torch.int64) * multipliers).sum()
+    return total
+
+
+@cache
+def _multipliers(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * _CHUNK, 2, device=device) * 0x5851F42D4C957F2D
+
+
+def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], outgoing: Tensor) -> Tensor:
+    """The checksums of what this rank received, from the ranks that hold the sources."""
+    if plan.num_ranks == 1:
+        return outgoing
+    counts = [[0] * plan.num_ranks, [0] * plan.num_ranks]
+    for t in sends:
+        counts[0][t.destination_rank] += 1
+    for t in receives:
+        counts[1][t.source_rank] += 1
+    # A rank without copies takes part too, and its empty tensors decide which backend it takes part in.
+    incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
+    dist.all_to_all_single(incoming, outgoing, counts[1], counts[0])
+    return incoming
+
+
+def _stacked(checksums: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Checksums as int64 [number of them], also where there are none."""
+    stacked = list(checksums)
+    return torch.stack(stacked).to(device) if stacked else torch.zeros(0, dtype=torch.int64, device=device)

@@ -1,0 +1,240 @@
+"""One rank: the trainer's shard, the engine's shard, and the plan that copies one into the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.checkpoint import peft, safetensors
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelLayout
+from megarl.engine.engine import RolloutEngine
+from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
+from megarl.files.atomic import disk_full_named
+from megarl.models.configuration import refusals_named, uses_transformer_engine
+from megarl.platform import device
+from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.reshard.live import GatheredReshard, Reshard, record
+from megarl.reshard.plan import Places
+from megarl.tracking.metrics import Metric
+from megarl.training import checkpoint
+from megarl.training.engine import TrainingEngine
+from megarl.training.model import FrozenModel, ModelShard, Row
+from megarl.types import Completion, Request
+
+Model = TypeVar("Model", bound=ModelShard)
+
+
+class Worker:
+    """What the driver calls, on all ranks at once; see each part's own description."""
+
+    def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelLayout, places: Places) -> None:
+        self.recipe, self.layout, self.rank, self.places = recipe, layout, rank, places
+        device.init_world(recipe.cluster.collective_timeout_seconds)
+        # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
+        # building the models takes as much.
+        self.engine = self._build_engine() if recipe.has_engine else None
+        if self.engine:
+            self.engine.sleep()
+        self.frozen: dict[str, FrozenModel] = {}
+        if recipe.has_reference and not recipe.lora.rank:
+            self.frozen["reference"] = self._build(FrozenModel, recipe.model.path)
+        if (reward_model := recipe.further_models.get("reward.model")) is not None:
+            self.frozen["reward"] = self._build(FrozenModel, reward_model, has_value_head=True)
+        is_reward_model = recipe.loop == "reward_model"
+        self.trainer = self._build(TrainingEngine, recipe.model.path, has_value_head=is_reward_model)
+        self.critic: TrainingEngine | None = None
+        if recipe.has_critic:
+            critic = partial(TrainingEngine, role="critic")
+            self.trainer.offload()
+            self.critic = self._build(critic, recipe.critic.path or recipe.model.path, has_value_head=True)
+            self.critic.offload()
+            self.trainer.onload(("parameters",))
+        self.notices: list[str] = []
+        self.resharding = None
+        if self.engine:
+            with self._reshard_memory(self.engine):
+                self.resharding = self._plan_reshard(self.engine)
+                self.resharding.self_test()
+
+    def start_notices(self) -> list[str]:
+        """What the person at the terminal should know of how this run goes."""
+        return self.notices
+
+    def advance(self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float) -> list[Completion]:
+        """Sample for a while: new requests and aborts in, finished completions out (leaders only)."""
+        assert self.engine is not None
+        return self.engine.advance(*work, budget_seconds)
+
+    def sleep_engine(self) -> None:
+        """Hand the engine's memory to the trainer until the next reshard."""
+        if self.engine:
+            self.engine.sleep()
+        self.trainer.onload()
+
+    def forward(self, rows: Sequence[Row], of: str) -> list[list[np.ndarray]] | None:
+        """Log-probs or values of this replica's rows; see `ModelShard.forward`."""
+        if of in self.frozen:
+            return self.frozen[of].forward(rows)
+        if of == "reference":
+            return self.trainer.forward_frozen(rows)
+        with self._learning(of) as model:
+            return model.forward(rows)
+
+    def update(self, rows: Sequence[Row], of: str, kl: float | None = None) -> dict[str, Metric]:
+        """One optimizer step; see `TrainingEngine.update`."""
+        with self._learning(of) as model:
+            return model.update(rows, kl)
+
+    @contextmanager
+    def _learning(self, name: str) -> Iterator[TrainingEngine]:
+        """The policy; or the critic, which has the trainer's memory for as long as it is needed."""
+        if name == "policy":
+            yield self.trainer
+            return
+        assert self.critic is not None
+        self.trainer.offload()
+        self.critic.onload()
+        yield self.critic
+        self.critic.offload()
+        self.trainer.onload()
+
+    def reshard(self, verify: bool = False) -> dict[str, float]:
+        """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.
+
+        Raises MegarlError with the first parameter that differs.
+        """
+        assert self.engine is not None and self.resharding is not None
+        with self._reshard_memory(self.engine):
+            report = self.resharding.run()
+            if verify:
+                started = time.perf_counter()
+                self.resharding.verify()
+                report["verify_seconds"] = time.perf_counter() - started
+        return report
+
+    @contextmanager
+    def _reshard_memory(self, engine: RolloutEngine) -> Iterator[None]:
+        """Inside, the weights of trainer and engine are in memory, and little else; afterwards the engine samples."""
+        self.trainer.offload(but=("parameters",))
+        self.trainer.onload(("parameters",))
+        engine.wake(["weights"])
+        with self.trainer.merged():
+            yield
+        self.trainer.offload()
+        engine.wake(["kv_cache"])
+        engine.weights_updated()
+
+    def export(self, folder: Path, of: str = "policy") -> None:
+        """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""
+        self.trainer.onload(("parameters",))
+        recipe, lora, bucket_bytes = self.recipe, self.recipe.lora, self.recipe.weights.bucket_mib << 20
+        source = recipe.model.path if of == "policy" else recipe.critic.path or recipe.model.path
+        with self._learning(of) as model:
+            settings: dict[str, Any] = {"dtype": model.dtype, "bucket_bytes": bucket_bytes}
+            layouts, weights = self._layouts(model.shape), model.weights
+            with disk_full_named(folder, sum(weight.nbytes for weight in weights.values())), model.merged():
+                safetensors.export(folder, source, model.shape, layouts, self.rank, weights, **settings)
+            if model.is_adapted and lora.export_adapter:
+                beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
+                cuts = peft.adapter_layouts(layouts, lora.targets, lora.rank)
+                config = peft.adapter_config(cuts, source, alpha=lora.alpha, dropout=lora.dropout)
+                with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
+                    peft.export(beside, config, cuts, self.rank, model.parameters, **settings)
+
+    def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
+        """Write the trainer's state into an empty folder; if `asynchronous`, only begin to.
+
+        `is_resharded` says that the engine has these weights already, as it will have only after a resume's reshard.
+        """
+        version = self.engine.weight_version - is_resharded if self.engine else 0
+        with self._everything_learning() as models:
+            self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
+            self._save.write(asynchronous=asynchronous)
+
+    def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+        """Bring the save to its end; see `training.checkpoint.Save.finish`."""
+        return self._save.finish(wait=wait)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go on from a checkpoint that was found harmless. The engine needs a reshard then."""
+        with self._everything_learning() as models:
+            driver = checkpoint.restore(folder, models, str(self.layout))
+        if self.engine:
+            self.engine.weight_version = driver["weight_version"]
+
+    @contextmanager
+    def _everything_learning(self) -> Iterator[dict[str, TrainingEngine]]:
+        """What a checkpoint holds, the policy's tensors under Megatron's own names."""
+        if self.critic is None:
+            yield {"": self.trainer}
+            return
+        self.critic.onload()
+        yield {"": self.trainer, "critic": self.critic}
+        self.critic.offload()
+
+    def _build_engine(self) -> RolloutEngine:
+        recipe = self.recipe
+        longest = max(recipe.rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
+        rollout = recipe.rollout
+        if recipe.trainer.router_replay:
+            rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
+        return RolloutEngine(
+            recipe.model.path,
+            rollout,
+            max_model_len=recipe.data.max_prompt_tokens + longest,
+            dtype=recipe.model.dtype,
+            seed=recipe.seed,
+        )
+
+    def _build(self, kind: Callable[..., Model], folder: str, *, has_value_head: bool = False) -> Model:
+        """A model of a folder, under a new value head if it shall have one and has none."""
+        shape = read_model_shape(folder)
+        shape = shape.with_value_head() if has_value_head else shape
+        layouts = self._layouts(shape)
+
+        def load_weights(parameters: Mapping[str, Tensor]) -> None:
+            check_against(parameter_shapes(layouts, self.layout.coordinates(self.rank)), parameters)
+            safetensors.load(folder, layouts[self.rank], parameters)
+
+        with refusals_named(self.recipe.trainer.megatron):
+            return kind(self.recipe, self.layout, shape, load_weights)
+
+    def _layouts(self, shape: ModelShape) -> MegatronLayouts:
+        return megatron_layouts(
+            shape,
+            self.layout,
+            padded_vocab_size=padded_vocab_size(shape.vocab_size, self.layout.tp),
+            transformer_engine=uses_transformer_engine(),
+        )
+
+    def _plan_reshard(self, engine: RolloutEngine) -> Reshard | GatheredReshard:
+        settings: dict[str, Any] = {
+            "dtype": self.trainer.dtype,
+            "bucket_bytes": self.recipe.weights.bucket_mib << 20,
+            "places": self.places,
+        }
+        shape = self.trainer.shape
+        layouts = self._layouts(shape)
+        recorded, refusal = record(engine.model, shape, self.trainer.dtype)
+        if recorded is None:
+            self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
+            return GatheredReshard(layouts, shape, self.trainer.weights, engine.load_tensors, **settings)
+        layout = self.layout
+        computed = VllmLayouts(shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
+        return Reshard(layouts, computed, recorded, self.trainer.weights, engine.model, **settings)
+
+    def close(self) -> None:
+        """End the engine and leave the world."""
+        if self.engine:
+            self.engine.close()
+        dist.destroy_process_group()

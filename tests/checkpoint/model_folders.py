@@ -1,0 +1,72 @@
+"""Model folders of random weights, and what is in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.families import hf_tensors
+from megarl.families.shape import read_model_shape
+
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48}
+
+MODELS = [
+    pytest.param({"family": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "vocab_size": 1031}, id="qwen3 tied"),
+    pytest.param({"family": "qwen3", "tie_word_embeddings": False, "head_dim": 8}, id="qwen3 untied"),
+    pytest.param({"family": "qwen2", "tie_word_embeddings": True}, id="qwen2 tied"),
+    pytest.param({"family": "qwen2", "tie_word_embeddings": False, "vocab_size": 1031}, id="qwen2 untied"),
+    pytest.param({"family": "llama", "tie_word_embeddings": True, "vocab_size": 1031}, id="llama tied"),
+    pytest.param({"family": "llama", "tie_word_embeddings": False}, id="llama untied"),
+]
+
+MOE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 101, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def random_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    """A model folder of random bits, in two files; texts end in what a rewrite would change."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes(json.dumps({**config, "torch_dtype": "float32"}).encode() + b"\r\n")
+    torch.manual_seed(3)
+    shapes = hf_tensors(read_model_shape(folder))
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    files = {
+        "model-b.safetensors": list(tensors)[::3],
+        "model-a.safetensors": [*list(tensors)[1::3], *list(tensors)[2::3]],
+    }
+    for file, names in files.items():
+        save_file({name: tensors[name] for name in names}, folder / file)
+    index = {"weight_map": {name: file for file, names in files.items() for name in names}, "metadata": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "tokenizer.json").write_bytes(b'{"a":   1}\r\n')
+    (folder / "templates").mkdir()
+    (folder / "templates" / "tool.jinja").write_bytes(b"\xff\x00")
+    return folder
+
+
+def moe_folder(folder: Path, family: str = "Qwen3Moe", **changes: Any) -> Path:
+    return random_folder(folder, {"architectures": [f"{family}ForCausalLM"], **MOE, **changes})
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def other_files(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "manifest.json"}
+
+
+def assert_equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype and value.shape == other[name].shape, name
+        assert value.contiguous().view(torch.uint8).equal(other[name].contiguous().view(torch.uint8)), name

@@ -1,0 +1,128 @@
+"""Processes that connect back: who does not know the key neither gets in nor holds up who does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.connected import Address, ConnectedGroup, interface_of, reached_at
+from megarl.cluster.topology import Introduction
+from megarl.types import PeerLostError
+
+_PROCESS = """
+import sys
+from megarl.platform.processes import die_with
+from megarl.cluster.connected import connect
+from megarl.cluster.topology import Introduction
+host, port, key, turn, parent = sys.argv[1:]
+die_with(int(parent))
+connect((host, int(port)), bytes.fromhex(key), Introduction(int(turn), "node", "localhost"))
+"""
+
+
+class SpawnedGroup(ConnectedGroup):
+    """Processes of this machine that connect back as those of a scheduler do, among strangers."""
+
+    def __init__(self, world_size: int, strangers: list[bytes]) -> None:
+        super().__init__(world_size)
+        self.strangers = strangers
+        self.processes: list[asyncio.subprocess.Process] = []
+        self.connections: list[socket.socket] = []
+
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
+        for words in self.strangers:
+            self.connections.append(socket.create_connection(address))
+            self.connections[-1].sendall(words)
+        for turn in range(self.world_size):
+            told = address[0], str(address[1]), key.hex(), str(turn), str(os.getpid())
+            self.processes.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable, "-c", _PROCESS, *told, env={**os.environ, **environment}
+                )
+            )
+
+    async def await_end(self) -> str:
+        await asyncio.gather(*(process.wait() for process in self.processes))
+        return "the processes ended"
+
+    def end_processes(self) -> None:
+        for process in self.processes:
+            if process.returncode is None:
+                process.kill()
+        for connection in self.connections:
+            connection.close()
+
+
+def plain(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_strangers_neither_delay_nor_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    pickled = pickle.dumps(Introduction(0, "node", "localhost"))
+    words = [b""] * 40 + [b"\0" * 64 + pickled, b"\xff" * 500, len(pickled).to_bytes(4, "big") + pickled]
+
+    async def drive() -> None:
+        group = await SpawnedGroup.start("probe:Probe", {}, world_size=2, log_folder=tmp_path, strangers=words)
+        try:
+            await group.call("join_gloo")
+            assert await group.call("product", 2) == [(0, 2), (1, 4)]
+            addresses = [address for of_rank in await group.call("listening") for address in of_rank]
+            assert addresses and all(address.startswith("0100007F:") for address in addresses)
+            folders = [Path(path) for path in await group.call("temporary")]
+            assert len(set(folders)) == 2 and all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+        finally:
+            await group.close()
+        assert not any(folder.exists() for folder in folders)
+
+    began = time.monotonic()
+    asyncio.run(drive())
+    assert time.monotonic() - began < 60  # one after the other, forty silent strangers would take 400 s
+
+
+def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", _PROCESS, "127.0.0.1", str(server.getsockname()[1]), "00" * 32, "0"]
+        with subprocess.Popen([*command, str(os.getpid())], stderr=subprocess.PIPE, text=True) as process:
+            connected, _ = server.accept()
+            with connected:
+                connected.sendall(bytes(32))
+                connected.recv(64)
+                connected.sendall(bytes(32))
+                assert process.stderr is not None
+                assert "does not know the run's key" in process.stderr.read()
+                assert connected.recv(1) == b""  # it said nothing of itself
+
+
+def test_too_few_processes_are_told(tmp_path: Path) -> None:
+    class Ended(SpawnedGroup):
+        async def launch(self, *_: object) -> None:
+            self.processes.append(await asyncio.create_subprocess_exec("true"))
+
+    with pytest.raises(PeerLostError, match="the processes ended before all ranks connected"):
+        asyncio.run(Ended.start("probe:Probe", {}, world_size=2, log_folder=tmp_path, strangers=[]))
+
+
+def test_the_address_of_a_rank_is_the_one_that_other_nodes_reach() -> None:
+    loopback, driver, others = ("127.0.0.1", "127.0.0.1"), "10.0.0.1", ["10.0.0.2", "10.0.0.3"]
+    assert reached_at([loopback, *((other, driver) for other in others)]) == [driver, *others]
+    assert reached_at([(driver, driver), (others[0], driver)]) == [driver, others[0]]
+    assert reached_at([loopback, loopback]) == ["127.0.0.1"] * 2
+
+
+def test_an_interface_is_known_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") is None

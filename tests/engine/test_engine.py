@@ -1,0 +1,333 @@
+"""One scenario on real engines at four layouts, judged by Hugging Face and by the engines' own other answers."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config import RolloutConfig
+from megarl.testing import RankPool
+from megarl.types import Completion, ConfigError, Request, SamplingSettings
+
+NEW_TOKENS = 12
+LAYOUTS = [
+    pytest.param(1, 1, id="tp1"),
+    pytest.param(2, 2, id="tp2"),
+    pytest.param(2, 1, id="two_replicas_of_tp1"),
+    pytest.param(4, 2, id="two_replicas_of_tp2"),
+]
+GREEDY = SamplingSettings(NEW_TOKENS, temperature=0.0)
+SAMPLED = SamplingSettings(NEW_TOKENS, temperature=0.7)
+NUCLEUS = SamplingSettings(NEW_TOKENS, temperature=1.3, top_p=0.9, top_k=20)
+
+
+def prompts(replica: int) -> list[tuple[int, ...]]:
+    """Replica r gets other prompts than replica 0, and more of them; two share a prefix longer than a block."""
+    shared = tuple(range(100, 140))
+    return [(7, 11, 13), (5 + replica, 17), (*shared, 3), (*shared, 29 + replica), *[(31, 37)] * (2 * replica)]
+
+
+def requests(replica: int, tag: str, sampling: SamplingSettings) -> list[Request]:
+    return [Request(f"{tag}{i}", p, sampling, seed=1000 + i) for i, p in enumerate(prompts(replica))]
+
+
+def scenario(model_path: str, tp: int) -> dict[str, Any]:
+    """What one rank sees; completions on leaders only."""
+    from safetensors.torch import load_file
+
+    from megarl.engine.engine import RolloutEngine, holds_loose_tensors
+
+    set_num_threads, random_state = torch.set_num_threads, _random_state()
+    engine = RolloutEngine(
+        model_path,
+        RolloutConfig(tp=tp, kv_cache_gib=0.05, max_concurrent_requests=32),
+        max_model_len=128,
+        dtype="float32",
+        seed=3,
+    )
+    weights = load_file(f"{model_path}/model.safetensors")
+    engine.model.load_weights(weights.items())
+
+    def run(new: list[Request], aborts: tuple[str, ...] = (), budget: float = float("inf")) -> dict[str, Completion]:
+        done = engine.advance(new if engine.is_leader else (), aborts, budget)
+        return {completion.request_id: completion for completion in done}
+
+    result: dict[str, Any] = {"replica": engine.replica, "is_leader": engine.is_leader}
+    together = [
+        r for tag, s in zip("gsn", (GREEDY, SAMPLED, NUCLEUS), strict=True) for r in requests(engine.replica, tag, s)
+    ]
+    result["together"] = run(together)
+
+    # The same requests by and by: each call makes one step and brings one more.
+    late: dict[str, Completion] = {}
+    for request in together:
+        late |= run([request], budget=0.0)
+    result["unfinished_between"] = len(engine._running)
+    result["late"] = late | run([])
+
+    greedy = result["together"]["g0"].token_ids.tolist() if engine.is_leader else [0] * NEW_TOKENS
+    result["stop_text"] = _stop_text(model_path, greedy)
+    by_text = SamplingSettings(NEW_TOKENS, 0.0, stop=(result["stop_text"],))
+    by_token = SamplingSettings(NEW_TOKENS, 0.0, stop_token_ids=(greedy[3],))
+    stop, token_stop = Request("stop", (7, 11, 13), by_text, 0), Request("token_stop", (7, 11, 13), by_token, 0)
+    result["stops"] = run([stop, token_stop])
+
+    # An abort, and new weights (the same ones) in the midst of a completion.
+    run([*requests(engine.replica, "a", SAMPLED), *requests(engine.replica, "k", SAMPLED)], budget=0.0)
+    run([], budget=0.0)
+    result["aborted"] = run([], aborts=("a0", "a1", "unknown"), budget=0.0)
+    engine.weights_updated()
+    engine.sleep()
+    engine.wake()
+    result["kept"] = run([])
+    result["unfinished_after"] = len(engine._running)
+    result["loose_tensors"] = [holds_loose_tensors(engine.model)]
+    engine.model.get_submodule("model.norm").scale = torch.ones(1)
+    result["loose_tensors"].append(holds_loose_tensors(engine.model))
+    result["kept_random_state"] = _random_state() == random_state
+    result["kept_thread_control"] = torch.set_num_threads is set_num_threads
+
+    result["shared_memory"] = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/psm_" in line]
+
+    result["unseen_writes"] = [name for name, _ in _parameters(engine) if not _write_is_seen(engine, name, run)]
+    result["restored"] = run(requests(engine.replica, "g", GREEDY))
+    engine.close()
+    result["world_survives"] = torch.distributed.get_world_size()
+    return result
+
+
+def _parameters(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    return [item for item in engine.model.named_parameters() if "layers.1." not in item[0]]
+
+
+def _write_is_seen(engine: Any, name: str, run: Callable[..., dict[str, Completion]]) -> bool:
+    """Whether a change of one live parameter changes a log-prob; every rank of the engine changes its part."""
+    parameter = dict(engine.model.named_parameters())[name]
+    before = parameter.detach().clone()
+    probe = [Request("probe", (7, 11, 13), SamplingSettings(1, 0.0), 0)]
+
+    def logprobs() -> list[float]:
+        engine.weights_updated()
+        return [float(v) for c in run(probe).values() for v in c.rollout_logprobs]
+
+    reference = logprobs()
+    parameter.data.copy_(before.roll(1, -1) * 3)
+    changed = logprobs()
+    parameter.data.copy_(before)
+    restored = logprobs()
+    return not engine.is_leader or (changed != reference and restored == reference)
+
+
+def _random_state() -> list[Any]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def _stop_text(model_path: str, token_ids: list[int]) -> str:
+    """The text of the first token after two that is a text of its own."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return next(text for text in map(tokenizer.decode, token_ids[2:]) if text.isascii() and text)
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_model: Callable[..., Path]) -> str:
+    return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.1))
+
+
+@pytest.fixture(scope="module")
+def outcome(model_path: str, ranks: RankPool) -> Callable[[int, int], list[dict[str, Any]]]:
+    return cache(lambda n, tp: ranks.run(scenario, model_path, tp, world_size=n))
+
+
+@pytest.fixture(scope="module")
+def reference_logprobs(model_path: str) -> Callable[..., np.ndarray]:
+    """Hugging Face's log-probs of a request's completion, under the sampling distribution."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+
+    def logprobs(request: Request, token_ids: np.ndarray, *, greedy: bool) -> np.ndarray:
+        tokens = torch.tensor([[*request.prompt_token_ids, *token_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        if greedy:
+            assert logits.argmax(-1).tolist() == token_ids.tolist()
+            return _taken(logits.log_softmax(-1), token_ids)
+        return _taken(_kept(logits / request.sampling.temperature, request.sampling).log_softmax(-1), token_ids)
+
+    return logprobs
+
+
+def _taken(logprobs: torch.Tensor, token_ids: np.ndarray) -> np.ndarray:
+    return logprobs[torch.arange(len(token_ids)), torch.from_numpy(token_ids)].numpy()
+
+
+def _kept(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
+    """Logits with minus infinity outside top-k, then outside the nucleus of what is left."""
+    if sampling.top_k:
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    ordered, order = logits.softmax(-1).sort(descending=True)
+    outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+    return logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_logprobs_are_hugging_faces(world_size, tp, outcome, reference_logprobs) -> None:
+    for rank, result in enumerate(outcome(world_size, tp)):
+        assert (result["replica"], result["is_leader"]) == (rank // tp, rank % tp == 0)
+        if not result["is_leader"]:
+            assert result["together"] == {}
+            continue
+        for tag, sampling in zip("gsn", (GREEDY, SAMPLED, NUCLEUS), strict=True):
+            for request in requests(result["replica"], tag, sampling):
+                completion = result["together"][request.request_id]
+                expected = reference_logprobs(request, completion.token_ids, greedy=tag == "g")
+                np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-5, rtol=0)
+                assert completion.finish_reason == ("length" if len(completion.token_ids) == NEW_TOKENS else "stop")
+                assert completion.weight_version == 0
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_a_request_is_sampled_alike_in_any_company(world_size, tp, outcome) -> None:
+    first = outcome(1, 1)[0]["together"]
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        assert 0 < result["unfinished_between"] <= len(result["together"])
+        assert result["late"].keys() == result["together"].keys()
+        for name, completion in result["together"].items():
+            np.testing.assert_array_equal(result["late"][name].token_ids, completion.token_ids)
+        for name in ("s0", "s2", "n0", "n2"):  # prompts that all replicas share
+            np.testing.assert_array_equal(result["together"][name].token_ids, first[name].token_ids)
+
+
+def test_equal_prompts_with_other_seeds_differ(outcome) -> None:
+    together = outcome(2, 1)[1]["together"]
+    assert together["s4"].token_ids.tolist() != together["s5"].token_ids.tolist()
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_stops_end_a_completion_and_stay_part_of_it(world_size, tp, outcome, model_path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        full = result["together"]["g0"].token_ids.tolist()
+        assert result["stops"]["token_stop"].token_ids.tolist() == full[: full.index(full[3]) + 1]
+        expected = next(n for n in range(1, NEW_TOKENS) if result["stop_text"] in tokenizer.decode(full[:n]))
+        assert result["stops"]["stop"].token_ids.tolist() == full[:expected]
+        assert {c.finish_reason for c in result["stops"].values()} == {"stop"}
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_aborted_requests_return_what_they_have(world_size, tp, outcome) -> None:
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        aborted = {name: c for name, c in result["aborted"].items() if c.finish_reason == "abort"}
+        assert aborted.keys() == {"a0", "a1"}
+        for name, completion in aborted.items():
+            assert 1 <= len(completion.token_ids) == len(completion.rollout_logprobs) < NEW_TOKENS
+            full = result["together"][name.replace("a", "s")]
+            np.testing.assert_array_equal(completion.token_ids, full.token_ids[: len(completion.token_ids)])
+        assert result["unfinished_after"] == 0
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_completions_go_on_after_an_update_of_the_weights(world_size, tp, outcome) -> None:
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        kept = {name: c for name, c in result["kept"].items() if name.startswith("k")}
+        assert len(kept) == len(prompts(result["replica"]))
+        for name, completion in kept.items():
+            full = result["together"][name.replace("k", "s")]
+            np.testing.assert_array_equal(completion.token_ids, full.token_ids)
+            np.testing.assert_allclose(completion.rollout_logprobs, full.rollout_logprobs, atol=1e-5, rtol=0)
+            assert completion.weight_version == 0
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_writes_to_live_parameters_are_seen(world_size, tp, outcome) -> None:
+    for result in outcome(world_size, tp):
+        assert result["unseen_writes"] == []
+        for name, completion in result["restored"].items():
+            np.testing.assert_array_equal(completion.token_ids, result["together"][name].token_ids)
+            assert completion.weight_version > 1
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_the_trainers_process_is_left_as_it_was(world_size, tp, outcome) -> None:
+    for result in outcome(world_size, tp):
+        assert result["kept_random_state"] and result["kept_thread_control"]
+        assert result["world_survives"] == world_size
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_no_shared_memory_is_held_that_a_kill_would_leave(world_size, tp, outcome) -> None:
+    """vLLM's message queues would be 24 MiB of it; none of them carries anything here."""
+    assert [result["shared_memory"] for result in outcome(world_size, tp)] == [[]] * world_size
+
+
+def test_a_tensor_that_a_deep_sleep_would_lose_is_noticed(outcome) -> None:
+    assert outcome(1, 1)[0]["loose_tensors"] == [False, True]
+
+
+def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:
+    from megarl.engine.engine import engine_arguments
+
+    try:
+        engine_arguments(model_path, RolloutConfig(vllm=fields), max_model_len=64, dtype="float32", seed=0)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        pytest.param({"enforce_eagre": True}, "rollout.vllm.enforce_eagre: .* nearest is enforce_eager", id="unknown"),
+        pytest.param({"tensor_parallel_size": 2}, "rollout.vllm.tensor_parallel_size: set rollout.tp", id="owned"),
+        pytest.param({"max_logprobs": 5}, "^$", id="known"),
+    ],
+)
+def test_fields_of_vllm_are_checked(fields, message, model_path, ranks) -> None:
+    (error,) = ranks.run(vllm_field_error, model_path, fields, world_size=1)
+    assert re.search(message, error)
+
+
+REFUSED = [
+    (
+        {"vllm": {"max_num_batched_tokens": "many"}},
+        "rollout.vllm.max_num_batched_tokens = 'many'. vLLM refuses it: Inp",
+    ),
+    ({"vllm": {"block_size": "x", "enforce_eager": True}}, "rollout.vllm.block_size = 'x'. vLLM refuses it: Input"),
+    ({"vllm": {"quantization": "none"}}, "rollout.vllm.quantization = 'none'. vLLM refuses it: Value error, Unknown"),
+    ({"vllm": {"compilation_config": {"mode": "x"}}}, "rollout.vllm.compilation_config = {'mode': 'x'}. vLLM refuses"),
+    ({"vllm": {"attention_backend": "NO"}}, "rollout.vllm.attention_backend = 'NO'. vLLM refuses it: Unknown att"),
+    ({"kv_cache_gib": 1e-5}, "rollout.kv_cache_gib = 1e-05: too small for one sequence of 128 tokens"),
+]
+
+
+def refusals(model_path: str) -> list[str]:
+    """The messages of the ConfigErrors that engines with faulty settings end in."""
+    from megarl.engine.engine import RolloutEngine
+
+    found = []
+    for settings, _ in REFUSED:
+        config = RolloutConfig.model_validate({"kv_cache_gib": 0.05, "max_concurrent_requests": 32} | settings)
+        with pytest.raises(ConfigError) as caught:
+            RolloutEngine(model_path, config, max_model_len=128, dtype="float32", seed=3)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_vllm_refuses_is_told_as_a_fault_of_the_recipe(model_path) -> None:
+    with RankPool(1) as own:  # half an engine is left behind
+        (found,) = own.run(refusals, model_path, world_size=1)
+    assert [message[: len(told)] for message, (_, told) in zip(found, REFUSED, strict=True)] == [
+        told for _, told in REFUSED
+    ]

@@ -1,0 +1,162 @@
+"""Recorded layouts: their pieces, written from full tensors, equal what vLLM's own loader writes, bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megarl.reshard.boxes import Box, Piece
+from megarl.reshard.layouts.vllm import DirectWriteError, check_direct_write, record_layout
+from megarl.testing import RankPool
+
+
+def write_both_ways(model_path: str, tp: int) -> dict[str, Any]:
+    """One rank: record the layout, write its pieces, then let vLLM load the same tensors; what differs."""
+    from safetensors.torch import load_file
+
+    from megarl.config import RolloutConfig
+    from megarl.engine.engine import RolloutEngine
+    from megarl.reshard.layouts.vllm import zero_padding
+
+    config = RolloutConfig(tp=tp, kv_cache_gib=0.01, max_concurrent_requests=4)
+    engine = RolloutEngine(model_path, config, max_model_len=64, dtype="float32", seed=0)
+    tensors = load_file(f"{model_path}/model.safetensors")
+    live = {name: parameter.data for name, parameter in engine.model.named_parameters()}
+
+    for parameter in live.values():
+        parameter.normal_()
+    dummy = {name: parameter.clone() for name, parameter in live.items()}
+    layout = record_layout(engine.model, {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()})
+    touched = [name for name, parameter in live.items() if not torch.equal(parameter, dummy[name])]
+
+    for piece in layout:
+        source = tensors[piece.box.name][tuple(map(slice, piece.box.start, piece.box.stop))]
+        live[piece.storage].view(-1).as_strided(piece.box.shape, piece.strides, piece.offset).copy_(source)
+    zero_padding(engine.model)
+    written = {name: parameter.clone() for name, parameter in live.items()}
+    for parameter in live.values():
+        parameter.normal_()
+    engine.model.load_weights(tensors.items())
+    different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
+    engine.close()
+    return {
+        "touched_while_recording": touched,
+        "different": different,
+        "pieces": layout,
+        "numel": {name: parameter.numel() for name, parameter in live.items()},
+        "tensors": {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("tp", "model"),
+    [
+        pytest.param(1, {"family": "qwen3", "head_dim": 24}, id="qwen3_tp1_tied"),
+        pytest.param(2, {"family": "llama", "num_kv_heads": 4, "tie_word_embeddings": False}, id="llama_kv_above_tp"),
+        pytest.param(2, {"family": "qwen2", "num_kv_heads": 1, "vocab_size": 1031}, id="qwen2_kv_below_tp_odd_vocab"),
+        pytest.param(
+            4,
+            {"family": "qwen3", "num_kv_heads": 2, "vocab_size": 1031, "tie_word_embeddings": False},
+            id="qwen3_kv_below_tp4_untied_odd_vocab",
+        ),
+    ],
+)
+def test_pieces_equal_vllms_loader(
+    tp: int, model: dict[str, Any], tiny_model: Callable[..., Path], ranks: RankPool
+) -> None:
+    path = str(tiny_model(num_layers=2, num_heads=4, **model))
+    results = ranks.run(write_both_ways, path, tp, world_size=tp)
+    for result in results:
+        assert result["touched_while_recording"] == [] and result["different"] == []
+        assert ("lm_head.weight" in result["numel"]) == (not model.get("tie_word_embeddings", True))
+    tensors = results[0]["tensors"]
+    # All ranks together hold each tensor once; replicated ones (norms, shared KV heads) once per holder.
+    held = dict.fromkeys(tensors, 0)
+    for piece in (piece for result in results for piece in result["pieces"]):
+        held[piece.box.name] += piece.box.numel
+    for name, shape in tensors.items():
+        replicas = tp if len(shape) == 1 and "bias" not in name else 1
+        if re.search("[kv]_proj", name):
+            replicas = max(1, tp // model.get("num_kv_heads", 2))
+        assert held[name] == replicas * torch.Size(shape).numel(), name
+
+
+class Loader(nn.Module):
+    """A live model of one 4 x 6 parameter whose loader is the test's."""
+
+    def __init__(self, load: Callable[[nn.Parameter, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(24.0).view(4, 6), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.load(self.weight, tensor)
+
+
+@pytest.mark.parametrize(
+    ("shape", "load", "piece"),
+    [
+        pytest.param(
+            (4, 6), lambda p, t: p.data.copy_(t), Piece(Box("t", (0, 0), (4, 6)), "weight", 0, (6, 1)), id="whole"
+        ),
+        pytest.param(
+            (6, 4),
+            lambda p, t: p.data.copy_(t.t()),
+            Piece(Box("t", (0, 0), (6, 4)), "weight", 0, (1, 6)),
+            id="transposed",
+        ),
+        pytest.param(
+            (3, 8, 6),
+            lambda p, t: p.data.copy_(t[2].narrow(0, 4, 4)),
+            Piece(Box("t", (2, 4, 0), (3, 8, 6)), "weight", 0, (24, 6, 1)),
+            id="selected_and_narrowed",
+        ),
+        pytest.param(
+            (4, 2),
+            lambda p, t: (p.data[:, 4:].copy_(t), p.data[:, :4].fill_(0)),
+            Piece(Box("t", (0, 0), (4, 2)), "weight", 4, (6, 1)),
+            id="beside_padding",
+        ),
+    ],
+)
+def test_a_copy_becomes_a_piece(shape, load, piece) -> None:
+    model = Loader(load)
+    assert record_layout(model, {"t": (shape, torch.float32)}) == (piece,)
+    assert torch.equal(model.weight, torch.arange(24.0).view(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("shape", "load", "reason"),
+    [
+        pytest.param((4, 6), lambda p, t: p.data.copy_(t * 2), "computed values", id="computed"),
+        pytest.param((2, 12), lambda p, t: p.data.copy_(t.view(4, 6)), "plain slice of t", id="reshaped"),
+        pytest.param((1, 6), lambda p, t: p.data.copy_(t), "plain slice of t", id="broadcast"),
+        pytest.param((8, 6), lambda p, t: p.data.copy_(t[::2]), "plain slice of t", id="stepped"),
+        pytest.param((3, 6), lambda p, t: p.data[:3].copy_(t), "18 of 24 elements", id="rows_left_out"),
+        pytest.param((4, 6), lambda p, t: (p.data.copy_(t), p.data.copy_(t)), "48 of 24 elements", id="twice"),
+        pytest.param((4, 6), lambda p, t: p.data.add_(1), "applies add_", id="other_operation"),
+    ],
+)
+def test_what_is_no_copy_of_a_slice_is_refused_by_name(shape, load, reason) -> None:
+    model = Loader(load)
+    with pytest.raises(DirectWriteError, match=rf"^weight: .*({reason})"):
+        record_layout(model, {"t": (shape, torch.float32)})
+    assert torch.equal(model.weight, torch.arange(24.0).view(4, 6))
+
+
+def test_layers_with_converted_weights_are_refused() -> None:
+    class Fp8LinearMethod:
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    check_direct_write(model)
+    model[0].quant_method = Fp8LinearMethod()  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DirectWriteError, match=r"^0: Fp8LinearMethod stores converted weights"):
+        check_direct_write(model)

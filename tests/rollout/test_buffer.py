@@ -1,0 +1,241 @@
+"""Collecting groups: which are kept, what waits, where it ends, and that a resumed run goes on alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Recipe
+from megarl.rollout.buffer import Collection, teaches
+from megarl.rollout.evaluate import Answered
+from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings, TrainingSequence
+
+PROBLEMS = [Problem(index, (), (index, 5), f"{index}") for index in range(10)]
+SAMPLES = 4
+
+
+@dataclass
+class Students:
+    """Answer as `right` says of each problem: so many of four samples; a routed expert is asked for where one is."""
+
+    right: dict[int, int]
+    seeds: list[str] = field(default_factory=list)
+
+    async def answer(self, problems: Any, sampling: Any, *, samples_per_prompt: int, seed: str) -> list[Answered]:
+        assert samples_per_prompt == SAMPLES
+        self.seeds.append(seed)
+        return [
+            self.one(problem, group, number, f"{seed} {problem.index} {number}")
+            for group, problem in enumerate(problems)
+            for number in range(SAMPLES)
+        ]
+
+    def one(self, problem: Problem, group: int, number: int, name: str) -> Answered:
+        is_right = number < self.right[problem.index]
+        return Answered(problem, group, self.completion(name), "text", Reward(10.0 * is_right, True, is_right))
+
+    def completion(self, name: str) -> Completion:
+        random = np.random.default_rng(sum(name.encode()))
+        size = int(random.integers(1, 6))
+        logprobs = -random.random(size, dtype=np.float32)
+        routed = random.integers(0, 8, (size + 1, 2, 2)).astype(np.int16)
+        return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed)
+
+
+def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Collection:
+    train = {
+        "prompts_per_step": 3, "samples_per_prompt": SAMPLES, "updates_per_step": updates, "epochs_per_step": epochs,
+    }  # fmt: skip
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False},
+            "train": train, "algorithm": algorithm, "seed": 7,
+        }
+    )  # fmt: skip
+    return Collection(recipe, PROBLEMS, Students(right), SamplingSettings(8))  # type: ignore[arg-type]
+
+
+def step(collected: Collection) -> tuple[list[int], list[int], dict[str, float]]:
+    """Problems that are trained on and that were asked, group by group; metrics."""
+    answered, asked, metrics = asyncio.run(collected.step())
+    assert [a.group for a in answered] == [group for group in range(3) for _ in range(SAMPLES)]
+    return [a.problem.index for a in answered[::SAMPLES]], [a.problem.index for a in asked[::SAMPLES]], metrics
+
+
+def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
+    collected = collection(dict.fromkeys(range(10), 0))
+    assert [step(collected) for _ in range(2)] == [([0, 1, 2], [0, 1, 2], {}), ([3, 4, 5], [3, 4, 5], {})]
+    assert collected.respondents.seeds == ["7 1", "7 2"]  # type: ignore[attr-defined]
+
+
+def measured(attempts: int, kept: float) -> dict[str, float]:
+    return {"rollout/attempts": attempts, "rollout/kept": kept}
+
+
+MIXED = {0: 4, 1: 1, 2: 0, 3: 2, 4: 4, 5: 3, 6: 1, 7: 1, 8: 1, 9: 0}
+
+
+def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() -> None:
+    collected = collection(MIXED, filter_range=(0.0, 1.0))
+    assert step(collected) == ([1, 3, 5], [0, 1, 2, 3, 4, 5], measured(2, 0.5))
+    assert step(collected) == ([6, 7, 8], [6, 7, 8], measured(1, 1.0))
+    assert step(collected)[0] == [1, 3, 5]  # of the next epoch
+
+    collected = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
+    assert step(collected) == ([1, 3, 5], list(range(9)), measured(1, 6 / 9))
+    assert step(collected) == ([6, 7, 8], [], measured(0, 0.0))
+
+
+@pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
+def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
+    answered = asyncio.run(Students({0: right}).answer(PROBLEMS[:1], None, samples_per_prompt=SAMPLES, seed=""))
+    assert teaches(answered, (0.25, 0.75)) == is_taught
+
+
+def test_a_step_that_nothing_fills_ends_the_run() -> None:
+    collected = collection(MIXED | {1: 0, 3: 4, 5: 0, 6: 4, 7: 0}, filter_range=(0.0, 1.0), max_attempts=3)
+    with pytest.raises(MegarlError, match=r"3 batches of 3 prompts gave 1 of 3 groups .* Use problems of another"):
+        asyncio.run(collected.step())
+
+
+def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "filter_range": (0.0, 1.0),
+        "oversampling": 2.0,
+        "kl_coefficient": 0.5,
+        "kl_target": 1.0,
+    }
+    first = collection(MIXED, **settings)
+    asyncio.run(first.step())
+    first.kl_coefficient = 0.125
+    first.save(tmp_path)
+    second = collection(MIXED, **settings)
+    second.load(tmp_path)
+    assert second.kl_coefficient == 0.125 and second.drawn == first.drawn
+    constant = collection(MIXED, kl_coefficient=0.25)
+    constant.load(tmp_path)
+    assert constant.kl_coefficient == 0.25, "a constant coefficient is the recipe's"
+    for _ in range(3):
+        assert plain(asyncio.run(first.step())) == plain(asyncio.run(second.step()))
+
+
+def test_groups_of_several_attempts_are_told_apart() -> None:
+    collected = collection(MIXED, filter_range=(0.0, 1.0))
+    _, asked, _ = asyncio.run(collected.step())
+    assert [a.group for a in asked] == [group for group in range(6) for _ in range(SAMPLES)]
+
+
+def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
+    first = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
+    asyncio.run(first.add_old_logprobs(asyncio.run(first.step())[0], Trainer().forward, 1))
+    assert len(first.waiting) == 3
+    first.save(tmp_path)
+    second = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
+    assert second.load(tmp_path) == 0
+    assert plain(second.waiting) == plain(first.waiting)
+
+
+@dataclass
+class Trainer:
+    """Log-probs that name the weights: those of version v are v and the token's id, as a fraction."""
+
+    version: int = 1
+    num_asked: list[int] = field(default_factory=list)
+
+    async def forward(self, sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
+        assert len({s.old_logprobs is None for s in sequences}) == 1
+        self.num_asked.append(len(sequences))
+        return [(self.version + s.token_ids / 1000).astype(np.float32) for s in sequences]
+
+
+def old_logprobs(answers: Sequence[Answered]) -> list[Any]:
+    """The version that the old log-probs of each group name, None where it has none."""
+    for a in answers:
+        if a.old_logprobs is not None:
+            fraction = (a.completion.token_ids / 1000).tolist()
+            assert (a.old_logprobs - a.old_logprobs.astype(int)).tolist() == pytest.approx(fraction, abs=1e-6)
+            assert len(a.old_logprobs) == len(a.completion.token_ids)
+    return [a.old_logprobs if a.old_logprobs is None else int(a.old_logprobs[0]) for a in answers[::SAMPLES]]
+
+
+FILTERED: dict[str, Any] = {"filter_range": (0.0, 1.0), "oversampling": 2.0}
+ALL_MIXED = dict.fromkeys(range(10), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trained", "num_asked"),
+    [
+        # Six groups are drawn for every other step, three of which wait: only theirs are asked for.
+        pytest.param({}, [[None] * 3, [1] * 3, [None] * 3, [3] * 3], [12, 12], id="one update"),
+        pytest.param({"updates": 3}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several updates"),
+        pytest.param({"epochs": 2}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several passes"),
+        pytest.param({"correction": "band"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="correction"),
+        pytest.param(
+            {"kl_coefficient": 0.1, "kl_in": "reward"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="kl before"
+        ),
+        pytest.param(
+            {"kl_coefficient": 0.1}, [[None] * 3, [1] * 3, [None] * 3, [3] * 3], [12, 12], id="kl in the loss"
+        ),
+        pytest.param({"old_logprobs": "rollout"}, [[None] * 3] * 4, [], id="of the engine"),
+    ],
+)
+def test_the_weights_that_sampled_give_the_old_logprobs(
+    settings: dict[str, Any], trained: list[Any], num_asked: list[int], tmp_path: Path
+) -> None:
+    trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED, **settings)
+    found = []
+    for _ in range(4):
+        answered, _, _ = asyncio.run(collected.step())
+        answered = asyncio.run(collected.add_old_logprobs(answered, trainer.forward, trainer.version))
+        assert [a.group for a in answered] == [group for group in range(3) for _ in range(SAMPLES)]
+        found.append(old_logprobs(answered))
+        collected.save(tmp_path)
+        collected = collection(ALL_MIXED, **FILTERED, **settings)
+        assert collected.load(tmp_path) == 0
+        trainer.version += 1
+    assert found == trained and trainer.num_asked == num_asked
+
+
+def test_without_a_filter_nothing_is_asked_of_the_trainer() -> None:
+    trainer, collected = Trainer(), collection(ALL_MIXED)
+    answered, _, _ = asyncio.run(collected.step())
+    assert old_logprobs(asyncio.run(collected.add_old_logprobs(answered, trainer.forward, 1))) == [None] * 3
+    assert trainer.num_asked == []
+
+
+def test_a_step_that_is_forgotten_leaves_what_waited() -> None:
+    trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED)
+    asyncio.run(collected.add_old_logprobs(asyncio.run(collected.step())[0], trainer.forward, 1))
+    before = plain(collected.waiting)
+    asyncio.run(collected.add_old_logprobs(asyncio.run(collected.step())[0], trainer.forward, 2))
+    collected.forget_step()
+    assert plain(collected.waiting) == before and len(before) == 3
+
+
+def test_answers_that_waited_for_an_engine_s_ratio_are_told_when_the_trainer_s_is_asked_for(tmp_path: Path) -> None:
+    first = collection(ALL_MIXED, **FILTERED, old_logprobs="rollout")
+    asyncio.run(first.step())
+    first.save(tmp_path)
+    second = collection(ALL_MIXED, **FILTERED)
+    assert second.load(tmp_path) == 3 * SAMPLES
+    assert all(a.old_logprobs is a.completion.rollout_logprobs for group in second.waiting for a in group)
+
+
+def plain(value: Any) -> Any:
+    """The same with arrays as lists."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if isinstance(value, Answered):
+        completion = value.completion
+        fields = ("token_ids", "rollout_logprobs", "routed_experts", "finish_reason", "weight_version", "request_id")
+        own = [value.problem.index, value.text, value.reward, plain(value.old_logprobs)]
+        return own + [plain(getattr(completion, name)) for name in fields]
+    return value

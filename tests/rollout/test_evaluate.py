@@ -1,0 +1,267 @@
+"""The driver's side of engines and trainer, against ranks that only keep the protocol: who gets what, in what order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.batching import TrainerRanks
+from megarl.config.parallel import ParallelLayout
+from megarl.rewards.worker import Failure, Scored
+from megarl.rollout.evaluate import Answered, Respondents, accuracy, failure_metrics
+from megarl.rollout.pool import AbandonedError, sample
+from megarl.tracking.metrics import Sum
+from megarl.types import Completion, MegarlError, Problem, Request, Reward, SamplingSettings, TrainingSequence
+
+SAMPLING = SamplingSettings(max_new_tokens=8)
+
+
+class Engines:
+    """Ranks whose leaders finish `pace[leader]` requests a call, the newest first; all that reached them is kept."""
+
+    def __init__(self, layout: ParallelLayout, pace: dict[int, int]) -> None:
+        self.layout, self.pace, self.world_size = layout, pace, layout.world_size
+        self.running: dict[int, list[Request]] = {leader: [] for leader in pace}
+        self.seen: dict[int, list[Request]] = {leader: [] for leader in pace}
+        self.most = 0
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        assert method == "advance" and len(per_rank) == self.world_size
+        assert args == ((0.0,) if any(aborts for _, aborts in per_rank) else (1.0,))
+        results: list[Any] = [None] * self.world_size
+        for rank, (new, aborts) in enumerate(per_rank):
+            assert rank in self.pace or not (new or aborts), f"rank {rank} is no leader"
+            if aborts:
+                assert set(aborts) == {request.request_id for request in self.running[rank]} and not new
+                self.running[rank] = []
+            elif rank in self.pace:
+                self.running[rank] += new
+                self.seen[rank] += new
+                self.most = max(self.most, len(self.running[rank]))
+                results[rank] = [
+                    finished(self.running[rank].pop()) for _ in range(min(self.pace[rank], len(self.running[rank])))
+                ]
+        return results
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        raise AssertionError(method)
+
+    async def close(self) -> None:
+        raise AssertionError
+
+
+def finished(request: Request) -> Completion:
+    tokens = np.array([request.prompt_token_ids[0], request.seed])
+    return Completion(request.request_id, tokens, np.zeros(2, np.float32), "stop", 0)
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(str(number), (number,), SAMPLING, number) for number in range(count)]
+
+
+def sampled(engines: Engines, count: int, max_running: int) -> list[str]:
+    async def collect() -> list[str]:
+        answers = sample(engines, engines.layout, requests(count), max_running=max_running)
+        return [completion.request_id async for completion in answers]
+
+    return asyncio.run(collect())
+
+
+def test_every_request_is_sampled_once() -> None:
+    engines = Engines(ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=2), {0: 2, 2: 3})
+    finishing = sampled(engines, 23, max_running=100)
+    assert sorted(map(int, finishing)) == list(range(23))
+    assert finishing[:5] == ["11", "10", "22", "21", "20"]
+
+
+def test_neighbours_meet_in_one_replica() -> None:
+    engines = Engines(ParallelLayout(tp=1, pp=1, dp=3, rollout_tp=1), {0: 1, 1: 1, 2: 1})
+    sampled(engines, 12, max_running=100)
+    assert [[request.seed for request in engines.seen[leader]] for leader in (0, 1, 2)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
+
+
+def test_a_replica_holds_no_more_than_it_may() -> None:
+    engines = Engines(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=1), {0: 1, 1: 4})
+    assert len(sampled(engines, 40, max_running=5)) == 40
+    assert engines.most == 5
+    assert len(engines.seen[1]) > 2 * len(engines.seen[0])
+
+
+def test_sampling_that_is_abandoned_leaves_no_request() -> None:
+    engines = Engines(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=1), {0: 1, 1: 1})
+    looks = iter([False, False, True])
+
+    async def collect() -> list[str]:
+        answers = sample(engines, engines.layout, requests(9), max_running=100, is_abandoned=lambda: next(looks))
+        return [completion.request_id async for completion in answers]
+
+    with pytest.raises(AbandonedError):
+        asyncio.run(collect())
+    assert engines.running == {0: [], 1: []}
+
+
+def test_no_requests_need_no_engine() -> None:
+    assert sampled(Engines(ParallelLayout(1, 1, 1, 1), {0: 1}), 0, max_running=1) == []
+
+
+class Words:
+    """Decodes [first prompt token, seed] to `first prompt token`."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return str(token_ids[0])
+
+
+class Scores:
+    """Right where the text is the answer; later answers come back sooner."""
+
+    async def score(self, text: str, answer: str) -> Scored:
+        await asyncio.sleep(0.02 / (1 + int(text)))
+        return Scored(Reward(float(text == answer), int(text) % 2 == 0, text == answer))
+
+
+def respondents(layout: ParallelLayout, pace: dict[int, int], max_running: int) -> Any:
+    tokenizer: Any = Words()
+    rewards: Any = Scores()
+    return Respondents(Engines(layout, pace), layout, tokenizer, rewards, max_running)
+
+
+PROBLEMS = [
+    Problem(index, ({"role": "user"},), (token,), answer)
+    for index, token, answer in ((7, 3, "3"), (2, 4, "4"), (11, 6, "5"))
+]
+ONE = (ParallelLayout(1, 1, 1, 1), {0: 1}, 100)
+TWO = (ParallelLayout(1, 1, 2, 1), {0: 1, 1: 3}, 2)
+
+
+def answers(setting: Any, problems: Sequence[Problem] = PROBLEMS, **arguments: Any) -> list[Any]:
+    return asyncio.run(respondents(*setting).answer(problems, SAMPLING, **arguments))
+
+
+@pytest.mark.parametrize("setting", [pytest.param(ONE, id="one engine"), pytest.param(TWO, id="two engines")])
+def test_answers_come_by_problem(setting: Any) -> None:
+    got = answers(setting, samples_per_prompt=2, seed="s")
+    assert [(a.group, a.problem.index, a.text) for a in got] == [
+        (0, 7, "3"),
+        (0, 7, "3"),
+        (1, 2, "4"),
+        (1, 2, "4"),
+        (2, 11, "6"),
+        (2, 11, "6"),
+    ]
+    assert [a.reward.score for a in got] == [1, 1, 1, 1, 0, 0]
+    assert got[0].record() == {
+        "prompt": ({"role": "user"},),
+        "completion": "3",
+        "answer": "3",
+        "reward": 1.0,
+        "reward_failure": None,
+        "answer_correct": True,
+        "format_valid": False,
+        "finish_reason": "stop",
+        "tokens": 2,
+    }
+
+
+def test_a_seed_follows_the_problem_and_the_sample_alone() -> None:
+    def seeds(setting: Any, problems: Sequence[Problem] = PROBLEMS, seed: str = "s") -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for a in answers(setting, problems, samples_per_prompt=3, seed=seed):
+            found.setdefault(a.problem.index, []).append(int(a.completion.token_ids[1]))
+        return found
+
+    expected = seeds(ONE)
+    drawn = [seed for of_problem in expected.values() for seed in of_problem]
+    assert len(set(drawn)) == 9 and all(0 <= seed < 2**31 for seed in drawn)
+    assert seeds(TWO) == expected
+    assert seeds(ONE, PROBLEMS[::-1]) == expected
+    assert not set(drawn) & {seed for of_problem in seeds(ONE, seed="t").values() for seed in of_problem}
+
+
+def test_accuracy() -> None:
+    measured, answered = asyncio.run(accuracy(respondents(*TWO), PROBLEMS, SAMPLING))
+    assert measured == pytest.approx({"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 2.0})
+    assert [a.problem.index for a in answered] == [7, 2, 11]
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.5])
+def test_completions_that_could_not_be_scored_are_counted_and_end_a_run_where_they_are_too_many(limit: float) -> None:
+    zero = Reward(0.0, False, False)
+    failures: tuple[Failure | None, ...] = ("error", None, "timeout", "error", None, None)
+    answered: list[Any] = [Answered(PROBLEMS[0], 0, None, "", zero, failure) for failure in failures]  # type: ignore[arg-type]
+    if limit == 0.5:
+        counted = failure_metrics(answered, limit, "val/easy/reward_")
+        assert counted == {"val/easy/reward_errors": 2.0, "val/easy/reward_timeouts": 1.0}
+        assert failure_metrics([], limit, "reward/") == {"reward/errors": 0.0, "reward/timeouts": 0.0}
+        return
+    with pytest.raises(MegarlError) as caught:
+        failure_metrics(answered, limit, "reward/")
+    assert caught.value.exit_code == 70
+    for words in ("3 of 6 completions", "reward/errors 2, reward/timeouts 1", "reward.max_failed_fraction = 0.05"):
+        assert words in str(caught.value)
+
+
+class Trainers:
+    """Ranks that answer with what they were given, on the rank of each replica that reports; None elsewhere."""
+
+    def __init__(self, layout: ParallelLayout) -> None:
+        self.layout, self.world_size = layout, layout.world_size
+        self.calls: list[tuple[str, Sequence[Any], tuple[Any, ...]]] = []
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        self.calls.append((method, per_rank, args))
+        results: list[Any] = []
+        for rank, rows in enumerate(per_rank):
+            at = self.layout.coordinates(rank)
+            reports = at.tp == 0 and at.pp == self.layout.pp - 1
+            if method == "forward":
+                results.append([[s.token_ids / 2 for s in row] for row in rows] if reports else None)
+            else:
+                results.append({"train/tokens": Sum(sum(len(s) for row in rows for s in row))} if reports else {})
+        return results
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        raise AssertionError(method)
+
+    async def close(self) -> None:
+        raise AssertionError
+
+
+LENGTHS = [5, 2, 9, 4, 7, 3, 8, 6]
+
+
+def sequences() -> list[TrainingSequence]:
+    ends = np.cumsum(LENGTHS)
+    return [TrainingSequence(np.arange(end - n, end), np.ones(n, bool)) for n, end in zip(LENGTHS, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ParallelLayout(1, 1, 1, 1), id="one rank"),
+        pytest.param(ParallelLayout(2, 1, 2, 1), id="tp2 dp2"),
+        pytest.param(ParallelLayout(2, 2, 2, 1), id="tp2 pp2 dp2"),
+        pytest.param(ParallelLayout(1, 2, 2, 1, vpp=2), id="pp2 vpp2 dp2"),
+    ],
+)
+def test_trainer_ranks(layout: ParallelLayout) -> None:
+    ranks = Trainers(layout)
+    trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)
+    got = asyncio.run(trainer.forward(sequences(), of="reference"))
+    assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences()]
+    assert asyncio.run(trainer.update(sequences())) == {"train/tokens": Sum(sum(LENGTHS))}
+    (first, given, args), (second, _, none) = ranks.calls
+    assert (first, args, second, none) == ("forward", ("reference",), "update", ("policy", None))
+    for rank, rows in enumerate(given):
+        at = layout.coordinates(rank)
+        assert rows is given[layout.rank(tp=0, dp=at.dp, pp=0)], "ranks of one replica get the same rows"
+        assert all(-(-sum(len(s) for s in row) // layout.tp) * layout.tp <= 14 for row in rows)
+    assert len({len(rows) for rows in given}) == 1
