@@ -22,7 +22,7 @@ from megarl.types import ConfigError, MegarlError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.config.parallel import ParallelLayout
+    from megarl.config.parallel import ParallelConfig
 
 app = typer.Typer(
     name="megarl",
@@ -142,7 +142,7 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     return True
 
 
-def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelLayout, dict[str, int]]:
+def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[str, int]]:
     """The layout of a recipe, all of which was checked, and its records by data file; warnings are printed.
 
     `is_start` as in `preflight.check`.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megarl.checkpoint.convert import Conversion
     from megarl.cluster.doctor import Finding
     from megarl.config import Recipe
-    from megarl.config.parallel import ParallelLayout
+    from megarl.config.parallel import ParallelConfig
 
 
 def print_error(error: MegarlError) -> None:
@@ -30,7 +30,7 @@ def print_error(error: MegarlError) -> None:
         console.print(Text("error: ", style="bold red") + Text(printable(str(error))))
 
 
-def print_sizes(recipe: Recipe, layout: ParallelLayout, records: dict[str, int]) -> None:
+def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int]) -> None:
     """What the recipe comes to, in numbers nobody should have to work out."""
     from rich.table import Table
 
@@ -96,7 +96,7 @@ def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], 
     console.print(table, *notices, sep="\n")
 
 
-def print_plan(recipe: Recipe, layout: ParallelLayout, counted: dict[str, Any]) -> None:
+def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) -> None:
     from rich.table import Table
 
     from megarl.terminal import Console

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.checkpoint import peft, safetensors
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
@@ -24,7 +24,7 @@ from megarl.platform import device
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.live import GatheredReshard, Reshard, record
-from megarl.reshard.plan import Places
+from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
 from megarl.training.engine import TrainingEngine
@@ -37,8 +37,10 @@ Model = TypeVar("Model", bound=ModelShard)
 class Worker:
     """What the driver calls, on all ranks at once; see each part's own description."""
 
-    def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelLayout, places: Places) -> None:
-        self.recipe, self.layout, self.rank, self.places = recipe, layout, rank, places
+    def __init__(
+        self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, topology: RankTopology
+    ) -> None:
+        self.recipe, self.layout, self.rank, self.topology = recipe, layout, rank, topology
         device.init_world(recipe.cluster.collective_timeout_seconds)
         # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
         # building the models takes as much.
@@ -81,19 +83,19 @@ class Worker:
             self.engine.sleep()
         self.trainer.onload()
 
-    def forward(self, rows: Sequence[Row], of: str) -> list[list[np.ndarray]] | None:
+    def forward(self, rows: Sequence[Row], model: str) -> list[list[np.ndarray]] | None:
         """Log-probs or values of this replica's rows; see `ModelShard.forward`."""
-        if of in self.frozen:
-            return self.frozen[of].forward(rows)
-        if of == "reference":
+        if model in self.frozen:
+            return self.frozen[model].forward(rows)
+        if model == "reference":
             return self.trainer.forward_frozen(rows)
-        with self._learning(of) as model:
-            return model.forward(rows)
+        with self._learning(model) as engine:
+            return engine.forward(rows)
 
-    def update(self, rows: Sequence[Row], of: str, kl: float | None = None) -> dict[str, Metric]:
+    def update(self, rows: Sequence[Row], model: str, kl: float | None = None) -> dict[str, Metric]:
         """One optimizer step; see `TrainingEngine.update`."""
-        with self._learning(of) as model:
-            return model.update(rows, kl)
+        with self._learning(model) as engine:
+            return engine.update(rows, kl)
 
     @contextmanager
     def _learning(self, name: str) -> Iterator[TrainingEngine]:
@@ -134,22 +136,22 @@ class Worker:
         engine.wake(["kv_cache"])
         engine.weights_updated()
 
-    def export(self, folder: Path, of: str = "policy") -> None:
+    def export(self, folder: Path, model: str = "policy") -> None:
         """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""
         self.trainer.onload(("parameters",))
         recipe, lora, bucket_bytes = self.recipe, self.recipe.lora, self.recipe.weights.bucket_mib << 20
-        source = recipe.model.path if of == "policy" else recipe.critic.path or recipe.model.path
-        with self._learning(of) as model:
-            settings: dict[str, Any] = {"dtype": model.dtype, "bucket_bytes": bucket_bytes}
-            layouts, weights = self._layouts(model.shape), model.weights
-            with disk_full_named(folder, sum(weight.nbytes for weight in weights.values())), model.merged():
-                safetensors.export(folder, source, model.shape, layouts, self.rank, weights, **settings)
-            if model.is_adapted and lora.export_adapter:
+        source = recipe.model.path if model == "policy" else recipe.critic.path or recipe.model.path
+        with self._learning(model) as trained:
+            settings: dict[str, Any] = {"dtype": trained.dtype, "bucket_bytes": bucket_bytes}
+            layouts, weights = self._layouts(trained.shape), trained.weights
+            with disk_full_named(folder, sum(weight.nbytes for weight in weights.values())), trained.merged():
+                safetensors.export(folder, source, trained.shape, layouts, self.rank, weights, **settings)
+            if trained.is_adapted and lora.export_adapter:
                 beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
                 cuts = peft.adapter_layouts(layouts, lora.targets, lora.rank)
                 config = peft.adapter_config(cuts, source, alpha=lora.alpha, dropout=lora.dropout)
                 with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
-                    peft.export(beside, config, cuts, self.rank, model.parameters, **settings)
+                    peft.export(beside, config, cuts, self.rank, trained.parameters, **settings)
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
         """Write the trainer's state into an empty folder; if `asynchronous`, only begin to.
@@ -221,7 +223,7 @@ class Worker:
         settings: dict[str, Any] = {
             "dtype": self.trainer.dtype,
             "bucket_bytes": self.recipe.weights.bucket_mib << 20,
-            "places": self.places,
+            "topology": self.topology,
         }
         shape = self.trainer.shape
         layouts = self._layouts(shape)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 
@@ -126,14 +126,14 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
     )
 
 
-def layout_of(sizes: Mapping[str, int]) -> ParallelLayout:
-    return ParallelLayout(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
+    return ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
 
 
 def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
     """Random tokens, with log-probs of the past on both sides of the clip."""
     from megarl.config import AlgorithmConfig
-    from megarl.rollout.batches import weigh
+    from megarl.rollout.batches import assign_token_weights
 
     random = np.random.default_rng(5)
     steps = []
@@ -157,7 +157,7 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
                     **({} if objective in ("sft", "reward model") else policy),
                 )
             )
-        weighed = weigh(sequences, AlgorithmConfig.model_validate(OBJECTIVES[objective]), LONGEST)
+        weighed = assign_token_weights(sequences, AlgorithmConfig.model_validate(OBJECTIVES[objective]), LONGEST)
         if objective == "ptx":
             weighed = [replace(s, supervised=np.full(len(s), i % 2, np.float32)) for i, s in enumerate(weighed)]
         steps.append(weighed)
@@ -169,7 +169,7 @@ def value_head(hidden_size: int) -> np.ndarray:
     return 3.0 * np.sin(np.arange(1.0, hidden_size + 1, dtype=np.float32))[None]
 
 
-def build(recipe: Recipe, layout: ParallelLayout, has_value_head: bool) -> tuple[Any, Callable[..., None], Any]:
+def build(recipe: Recipe, layout: ParallelConfig, has_value_head: bool) -> tuple[Any, Callable[..., None], Any]:
     """A rank's engine, what loads its parameters, and its layout."""
     import torch
     import torch.distributed as dist
@@ -200,7 +200,7 @@ def build(recipe: Recipe, layout: ParallelLayout, has_value_head: bool) -> tuple
 Cut = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
 
 
-def train(recipe: Recipe, layout: ParallelLayout, steps: Mapping[str, Any]) -> dict[str, Any]:
+def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> dict[str, Any]:
     """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end."""
     import torch.distributed as dist
 

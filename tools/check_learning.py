@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "gmpo": ("rl", "algorithm.policy_loss=gmpo", "algorithm.clip_low=0.4", "algorithm.clip_high=0.4"),
     "sapo": ("rl", "algorithm.policy_loss=sapo", "train.updates_per_step=2"),
     "pass_at_k": ("rl", "algorithm.advantage=pass_at_k"),
-    "corrected": ("rl", "algorithm.correction=truncated"),
+    "corrected": ("rl", "algorithm.importance_sampling=tis"),
     "ppo": ("ppo",),
     "ppo_reward_model": (
         "ppo", f"reward.model={REWARD_MODEL}", "reward.function_weight=0", f"critic.path={REWARD_MODEL}",

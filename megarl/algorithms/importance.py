@@ -15,7 +15,7 @@ from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import on_tokens, sequence_means, sequence_sums
 
 
-def truncated(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """Each token's ratio, at most `high`; `low` does not matter.
 
     Source: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
@@ -24,7 +24,7 @@ def truncated(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: floa
     return log_ratios.exp().clamp(max=high)
 
 
-def band(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+def icepop(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """Each token's ratio where it is within `low` and `high`, else zero.
 
     Source: IcePop (Ring-1T, arXiv 2510.18855; 0.5 and 5).
@@ -33,7 +33,7 @@ def band(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, hi
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
 
 
-def sequence_truncated(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """The product of a sequence's ratios, at most `high`, on all its tokens; `low` does not matter.
 
     Source: sequence-level importance sampling (Liu et al. 2025, "When speed kills stability").
@@ -54,7 +54,7 @@ def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *,
     return _within(on_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
-def correct(
+def importance_weights(
     name: str,
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -66,7 +66,7 @@ def correct(
 ) -> Tensor:
     """The weights of a named correction: [tokens], zero where the mask is False; all tensors but `cu_seqlens` too."""
     log_ratios = log_ratio(old_logprobs, rollout_logprobs).detach()
-    return torch.where(mask, CORRECTIONS[name](log_ratios, cu_seqlens, mask, low=low, high=high), 0.0)
+    return torch.where(mask, IMPORTANCE_SAMPLING[name](log_ratios, cu_seqlens, mask, low=low, high=high), 0.0)
 
 
 def gap_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
@@ -106,10 +106,10 @@ def _within(log_values: Tensor, low: float, high: float) -> Tensor:
     return ((values >= low) & (values <= high)).to(log_values.dtype)
 
 
-CORRECTIONS = {
-    "truncated": truncated,
-    "band": band,
-    "sequence_truncated": sequence_truncated,
+IMPORTANCE_SAMPLING = {
+    "tis": tis,
+    "icepop": icepop,
+    "sequence_tis": sequence_tis,
     "sequence_rejection": sequence_rejection,
     "geometric_rejection": geometric_rejection,
 }

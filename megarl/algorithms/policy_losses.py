@@ -44,18 +44,18 @@ def clipped(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-    largest_ratio: float | None = None,
+    max_ratio: float | None = None,
 ) -> LossAndMetrics:
     """Clipped surrogate: minus the lesser of ratio * advantage and clipped ratio * advantage.
 
     With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times its size; with
-    `largest_ratio` ratios are held below it first. Metrics, per token: `ratio` (not held), `clip_fraction` (1 where
+    `max_ratio` ratios are held below it first. Metrics, per token: `ratio` (not held), `clip_fraction` (1 where
     either holds the ratio, and so stops the gradient) and, with `dual_clip`, `dual_clip_fraction`.
     Source: PPO (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 10);
     dual clip: arXiv 1912.09729, eq. 5; held ratios: ColossalChat.
     """
     ratios = ratio(policy_logprobs, old_logprobs)
-    held = ratios if largest_ratio is None else ratios.clamp(max=largest_ratio)
+    held = ratios if max_ratio is None else ratios.clamp(max=max_ratio)
     loss, metrics = _surrogate(held, advantages.detach(), clip_low, clip_high, dual_clip)
     is_held = (held != ratios).to(loss.dtype)
     return loss, metrics | {"ratio": ratios.detach(), "clip_fraction": torch.maximum(metrics["clip_fraction"], is_held)}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.manifest import MANIFEST, Ledger, check_hashes, check_sizes, new_folder
+from megarl.checkpoint.manifest import MANIFEST, ManifestWriter, check_hashes, check_sizes, new_folder
 from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
     FolderReader,
@@ -34,15 +34,15 @@ from megarl.checkpoint.torch_dist import (
     BACKEND,
     COMMON,
     METADATA,
-    Chunk,
     Stored,
+    StoredShard,
     common_state,
     extra_states,
     metadata_bytes,
     split,
 )
 from megarl.checkpoint.torch_dist_reader import CheckpointReader
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import INDEX, companions, weight_files
@@ -92,18 +92,18 @@ def to_megatron(
     source = FolderReader(hf, model)
     dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
     chunks = list(split(model, parallel, dtypes, SLAB_BYTES))
-    with new_folder(out) as ledger:
+    with new_folder(out) as manifest:
         with _checked(hf):
-            stored = _write_chunks(source, chunks, ledger)
-            _write_records(ledger, model, parallel, chunks, stored)
-            _copy_companions(hf, ledger, f"{COMPANIONS}/", dtype)
+            stored = _write_chunks(source, chunks, manifest)
+            _write_records(manifest, model, parallel, chunks, stored)
+            _copy_companions(hf, manifest, f"{COMPANIONS}/", dtype)
             if dtype is None and (hf / INDEX).exists():
-                ledger.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
-            ledger.append(TRACKER, RELEASE.encode())
+                manifest.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
+            manifest.append(TRACKER, RELEASE.encode())
         sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "etp")}
-        ledger.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes})
+        manifest.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes})
         if verify:
-            verify_copy(source, CheckpointReader(ledger.folder / RELEASE, model), model, ledger.folder)
+            verify_copy(source, CheckpointReader(manifest.folder / RELEASE, model), model, manifest.folder)
     return Conversion(out, len(dtypes), _num_bytes(model, dtypes), time.perf_counter() - started, verify)
 
 
@@ -131,7 +131,7 @@ def to_hf(
             f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; name a model folder with --hf."
         )
     model = read_model_shape(beside)
-    with new_folder(out) as ledger, _checked(root):
+    with new_folder(out) as manifest, _checked(root):
         source = CheckpointReader(checkpoint, model)
         dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
         total = _num_bytes(model, dtypes)
@@ -139,18 +139,18 @@ def to_hf(
         if dtype is None and shard_bytes is None and (beside / INDEX).exists():
             files = _files_of_index(beside, dtypes)
         if files is not None:
-            ledger.copy(beside / INDEX, INDEX)
+            manifest.copy(beside / INDEX, INDEX)
         else:
             widest = max(kind.itemsize for kind in dtypes.values())
             packed = pack_files(hf_tensors(model), widest, shard_bytes or SHARD_BYTES)
             files = {file: list(tensors) for file, tensors in packed.items()}
             if len(files) > 1:
-                ledger.append(INDEX, index_text(files, total).encode())
-        _write_files(source, files, model, dtypes, ledger)
-        _copy_companions(beside, ledger, "", dtype)
-        ledger.close({"format": "safetensors"})
+                manifest.append(INDEX, index_text(files, total).encode())
+        _write_files(source, files, model, dtypes, manifest)
+        _copy_companions(beside, manifest, "", dtype)
+        manifest.close({"format": "safetensors"})
         if verify:
-            verify_copy(source, FolderReader(ledger.folder, model), model, ledger.folder)
+            verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
     return Conversion(out, len(dtypes), total, time.perf_counter() - started, verify)
 
 
@@ -190,35 +190,39 @@ def _fill(source: Source, slab: _Slab) -> Tensor:
     return target
 
 
-def _write_chunks(source: Source, chunks: Sequence[Chunk], ledger: Ledger) -> list[Stored]:
+def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
     """Write chunks, each to its rank's file; returns where they are."""
     stored: list[Stored] = []
 
-    def write(chunk: Chunk, tensor: Tensor) -> None:
-        stored.append(_save(ledger, f"__{chunk.rank}_0.distcp", tensor))
+    def write(chunk: StoredShard, tensor: Tensor) -> None:
+        stored.append(_save(manifest, f"__{chunk.rank}_0.distcp", tensor))
 
     _stream(source, (_Slab(c.pieces, c.shape, c.dtype, partial(write, c)) for c in chunks))
     return stored
 
 
-def _save(ledger: Ledger, file: str, value: Any) -> Stored:
+def _save(manifest: ManifestWriter, file: str, value: Any) -> Stored:
     """Add to the end of a file what torch.save makes of a value."""
     name = f"{RELEASE}/{file}"
-    start = ledger.sizes.get(name, 0)
-    torch.save(value, ledger.stream(name))
-    return Stored(file, start, ledger.sizes[name] - start)
+    start = manifest.sizes.get(name, 0)
+    torch.save(value, manifest.stream(name))
+    return Stored(file, start, manifest.sizes[name] - start)
 
 
 def _write_records(
-    ledger: Ledger, model: ModelShape, parallel: ParallelLayout, chunks: Sequence[Chunk], stored: Sequence[Stored]
+    manifest: ManifestWriter,
+    model: ModelShape,
+    parallel: ParallelConfig,
+    chunks: Sequence[StoredShard],
+    stored: Sequence[Stored],
 ) -> None:
     """Write what makes a folder of chunks a checkpoint."""
-    objects = dict.fromkeys(extra_states(model), _save(ledger, stored[0].file, [None]))
-    ledger.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
-    _save(ledger, COMMON, common_state(model, parallel))
+    objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
+    manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
+    _save(manifest, COMMON, common_state(model, parallel))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{name}_version": 1 for name in backends}
-    ledger.append(f"{RELEASE}/{BACKEND}", json.dumps({**backends, **versions}).encode())
+    manifest.append(f"{RELEASE}/{BACKEND}", json.dumps({**backends, **versions}).encode())
 
 
 def _write_files(
@@ -226,7 +230,7 @@ def _write_files(
     files: Mapping[str, Sequence[str]],
     model: ModelShape,
     dtypes: Mapping[str, torch.dtype],
-    ledger: Ledger,
+    manifest: ManifestWriter,
 ) -> None:
     """Write safetensors files from front to back."""
     shapes = hf_tensors(model)
@@ -234,9 +238,9 @@ def _write_files(
     ordered = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in files.items()}
 
     def write(file: str, tensor: Tensor) -> None:
-        if file not in ledger.sizes:
-            ledger.append(file, file_header({name: (dtypes[name], shapes[name]) for name in ordered[file]}))
-        ledger.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
+        if file not in manifest.sizes:
+            manifest.append(file, file_header({name: (dtypes[name], shapes[name]) for name in ordered[file]}))
+        manifest.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
 
     slabs = (
         _slab(box, dtypes[name], partial(write, file))
@@ -281,7 +285,7 @@ def _checked(folder: Path) -> Iterator[None]:
         hashed.result()
 
 
-def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelLayout:
+def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")
@@ -290,7 +294,7 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
     if not model.num_experts:
         etp = tp
     ranks = lcm(tp, ep * etp)
-    return ParallelLayout(tp=tp, pp=pp, dp=ranks // tp, rollout_tp=1, ep=ep, etp=etp)
+    return ParallelConfig(tp=tp, pp=pp, dp=ranks // tp, rollout_tp=1, ep=ep, etp=etp)
 
 
 def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
@@ -302,13 +306,13 @@ def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[
     return {file: [name for name in tensors if where[name] == file] for file in sorted(files)}
 
 
-def _copy_companions(source: Path, ledger: Ledger, folder: str, dtype: torch.dtype | None) -> None:
+def _copy_companions(source: Path, manifest: ManifestWriter, folder: str, dtype: torch.dtype | None) -> None:
     """Copy all files that hold no weights, byte for byte; only a cast changes one, config.json's type."""
     for name, path in companions(source).items():
         if name == "config.json" and dtype is not None:
-            ledger.append(folder + name, config_of_type(path, dtype))
+            manifest.append(folder + name, config_of_type(path, dtype))
         else:
-            ledger.copy(path, folder + name)
+            manifest.copy(path, folder + name)
 
 
 def _find_checkpoint(folder: Path) -> Path:

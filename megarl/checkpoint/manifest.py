@@ -26,7 +26,7 @@ _BLOCK_BYTES = 1 << 22
 _MOST_OPEN = 256
 
 
-class Ledger:
+class ManifestWriter:
     """A folder being written: every byte goes through here and is hashed on its way."""
 
     def __init__(self, folder: Path) -> None:
@@ -88,15 +88,15 @@ class Ledger:
 
 
 class _Stream:
-    def __init__(self, ledger: Ledger, name: str) -> None:
-        self._ledger, self._name = ledger, name
+    def __init__(self, manifest: ManifestWriter, name: str) -> None:
+        self._manifest, self._name = manifest, name
 
     def write(self, data: bytes | memoryview) -> int:
-        self._ledger.append(self._name, data)
+        self._manifest.append(self._name, data)
         return len(data)
 
     def tell(self) -> int:
-        return self._ledger.sizes.get(self._name, 0)
+        return self._manifest.sizes.get(self._name, 0)
 
     def flush(self) -> None: ...
 
@@ -112,19 +112,19 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Ledger]:
+def new_folder(folder: Path) -> Iterator[ManifestWriter]:
     """A folder that appears when the body has ended well, and else not at all. Raises ConfigError if it is there."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is there already. Choose another --out, or remove it.")
     partial = folder.absolute().with_name(f".{folder.absolute().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    ledger = Ledger(partial)
+    manifest = ManifestWriter(partial)
     try:
-        yield ledger
+        yield manifest
         replace_folder(partial, folder.absolute())
     finally:
-        ledger.release()
+        manifest.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ import torch
 from megarl.checkpoint.safetensors import write_folder
 from megarl.families import numbered
 from megarl.families.adapters import adapter_rules, projections
-from megarl.families.names import Tensor
+from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.reshard.layouts.megatron import MegatronLayouts
 
@@ -34,7 +34,7 @@ class AdapterLayouts(MegatronLayouts):
         return adapter_rules(self.model, self.targets, self.rank)
 
     @cached_property
-    def tensors(self) -> Sequence[Tensor]:  # type: ignore[override]
+    def tensors(self) -> Sequence[TensorName]:  # type: ignore[override]
         return numbered({name for rule in self.rules for name, _ in rule.tensors}, self.model)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families import rules_of
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, padded_vocab_size
@@ -40,7 +40,7 @@ METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredShard:
     """A box of one global tensor. `pieces`, in a dense storage called "slab", are all of it but vocabulary padding.
 
     `keys` are the names it is stored under, `offset` and `shape` count the leading layer and expert, `rank` is the
@@ -112,8 +112,8 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
 
 
 def split(
-    model: ModelShape, parallel: ParallelLayout, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
-) -> Iterator[Chunk]:
+    model: ModelShape, parallel: ParallelConfig, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
+) -> Iterator[StoredShard]:
     """The chunks that the ranks of a layout hold, none larger than `chunk_bytes` unless it is one row.
 
     `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model, DataError if
@@ -134,7 +134,7 @@ def split(
         ep = parameter.leading[1] * parallel.ep // model.num_experts if rule.is_expert else 0
         for part, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
             ones = (1,) * len(parameter.leading)
-            yield Chunk(
+            yield StoredShard(
                 parameter.keys,
                 (*parameter.leading_shape, *shape),
                 (*parameter.leading, *box.start),
@@ -176,7 +176,7 @@ class Stored:
     length: int
 
 
-def metadata_bytes(chunks: Sequence[tuple[Chunk, Stored]], objects: Mapping[str, Stored]) -> bytes:
+def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mapping[str, Stored]) -> bytes:
     """The contents of `.metadata`."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -193,7 +193,7 @@ def metadata_bytes(chunks: Sequence[tuple[Chunk, Stored]], objects: Mapping[str,
     return pickle.dumps(Metadata(tensors, None, storage, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
 
 
-def common_state(model: ModelShape, parallel: ParallelLayout) -> dict[str, Any]:
+def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
     """The contents of `common.pt`: what Megatron-LM's `--load` and `--use-checkpoint-args` look up."""
     arguments = Namespace(
         tensor_model_parallel_size=parallel.tp,

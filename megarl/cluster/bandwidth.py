@@ -18,12 +18,12 @@ _TRIALS = 5
 _BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
 
-class Links:
+class Bandwidth:
     """A worker that exchanges with its neighbours on its node and its fellows on other nodes."""
 
-    def __init__(self, rank: int, world_size: int, places: Sequence[Sequence[str]], timeout_seconds: float) -> None:
+    def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
         device.init_world(timeout_seconds)
-        self._rank, self._rounds = rank, pairings([place[0] for place in places])
+        self._rank, self._rounds = rank, pairings([place[0] for place in topology])
         size = _BYTES[device.current().type]
         self._mine, self._theirs = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
 
@@ -87,7 +87,7 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def slow_links(
-    places: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
+    topology: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[str]:
     """The ranks whose links of a kind carry less than a share of what the median rank's do."""
     for kind in (WITHIN, ACROSS):
@@ -97,8 +97,8 @@ def slow_links(
         for rank, speeds in enumerate(measured):
             if (speed := speeds.get(kind, median)) < least_share * median:
                 yield (
-                    f"node {places[rank][0]}: rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank "
-                    f"{median / 1e9:.2f}; exclude the node, or lower cluster.least_bandwidth"
+                    f"node {topology[rank][0]}: rank {rank} moves {speed / 1e9:.2f} GB/s {kind}, the median rank "
+                    f"{median / 1e9:.2f}; exclude the node, or lower cluster.min_bandwidth_fraction"
                 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.cluster.local import ProcessGroup
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.tracking.metrics import Metric, merge
 from megarl.types import TrainingSequence
@@ -19,7 +19,7 @@ class TrainerRanks:
     """The trainer as the driver sees it: one call for the whole batch."""
 
     group: ProcessGroup
-    layout: ParallelLayout
+    layout: ParallelConfig
     max_tokens_per_microbatch: int
     row_multiple: int = 1
     attention_ratio: float = 65536.0
@@ -27,15 +27,15 @@ class TrainerRanks:
     """So many sequences, one after the other, share a row: the two of a pair."""
 
     async def update(
-        self, sequences: Sequence[TrainingSequence], kl: float | None = None, *, of: str = "policy"
+        self, sequences: Sequence[TrainingSequence], kl: float | None = None, *, model: str = "policy"
     ) -> dict[str, Metric]:
         """One optimizer step of the `policy` or the `critic` on all sequences. Returns the whole batch's metrics."""
         rows = self._pack(sequences)
         shares = [[[sequences[i] for i in row] for row in rank] for rank in rows]
-        results = await self._scatter("update", shares, of, kl)
+        results = await self._scatter("update", shares, model, kl)
         return merge(part for replica in results for part in replica)
 
-    async def forward(self, sequences: Sequence[TrainingSequence], of: str = "policy") -> list[np.ndarray]:
+    async def forward(self, sequences: Sequence[TrainingSequence], model: str = "policy") -> list[np.ndarray]:
         """What a model says of every token: float32 [tokens] per sequence, in order.
 
         Log-probs of the `policy` or the `reference`; values, before each token, of the `critic` or the `reward` model.
@@ -45,7 +45,9 @@ class TrainerRanks:
         unit = self.layout.dp * self.layout.rows_multiple * self.together
         sequences = [*sequences, *list(sequences[-self.together :]) * (-asked % unit // self.together)]
         rows = self._pack(sequences)
-        results = await self._scatter("forward", [[[sequences[i] for i in row] for row in rank] for rank in rows], of)
+        results = await self._scatter(
+            "forward", [[[sequences[i] for i in row] for row in rank] for rank in rows], model
+        )
         found = {
             index: values
             for rank, (result, *_) in zip(rows, results, strict=True)

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.cluster.handshake import StrangerError, admit, introduce, receive_json, send_json
-from megarl.cluster.local import ProcessGroup, Seat, log_tail
+from megarl.cluster.local import ProcessGroup, RankHandle, log_tail
 from megarl.cluster.rank import serve
-from megarl.cluster.topology import Introduction, environments, in_order, places
+from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.platform import rendezvous
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.rendezvous import Rendezvous
@@ -42,7 +42,7 @@ Address = tuple[str, int]
 """Host and port."""
 
 
-class _RemoteSeat(Seat):
+class _RemoteHandle(RankHandle):
     """A process on some node, that can be ended with all the others only."""
 
     def __init__(self, rank: int, node: str, connected: socket.socket, log: Path, group: ConnectedGroup) -> None:
@@ -57,7 +57,7 @@ class _RemoteSeat(Seat):
         else:
             self._group.end_processes()
 
-    def fate(self, is_dead: bool) -> str:
+    def exit_reason(self, is_dead: bool) -> str:
         return f"on node {self.node} ended or lost its connection"
 
 
@@ -66,7 +66,7 @@ class ConnectedGroup(ProcessGroup):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self._seated: list[_RemoteSeat] = []
+        self._seated: list[_RemoteHandle] = []
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
 
@@ -106,38 +106,44 @@ class ConnectedGroup(ProcessGroup):
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds"
                 ) from None
             finally:
-                self._seat(met, log_folder)
+                self._handle(met, log_folder)
         await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met))
 
     def _rendezvous(self, port: int) -> Rendezvous:
         return Rendezvous(self._key, host=self._addresses[0], port=port)
 
-    def _seat(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
+    def _handle(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         self._seated = [
-            _RemoteSeat(rank, process.node, met[process], log_folder / f"rank_{rank:04d}.log", self)
+            _RemoteHandle(rank, process.node, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met))
         ]
-        self._seats = list(self._seated)
+        self._handles = list(self._seated)
         if self._ended is not None and self._ended.done():
             self._note_end()
 
     def _tell_ranks(self, processes: Sequence[Introduction]) -> None:
-        self.hosts, self.places = [process.host for process in processes], places(processes)
+        self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
         self._addresses = reached_at([(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._seated])
-        for seat, environment in zip(self._seated, environments(processes), strict=True):
-            seat.socket.setblocking(True)
-            own = {"environment": environment, "log": str(seat.log.absolute()), "address": self._addresses[seat.rank]}
+        for handle, environment in zip(self._seated, environments(processes), strict=True):
+            handle.socket.setblocking(True)
+            own = {
+                "environment": environment,
+                "log": str(handle.log.absolute()),
+                "address": self._addresses[handle.rank],
+            }
             try:
-                send_json(seat.socket, own)
+                send_json(handle.socket, own)
             except OSError as error:
-                raise PeerLostError(f"a process on node {seat.node} was lost before it had its rank: {error}") from None
-            seat.socket.setblocking(False)
+                raise PeerLostError(
+                    f"a process on node {handle.node} was lost before it had its rank: {error}"
+                ) from None
+            handle.socket.setblocking(False)
 
     def _note_end(self) -> None:
-        for seat in self._seated:
-            seat.died.set_result(time.time())
+        for handle in self._seated:
+            handle.died.set_result(time.time())
             with contextlib.suppress(OSError):  # a node that lost its power ends no connection
-                seat.socket.shutdown(socket.SHUT_RDWR)
+                handle.socket.shutdown(socket.SHUT_RDWR)
 
     async def _watch(self) -> str:
         how = await self.await_end()

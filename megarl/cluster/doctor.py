@@ -78,7 +78,7 @@ async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[
             answers = await ranks.call("examine")
         finally:
             await ranks.close()
-    found = {place[0]: answer for place, answer in zip(ranks.places, answers, strict=True) if answer}
+    found = {place[0]: answer for place, answer in zip(ranks.topology, answers, strict=True) if answer}
     for text in wrong:
         named = text.removeprefix("node ").partition(": ")
         for node in [named[0]] if named[0] in found else found:

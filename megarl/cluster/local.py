@@ -66,8 +66,10 @@ class RankLostError(RankFailedError, types.PeerLostError):
 class _RankError(Exception):
     """One rank's report; `echo` if it only tells that another rank broke a collective."""
 
-    def __init__(self, seat: Seat, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None) -> None:
-        self.seat, self.at, self.echo, self.report = seat, at, echo, report
+    def __init__(
+        self, handle: RankHandle, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None
+    ) -> None:
+        self.handle, self.at, self.echo, self.report = handle, at, echo, report
 
 
 def log_tail(log: Path) -> str:
@@ -90,11 +92,11 @@ def _since(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
-def _ranks(seats: Sequence[Seat]) -> str:
-    return f"rank{'s' * (len(seats) > 1)} {', '.join(str(seat.rank) for seat in seats)}"
+def _ranks(handles: Sequence[RankHandle]) -> str:
+    return f"rank{'s' * (len(handles) > 1)} {', '.join(str(handle.rank) for handle in handles)}"
 
 
-class Seat:
+class RankHandle:
     """The driver's end of one rank: its connection, its log. `died` is done when its process is known to have ended.
 
     `asked` names a signal that the rank was sent to have the run stop.
@@ -142,10 +144,10 @@ class Seat:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give back what the seat holds."""
+        """Give back what the handle holds."""
         self.socket.close()
 
-    def fate(self, is_dead: bool) -> str:
+    def exit_reason(self, is_dead: bool) -> str:
         """What became of the rank, in words that follow its name; `is_dead` if its process ended by itself."""
         raise NotImplementedError
 
@@ -153,7 +155,7 @@ class Seat:
         return log_tail(self.log)
 
 
-class _LocalSeat(Seat):
+class _LocalHandle(RankHandle):
     """A child process at the other end of a socket pair."""
 
     def __init__(self, rank: int, environment: Mapping[str, str], log: Path) -> None:
@@ -196,7 +198,7 @@ class _LocalSeat(Seat):
         os.close(self._pidfd)
         super().release()
 
-    def fate(self, is_dead: bool) -> str:
+    def exit_reason(self, is_dead: bool) -> str:
         code = self.process.returncode
         if not is_dead:
             return "lost its connection"
@@ -214,18 +216,18 @@ class ProcessGroup:
     DiskFullError, a rank that is gone raises `RankLostError`, anything else `RankFailedError`, now and ever after.
 
     `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
-    a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `places` which node that is
+    a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `topology` which node that is
     and which switches are above it, nearest first.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.hosts, self.places = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
+        self.hosts, self.topology = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
         self._key = secrets.token_bytes(32)
         self.start_timeout_seconds = 300.0
         self.answer_timeout_seconds: float | None = None
         self._folder: PrivateFolder | None = None
-        self._seats: list[Seat] = []
+        self._handles: list[RankHandle] = []
         self._turn = asyncio.Lock()
         self._over: Exception | None = None
         self.on_asked: Callable[[str], object] = lambda signal_name: None
@@ -283,18 +285,18 @@ class ProcessGroup:
 
     def show_stacks(self) -> None:
         """Have the ranks write to their logs where each of their threads is, and go on."""
-        for seat in self._seats:
-            seat.show_stacks()
+        for handle in self._handles:
+            handle.show_stacks()
 
     async def close(self) -> None:
         """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
         if self._over is None:
             self._over = types.PeerLostError("the worker group is closed")
             if not self._turn.locked():
-                for seat in self._seats:
+                for handle in self._handles:
                     with contextlib.suppress(OSError):
-                        seat.socket.shutdown(socket.SHUT_WR)
-                await asyncio.wait([seat.died for seat in self._seats], timeout=_LEAVE_SECONDS)
+                        handle.socket.shutdown(socket.SHUT_WR)
+                await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
         await self._end()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
@@ -306,7 +308,7 @@ class ProcessGroup:
         }
         for rank in range(self.world_size):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._seats.append(_LocalSeat(rank, own, log_folder / f"rank_{rank:04d}.log"))
+            self._handles.append(_LocalHandle(rank, own, log_folder / f"rank_{rank:04d}.log"))
 
     def _rendezvous(self, port: int) -> Rendezvous:
         """Where the ranks meet; `port` is that of rank 0's store, if it keeps one."""
@@ -317,7 +319,7 @@ class ProcessGroup:
         async with self._turn:
             if self._over is not None:
                 raise self._over
-            asks = [asyncio.create_task(seat.ask(m)) for seat, m in zip(self._seats, messages, strict=True)]
+            asks = [asyncio.create_task(handle.ask(m)) for handle, m in zip(self._handles, messages, strict=True)]
             try:
                 return await self._gather(method, asks)
             except BaseException as error:
@@ -330,11 +332,11 @@ class ProcessGroup:
 
     async def _gather(self, method: str, asks: Sequence[asyncio.Task[Any]]) -> list[Any]:
         """The answers by rank; after a failure the other ranks have a moment to tell of an earlier one."""
-        timeout, seats = self.answer_timeout_seconds, self._seats
+        timeout, handles = self.answer_timeout_seconds, self._handles
         done, waiting = await asyncio.wait(asks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
         if has_failed := any(ask.exception() for ask in done):
             _, waiting = await asyncio.wait(asks, timeout=_REPORT_GRACE_SECONDS)
-        silent = [seat for seat, ask in zip(seats, asks, strict=True) if ask in waiting]
+        silent = [handle for handle, ask in zip(handles, asks, strict=True) if ask in waiting]
         if silent and not has_failed:
             raise await self._fall_silent(f"did not answer `{method}` within {timeout:g} s", silent)
         errors = [error for ask in asks if ask.done() and (error := ask.exception())]
@@ -347,28 +349,30 @@ class ProcessGroup:
             if first.echo and (stopped := await self._stopped(silent)):
                 raise await self._fall_silent(f"did not come to a collective of `{method}`", stopped)
             raise await self._fail(method, first)
-        if asked := next((seat.asked for seat in self._seats if seat.asked), None):
+        if asked := next((handle.asked for handle in self._handles if handle.asked), None):
             self.on_asked(asked)
         return [ask.result() for ask in asks]
 
     async def _fail(self, method: str, first: _RankError) -> Exception:
         """End the group and return the error that names the first cause."""
-        seat, report, is_dead = first.seat, first.report, first.seat.died.done()
+        handle, report, is_dead = first.handle, first.report, first.handle.died.done()
         await self._end()
-        where = f"rank {seat.rank} of {self.world_size}"
+        where = f"rank {handle.rank} of {self.world_size}"
         if report is None:
-            error = RankLostError(seat.rank, f"{where} {seat.fate(is_dead)} during `{method}`", seat.log_tail())
+            error = RankLostError(
+                handle.rank, f"{where} {handle.exit_reason(is_dead)} during `{method}`", handle.log_tail()
+            )
         elif report["megarl_class"]:
             error = getattr(types, report["megarl_class"])(report["message"])
             error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
         else:
             cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
             kind = RankLostError if report["lost"] else RankFailedError
-            error = kind(seat.rank, cause, report["traceback"])
+            error = kind(handle.rank, cause, report["traceback"])
         self._over = error
         return error
 
-    async def _fall_silent(self, what: str, silent: Sequence[Seat]) -> Exception:
+    async def _fall_silent(self, what: str, silent: Sequence[RankHandle]) -> Exception:
         """End the group and return the error that names the ranks that stopped, and shows where each stood.
 
         Those that only wait for them in a collective are said to.
@@ -376,28 +380,28 @@ class ProcessGroup:
         stopped = await self._stopped(silent) or list(silent)
         await self._end()
         cause = f"{_ranks(stopped)} of {self.world_size} {what}"
-        if waiting := [seat for seat in silent if seat not in stopped]:
+        if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {_ranks(waiting)} waited in a collective"
-        self._over = RankLostError(stopped[0].rank, cause, "\n".join(seat.log_tail() for seat in stopped))
+        self._over = RankLostError(stopped[0].rank, cause, "\n".join(handle.log_tail() for handle in stopped))
         return self._over
 
-    async def _stopped(self, silent: Sequence[Seat]) -> list[Seat]:
+    async def _stopped(self, silent: Sequence[RankHandle]) -> list[RankHandle]:
         """Those of the silent ranks that are not in a collective, by the stacks that they are made to write."""
-        ends = {seat: seat.log.stat().st_size if seat.log.exists() else 0 for seat in silent}
-        for seat in silent:
-            seat.kill(signal.SIGABRT)  # the rank's fault handler writes the stacks of all its threads to the log
+        ends = {handle: handle.log.stat().st_size if handle.log.exists() else 0 for handle in silent}
+        for handle in silent:
+            handle.kill(signal.SIGABRT)  # the rank's fault handler writes the stacks of all its threads to the log
         if silent:
-            await asyncio.wait([seat.died for seat in silent], timeout=_REPORT_GRACE_SECONDS)
-        return [seat for seat in silent if not waits_in_collective(_since(seat.log, ends[seat]))]
+            await asyncio.wait([handle.died for handle in silent], timeout=_REPORT_GRACE_SECONDS)
+        return [handle for handle in silent if not waits_in_collective(_since(handle.log, ends[handle]))]
 
     async def _end(self) -> None:
         """Kill what still lives and release everything."""
-        seats, self._seats = self._seats, []
-        for seat in seats:
-            seat.kill()
-        if seats:
-            await asyncio.wait([seat.died for seat in seats], timeout=_KILL_SECONDS)
-        for seat in seats:
-            seat.release()
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.kill()
+        if handles:
+            await asyncio.wait([handle.died for handle in handles], timeout=_KILL_SECONDS)
+        for handle in handles:
+            handle.release()
         if self._folder is not None:
             self._folder.remove()

@@ -98,7 +98,7 @@ async def inspect(ranks: ProcessGroup, recipe: Recipe, run_folder: Path) -> tupl
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
     ranks.answer_timeout_seconds = cluster.start_timeout_seconds
-    nodes = [place[0] for place in ranks.places]
+    nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))
     reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
     wrong = list(faults(reports, str(run_folder), len(nodes) // len(reports)))
@@ -109,10 +109,10 @@ async def inspect(ranks: ProcessGroup, recipe: Recipe, run_folder: Path) -> tupl
     await ranks.call("close")
     if wrong or len(nodes) == 1 or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return wrong, []
-    settings = {"places": ranks.places, "timeout_seconds": cluster.collective_timeout_seconds}
-    await ranks.construct("megarl.cluster.bandwidth:Links", settings)
+    settings = {"topology": ranks.topology, "timeout_seconds": cluster.collective_timeout_seconds}
+    await ranks.construct("megarl.cluster.bandwidth:Bandwidth", settings)
     measured = await ranks.call("measure")
-    return list(slow_links(ranks.places, measured, cluster.least_bandwidth)), [summary(measured)]
+    return list(slow_links(ranks.topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]
 
 
 def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int) -> Iterator[str]:

@@ -36,7 +36,7 @@ def in_order(processes: Iterable[Introduction]) -> list[Introduction]:
     return sorted(processes, key=lambda process: (process.switches, process.turn))
 
 
-def places(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
+def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
     """Each rank's node and the switches above it, nearest first; no switches where some are not known."""
     depths = {len(process.switches) for process in processes}
     return [(p.node, *(reversed(p.switches) if len(depths) == 1 else ())) for p in processes]

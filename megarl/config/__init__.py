@@ -48,7 +48,7 @@ class ClusterConfig(Section):
     """Options of srun besides, such as a container's: --container-image=FILE, --container-mounts=FROM:TO."""
     preflight: bool = True
     """Look at every node before anything heavy starts there: folders, disk, GPUs, clock, ports, bandwidth."""
-    least_bandwidth: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
+    min_bandwidth_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
     """Refuse a node where a rank's links carry less than this share of what the median rank's do."""
     max_restarts: NonNegativeInt = 5
     """Times that a run may be taken up again in a row without a step gained."""
@@ -314,7 +314,7 @@ class Recipe(Section):
         return self.critic.warmup_steps if self.has_critic else 0
 
     @property
-    def answers_together(self) -> int:
+    def sequences_per_example(self) -> int:
         """Sequences that share a row because the loss compares them."""
         return 2 if self.loop == "reward_model" or (self.loop == "preference" and self.preference.loss != "kto") else 1
 

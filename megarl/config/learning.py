@@ -58,14 +58,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "aggregation": "sequence_mean_token_mean", "kl_coefficient": 0.001},
     "dr_grpo": {"advantage": "grpo", "normalize_by_std": False, "aggregation": "constant_length"},
     "dapo": {
-        "advantage": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "filter_range": (0.0, 1.0),
-        "overlength_buffer": 0.2, "mask_truncated": True,
+        "advantage": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "dynamic_sampling": (0.0, 1.0),
+        "overlong_buffer": 0.2, "mask_truncated": True,
     },
-    "rloo": {"advantage": "rloo", "policy_loss": "policy_gradient", "kl_coefficient": 0.001, "kl_in": "reward",
+    "rloo": {"advantage": "rloo", "policy_loss": "policy_gradient", "kl_coefficient": 0.001, "kl_placement": "reward",
              "kl_estimator": "k1", "aggregation": "sequence_mean_token_sum"},
     "reinforce_plus_plus": {
         "advantage": "reinforce_plus_plus", "normalize_by_std": False, "whiten_advantages": True,
-        "kl_coefficient": 0.001, "kl_in": "return", "kl_estimator": "k1",
+        "kl_coefficient": 0.001, "kl_placement": "return", "kl_estimator": "k1",
     },
     "gspo": {
         "advantage": "grpo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
@@ -73,7 +73,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"advantage": "grpo", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 2.0},
     "ppo": {
-        "advantage": "gae", "whiten_advantages": True, "kl_coefficient": 0.001, "kl_in": "reward", "kl_estimator": "k1",
+        "advantage": "gae", "whiten_advantages": True, "kl_coefficient": 0.001, "kl_placement": "reward",
+        "kl_estimator": "k1",
     },
 }  # fmt: skip
 """Fields of `algorithm` that a published method sets; a recipe names one and may change it field by field."""
@@ -105,7 +106,7 @@ class AlgorithmConfig(Section):
     """The ratio counts up to 1 + clip_high (DAPO's clip-higher: 0.28)."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """Bound of the loss for negative advantages (dual-clip PPO)."""
-    largest_ratio: Annotated[float, Field(gt=1.0)] | None = None
+    max_ratio: Annotated[float, Field(gt=1.0)] | None = None
     """Ratios above are held there before anything else (ColossalChat: 10)."""
     skip_ratio: Annotated[float, Field(gt=1.0)] | None = None
     """An update is skipped if the mean ratio of its tokens is above (ColossalRL's skip_threshold: 20)."""
@@ -113,7 +114,7 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL to the reference model; 0 loads no reference model."""
-    kl_in: Literal["loss", "reward", "return", "advantage"] = "loss"
+    kl_placement: Literal["loss", "reward", "return", "advantage"] = "loss"
     """Where the KL counts: in the loss; in the reward, each token's in its own (gae) or summed over the sample; summed
     from a token on in that token's advantage (return: REINFORCE++); or each token's in its own advantage."""
     kl_estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
@@ -122,13 +123,13 @@ class AlgorithmConfig(Section):
     """Adapt the coefficient so that the KL stays near this many nats a token; left out, it is constant."""
     kl_horizon: PositiveFloat = 10000.0
     """Samples in which an adapted coefficient changes by a fifth at most."""
-    correction: (
-        Literal["truncated", "band", "sequence_truncated", "sequence_rejection", "geometric_rejection"] | None
+    importance_sampling: (
+        Literal["tis", "icepop", "sequence_tis", "sequence_rejection", "geometric_rejection"] | None
     ) = None
     """Correction of `algorithms.importance` for the gap between trainer and engine; left out, none."""
-    correction_low: NonNegativeFloat = 0.5
+    importance_sampling_low: NonNegativeFloat = 0.5
     """Lowest ratio of trainer to engine that a band or rejection accepts."""
-    correction_high: PositiveFloat = 2.0
+    importance_sampling_high: PositiveFloat = 2.0
     """Highest ratio that is accepted, or to which it is cut."""
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level"
@@ -137,13 +138,13 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["rollout", "trainer"] = "trainer"
     """Whose log-probs the ratio starts from, of the weights that sampled: the engine's, or the trainer's, computed
     before the step's update where needed. With the engine's, `logprob_gap/` is that of a step's first update alone."""
-    filter_range: tuple[float, float] | None = None
+    dynamic_sampling: tuple[float, float] | None = None
     """Train only on groups whose accuracy is between the two, both excluded; others are drawn instead (DAPO)."""
     max_attempts: PositiveInt = 10
     """Batches of prompts that one step may draw to fill itself, before the run ends."""
     oversampling: Annotated[float, Field(ge=1.0)] = 1.0
     """Prompts drawn at once over prompts a step, where groups are filtered; what is left over serves the next step."""
-    overlength_buffer: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    overlong_buffer: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Last share of rollout.sampling.max_new_tokens in which the reward falls off, to -reward.correct_score at its end
     (DAPO's soft punishment: 0.2)."""
     mask_truncated: bool = False

@@ -150,7 +150,7 @@ COUNTERPARTS = (
                 ("algorithm.clip_high",)),
     Counterpart(("eps_clip_low_high",), ("algorithm.clip_low", "algorithm.clip_high")),
     Counterpart(("clip_ratio_c", "eps_clip_c", "ratio_clip_c", "dual_clip_c"), ("algorithm.dual_clip",)),
-    Counterpart(("delta",), ("algorithm.largest_ratio",)),
+    Counterpart(("delta",), ("algorithm.max_ratio",)),
     Counterpart(("skip_threshold",), ("algorithm.skip_ratio",)),
     Counterpart(("entropy_coeff", "entropy_coef", "entropy_loss_coef"), ("algorithm.entropy_coefficient",)),
     Counterpart(
@@ -163,7 +163,7 @@ COUNTERPARTS = (
     ),
     Counterpart(
         ("use_kl_loss", "use_kl_in_reward"),
-        ("algorithm.kl_in", "algorithm.kl_coefficient"),
+        ("algorithm.kl_placement", "algorithm.kl_coefficient"),
         "a coefficient above 0 switches it on",
     ),
     Counterpart(("kl_loss_type", "kl_penalty", "reference_policy_kl_type"), ("algorithm.kl_estimator",)),
@@ -174,14 +174,14 @@ COUNTERPARTS = (
     Counterpart(
         ("filter_groups", "filter_groups.enable", "filter_groups.metric", "use_dynamic_sampling",
          "dynamic_sampling_filter_path", "dynamic_filtering", "dynamic_filtering_reward_range"),
-        ("algorithm.filter_range",),
+        ("algorithm.dynamic_sampling",),
     ),
     Counterpart(("filter_groups.max_num_gen_batches", "max_num_gen_batches", "dynamic_sampling_max_gen_batches"),
                 ("algorithm.max_attempts",)),
     Counterpart(
         ("overlong_buffer", "overlong_buffer.len", "overlong_buffer.enable", "overlong_buffer_len", "cache_length",
          "soft_over_length_punishment", "overlong_buffer_length"),
-        ("algorithm.overlength_buffer",),
+        ("algorithm.overlong_buffer",),
         "a share of rollout.sampling.max_new_tokens",
     ),
     Counterpart(("mask_truncated_completions", "filter_truncated_response", "overlong_filtering"),
@@ -189,14 +189,14 @@ COUNTERPARTS = (
     Counterpart(
         ("use_tis", "rollout_is", "vllm_importance_sampling_correction", "use_importance_sampling_correction",
          "enable_vllm_is_correction", "vllm_importance_sampling_mode", "rollout_rs"),
-        ("algorithm.correction",),
+        ("algorithm.importance_sampling",),
     ),
     Counterpart(
         ("tis_imp_ratio_cap", "tis_clip", "rollout_is_threshold", "vllm_importance_sampling_cap",
          "truncated_importance_sampling_ratio"),
-        ("algorithm.correction_high",),
+        ("algorithm.importance_sampling_high",),
     ),
-    Counterpart(("tis_clip_low", "rollout_is_threshold_lower"), ("algorithm.correction_low",)),
+    Counterpart(("tis_clip_low", "rollout_is_threshold_lower"), ("algorithm.importance_sampling_low",)),
     Counterpart(("ptx_coef",), ("algorithm.ptx_coefficient",)),
     Counterpart(("n_behind", "max_trajectory_age_steps"), note="samples are always those of the newest weights"),
     # Critic and pairs

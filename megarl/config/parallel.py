@@ -28,13 +28,13 @@ class Coordinates:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelLayout:
+class ParallelConfig:
     """Sizes of the trainer's grid and of the engines over the same world.
 
     `vpp` is the number of model chunks of a pipeline stage; `etp` and `ep` split experts; `rollout_ep` says that
-    engines deal experts out instead of splitting each. `order` is Megatron's. `deal` is `(a, b)`: in each block of
-    a * b ranks, rank i * b + j plays the part that the order gives to j * a + i, so that neighbours hold far parts;
-    (1, 1) changes nothing.
+    engines deal experts out instead of splitting each. `order` is Megatron's. `rank_permutation` is `(a, b)`: in each
+    block of a * b ranks, rank i * b + j plays the part that the order gives to j * a + i, so that neighbours hold far
+    parts; (1, 1) changes nothing.
     """
 
     tp: int
@@ -47,7 +47,7 @@ class ParallelLayout:
     etp: int = 1
     rollout_ep: bool = False
     order: str = RANK_ORDERS[0]
-    deal: tuple[int, int] = (1, 1)
+    rank_permutation: tuple[int, int] = (1, 1)
 
     def __str__(self) -> str:
         """`4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
@@ -55,7 +55,11 @@ class ParallelLayout:
         sizes = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
         sizes += "".join(f", {axis} {getattr(self, axis)}" for axis in ("vpp", "ep", "etp") if getattr(self, axis) > 1)
         order = f" in order {self.order}" if self.order != RANK_ORDERS[0] else ""
-        order += f", ranks dealt {self.deal[0]} by {self.deal[1]}" if self.deal != (1, 1) else ""
+        order += (
+            f", ranks permuted {self.rank_permutation[0]} by {self.rank_permutation[1]}"
+            if self.rank_permutation != (1, 1)
+            else ""
+        )
         experts = " with expert parallelism" if self.rollout_ep else ""
         return (
             f"{self.world_size} ranks: trainer {sizes}{order}, "
@@ -80,13 +84,13 @@ class ParallelLayout:
         for axis in self.order.split("-"):
             part += at[axis] * step
             step *= self._dense[axis]
-        a, b = self.deal
+        a, b = self.rank_permutation
         block, place = divmod(part, a * b)
         return block * a * b + place % a * b + place // a
 
     def part(self, rank: int) -> int:
         """The number that the trainer's order gives to a rank."""
-        a, b = self.deal
+        a, b = self.rank_permutation
         block, place = divmod(rank, a * b)
         return block * a * b + place % b * a + place // b
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from megarl.families import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
-from megarl.families.names import Tensor, in_order
+from megarl.families.names import TensorName, in_order
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape
 
@@ -37,15 +37,15 @@ def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: shape for rule in rules_of(model) for name, shape in rule.tensors}
 
 
-def tensors_of(model: ModelShape) -> tuple[Tensor, ...]:
+def tensors_of(model: ModelShape) -> tuple[TensorName, ...]:
     """Every tensor of the model's checkpoint, in the order in which a plan counts them."""
     return numbered(templates_of(model), model)
 
 
-def numbered(templates: Iterable[str], model: ModelShape) -> tuple[Tensor, ...]:
+def numbered(templates: Iterable[str], model: ModelShape) -> tuple[TensorName, ...]:
     """The tensors of these kinds in all layers and experts, in order."""
     return in_order(
-        Tensor(template, layer, expert)
+        TensorName(template, layer, expert)
         for template in templates
         for layer in (range(model.num_layers) if "{layer}" in template else (-1,))
         for expert in (range(model.num_experts) if "{expert}" in template else (0,))

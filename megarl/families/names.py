@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 
-class Tensor(NamedTuple):
+class TensorName(NamedTuple):
     """The name of a checkpoint's tensor, its numbers apart: layer -1 and expert 0 where it has none."""
 
     template: str
@@ -22,16 +22,16 @@ class Tensor(NamedTuple):
 
 
 @cache
-def parse_name(name: str) -> Tensor:
+def parse_name(name: str) -> TensorName:
     """The tensor of a name: the first number after `layers.` and after `experts.` are its layer and expert."""
     layer, expert = re.search(r"\blayers\.(\d+)", name), re.search(r"\bexperts\.(\d+)", name)
     template = name
     for found, field in ((expert, "{expert}"), (layer, "{layer}")):
         if found:
             template = template[: found.start(1)] + field + template[found.end(1) :]
-    return Tensor(template, int(layer[1]) if layer else -1, int(expert[1]) if expert else 0)
+    return TensorName(template, int(layer[1]) if layer else -1, int(expert[1]) if expert else 0)
 
 
-def in_order(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def in_order(tensors: Iterable[TensorName]) -> tuple[TensorName, ...]:
     """Tensors by layer, template and expert: the order in which a plan moves them."""
     return tuple(sorted(tensors, key=attrgetter("layer", "template", "expert")))

@@ -10,7 +10,7 @@ from megarl.data.preferences import Answers
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session
 from megarl.preflight import read_preferences
-from megarl.rollout.batches import weigh
+from megarl.rollout.batches import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 
@@ -28,10 +28,12 @@ async def train(session: Session) -> None:
         tracker.log(0, await _evaluate(session, held_out))
     for step in session.steps:
         batch = await with_reference(session, [answers[index] for index in order.batch(step - 1)])
-        is_judged = recipe.answers_together == 1
+        is_judged = recipe.sequences_per_example == 1
         kl = await _divergence(session, batch) if is_judged else None
         with tracker.phase("train"):
-            weighed = weigh(batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"}))
+            weighed = assign_token_weights(
+                batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
+            )
             scalars = values(await session.trainer.update(weighed, kl)) | ({} if kl is None else {"kl/reference": kl})
         await session.checkpoints.begin(step)
         if session.evaluates_at(step):
@@ -48,7 +50,7 @@ async def with_reference(session: Session, answers: Sequence[Answers]) -> list[T
     if not session.recipe.has_reference:
         return sequences
     with session.tracker.phase("logprobs"):
-        return await session.add("reference_logprobs", sequences, of="reference")
+        return await session.add("reference_logprobs", sequences, model="reference")
 
 
 async def _divergence(session: Session, batch: Sequence[TrainingSequence]) -> float:
@@ -78,7 +80,7 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
             policy = await session.trainer.forward(sequences)
             worth = np.array([_worth(s, p) for s, p in zip(sequences, policy, strict=True)])
             good, bad = worth[::2], worth[1::2]
-            if session.recipe.answers_together == 1:
+            if session.recipe.sequences_per_example == 1:
                 is_good = np.array([bool(s.advantages is not None and s.advantages.max() > 0) for s in sequences])
                 good, bad = worth[is_good, None], worth[None, ~is_good]
             if not good.size or not bad.size:

@@ -18,7 +18,7 @@ from megarl.rollout.batches import (
     to_sequences,
     update_metrics,
 )
-from megarl.rollout.buffer import Collection
+from megarl.rollout.buffer import Buffer
 from megarl.rollout.evaluate import failure_metrics
 from megarl.rollout.pool import AbandonedError
 from megarl.types import TrainingSequence
@@ -29,11 +29,11 @@ async def train(session: Session) -> None:
     recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
     problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     sampling = sampling_settings(recipe.rollout.sampling)
-    collection = Collection(recipe, problems, session.respondents, sampling)
+    buffer = Buffer(recipe, problems, session.respondents, sampling)
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx) if recipe.data.ptx else []
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
     if checkpoint := session.origin.checkpoint:
-        if lacking := collection.load(checkpoint):
+        if lacking := buffer.load(checkpoint):
             tracker.notice(
                 f"{lacking} answers of {checkpoint} wait without the trainer's log-probs, since "
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
@@ -41,35 +41,35 @@ async def train(session: Session) -> None:
         resumed_step, unlogged = session.folder.resumed_step, session.origin.unlogged
         await session.reshard(resumed_step)
         if unlogged is not None:
-            await _evaluate_and_log(session, resumed_step, unlogged, collection)
+            await _evaluate_and_log(session, resumed_step, unlogged, buffer)
     else:
-        await _evaluate_and_log(session, 0, {}, collection)
+        await _evaluate_and_log(session, 0, {}, buffer)
     for step in session.steps:
         # The version of the weights that sample for a step is its number: each step ends with a reshard.
         try:
             with tracker.phase("rollout"):
-                answered, asked, scalars = await collection.step()
+                answered, asked, scalars = await buffer.step()
             scalars |= failure_metrics(asked, recipe.reward.max_failed_fraction, "reward/")
         except AbandonedError:
-            await session.stop_if_asked(step - 1, collection.save)
+            await session.stop_if_asked(step - 1, buffer.save)
             raise
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
-            answered = await collection.add_old_logprobs(answered, session.trainer.forward, weight_version=step)
+            answered = await buffer.add_old_logprobs(answered, session.trainer.forward, weight_version=step)
             sequences = to_sequences(answered, recipe, weight_version=step)
             if recipe.has_reference:
-                sequences = await session.add("reference_logprobs", sequences, of="reference")
+                sequences = await session.add("reference_logprobs", sequences, model="reference")
             if recipe.reward.model:
                 answered, scores = await session.add_scores(answered, sequences)
                 asked, scalars = answered, scalars | scores
             if recipe.has_critic:
-                sequences = await session.add("values", sequences, of="critic")
+                sequences = await session.add("values", sequences, model="critic")
         if session.stop:
             # Nothing has changed yet.
-            collection.forget_step()
-            await session.stop_if_asked(step - 1, collection.save)
-        sequences, known = add_advantages(sequences, answered, recipe, collection.kl_coefficient)
-        if recipe.algorithm.correction:
+            buffer.forget_step()
+            await session.stop_if_asked(step - 1, buffer.save)
+        sequences, known = add_advantages(sequences, answered, recipe, buffer.kl_coefficient)
+        if recipe.algorithm.importance_sampling:
             sequences, corrected = add_corrections(sequences, recipe.algorithm)
             known |= corrected
         with tracker.phase("train"):
@@ -77,44 +77,44 @@ async def train(session: Session) -> None:
                 known |= await session.update_critic(sequences)
             beside = [conversations[index] for index in order.batch(step - 1)] if conversations else []
             batches = split(sequences, recipe, step, beside) if step > recipe.frozen_steps else []
-            updates = [await session.trainer.update(batch, collection.kl_coefficient) for batch in batches]
+            updates = [await session.trainer.update(batch, buffer.kl_coefficient) for batch in batches]
         scalars |= known | update_metrics(updates) | reward_metrics(asked or answered)
         scalars |= staleness_metrics(answered, weight_version=step)
-        scalars |= _adapt(collection, scalars, sequences)
-        await session.checkpoints.begin(step, collection.save)
+        scalars |= _adapt(buffer, scalars, sequences)
+        await session.checkpoints.begin(step, buffer.save)
         with tracker.phase("reshard"):
             scalars |= await session.reshard(step)
         if step % recipe.samples_every_steps == 0:
             tracker.samples(step, [answer.record() for answer in asked])
         if session.evaluates_at(step):
-            await _evaluate_and_log(session, step, scalars, collection)
+            await _evaluate_and_log(session, step, scalars, buffer)
         else:
             tracker.log(step, scalars)
         session.folder.set_status(step=step)
         await session.checkpoints.complete()
-        await session.stop_if_asked(step, collection.save)
+        await session.stop_if_asked(step, buffer.save)
 
 
-async def _evaluate_and_log(session: Session, step: int, scalars: Mapping[str, float], collection: Collection) -> None:
+async def _evaluate_and_log(session: Session, step: int, scalars: Mapping[str, float], buffer: Buffer) -> None:
     """Log a step with its evaluation; where a signal cuts that short, both are left to the resumed run."""
     try:
         evaluated = await session.evaluate(step)
     except AbandonedError:
         session.folder.set_status(step=step)
-        await session.stop_if_asked(step, collection.save, unlogged=scalars)
+        await session.stop_if_asked(step, buffer.save, unlogged=scalars)
         raise
     session.tracker.log(step, {**scalars, **evaluated})
 
 
-def _adapt(collection: Collection, scalars: dict[str, float], sequences: list[TrainingSequence]) -> dict[str, float]:
+def _adapt(buffer: Buffer, scalars: dict[str, float], sequences: list[TrainingSequence]) -> dict[str, float]:
     """Bring the KL's weight nearer to what holds its target: `kl/coefficient`, as it was in this step."""
-    algorithm = collection.recipe.algorithm
+    algorithm = buffer.recipe.algorithm
     if algorithm.kl_target is None or "kl/reference" not in scalars:
         return {}
-    before = collection.kl_coefficient
+    before = buffer.kl_coefficient
     if not math.isfinite(scalars["kl/reference"]):
         return {"kl/coefficient": before}
-    collection.kl_coefficient = adapted(
+    buffer.kl_coefficient = adapted(
         before,
         scalars["kl/reference"],
         target=algorithm.kl_target,

@@ -11,7 +11,7 @@ from megarl.cluster.launchers import reward_workers, start_ranks
 from megarl.cluster.local import ProcessGroup
 from megarl.cluster.node_checks import inspect
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.data.chat import load_tokenizer
 from megarl.data.packing import attention_ratio
@@ -37,7 +37,7 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 }
 
 
-def run(recipe: Recipe, layout: ParallelLayout, *, resume: Resume | None = None, restart: bool = False) -> None:
+def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None = None, restart: bool = False) -> None:
     """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model.
 
     `restart` moves aside what the run's folder holds.
@@ -49,10 +49,10 @@ def run(recipe: Recipe, layout: ParallelLayout, *, resume: Resume | None = None,
 
 
 async def _prepare(
-    ranks: ProcessGroup, recipe: Recipe, layout: ParallelLayout, folder: RunFolder, tracker: Tracker
+    ranks: ProcessGroup, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
 ) -> None:
     """Put a `Worker` on each rank. Raises ConfigError naming nodes that are not fit."""
-    if len(nodes := dict.fromkeys(place[0] for place in ranks.places)) > 1:
+    if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
         tracker.tell(f"ranks on {', '.join(nodes)}")
     if recipe.cluster.preflight:
         wrong, told = await inspect(ranks, recipe, folder.path.absolute())
@@ -61,12 +61,12 @@ async def _prepare(
         for line in told:
             tracker.tell(line)
     ranks.answer_timeout_seconds = recipe.cluster.build_timeout_seconds
-    settings = {"recipe": recipe, "layout": layout, "places": ranks.places}
+    settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
     await ranks.construct("megarl.worker:Worker", settings)
     ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
 
 
-async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, origin: Origin, stacks: StackRequest) -> None:
+async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin: Origin, stacks: StackRequest) -> None:
     stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
@@ -105,7 +105,7 @@ async def _run(recipe: Recipe, layout: ParallelLayout, folder: RunFolder, origin
                 recipe.trainer.max_tokens_per_microbatch,
                 row_multiple(recipe),
                 attention_ratio(read_model_shape(recipe.model.path)),
-                together=recipe.answers_together,
+                together=recipe.sequences_per_example,
             ),
             respondents=Respondents(ranks, layout, tokenizer, rewards, 2 * concurrent, lambda: bool(stop)),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},

@@ -12,7 +12,7 @@ import numpy as np
 from megarl.cluster.batching import TrainerRanks
 from megarl.cluster.local import ProcessGroup
 from megarl.config import Recipe, SamplingConfig
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.data.preferences import scored
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
@@ -33,7 +33,7 @@ class Session:
     """A run under way."""
 
     recipe: Recipe
-    layout: ParallelLayout
+    layout: ParallelConfig
     folder: RunFolder
     tracker: Tracker
     tokenizer: Tokenizer
@@ -66,9 +66,11 @@ class Session:
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
-    async def add(self, name: str, sequences: list[TrainingSequence], *, of: str = "policy") -> list[TrainingSequence]:
+    async def add(
+        self, name: str, sequences: list[TrainingSequence], *, model: str = "policy"
+    ) -> list[TrainingSequence]:
         """The sequences with what a model says of their tokens now, in the array of that name."""
-        found = await self.trainer.forward(sequences, of=of)
+        found = await self.trainer.forward(sequences, model=model)
         return [replace(s, **{name: said}) for s, said in zip(sequences, found, strict=True)]
 
     async def add_scores(
@@ -78,7 +80,7 @@ class Session:
         reward = self.recipe.reward
         # All of an answer is scored, whatever of it is trained.
         whole = [TrainingSequence(s.token_ids, np.ones(len(s), np.bool_)) for s in sequences]
-        found = await self.trainer.forward([scored(sequence) for sequence in whole], of="reward")
+        found = await self.trainer.forward([scored(sequence) for sequence in whole], model="reward")
         scores = np.array([of_tokens[-1] for of_tokens in found], np.float64)
         metrics = {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
         held = scores if reward.model_clip is None else scores.clip(-reward.model_clip, reward.model_clip)
@@ -89,7 +91,7 @@ class Session:
 
     async def update_critic(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
         """A step's updates of the critic: `critic/loss`, `/grad_norm`, `/clipped` and so on, as `train/` has them."""
-        updates = [await self.trainer.update(batch, of="critic") for batch in critic_batches(sequences, self.recipe)]
+        updates = [await self.trainer.update(batch, model="critic") for batch in critic_batches(sequences, self.recipe)]
         return {name.replace("train/", "critic/", 1): value for name, value in values(merge(updates)).items()}
 
     async def reshard(self, step: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session
 from megarl.preflight import read_conversations
-from megarl.rollout.batches import weigh
+from megarl.rollout.batches import assign_token_weights
 from megarl.rollout.pool import AbandonedError
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
@@ -33,7 +33,7 @@ async def train(session: Session) -> None:
     elif session.origin.unlogged is not None:
         await _evaluate_and_log(session, session.folder.resumed_step, session.origin.unlogged, held_out)
     for step in session.steps:
-        batch = weigh([conversations[index] for index in order.batch(step - 1)], recipe.algorithm)
+        batch = assign_token_weights([conversations[index] for index in order.batch(step - 1)], recipe.algorithm)
         with tracker.phase("train"):
             scalars = values(await session.trainer.update(batch))
         await session.checkpoints.begin(step)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.transformer import TransformerConfig
 
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 from megarl.platform import transformer_engine
 from megarl.types import ConfigError
@@ -34,7 +34,7 @@ def uses_transformer_engine() -> bool:
 
 def transformer_config(
     shape: ModelShape,
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
@@ -89,7 +89,7 @@ def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(f"{fields}. Megatron-Core refuses it: {error}") from error
 
 
-def _expert_settings(shape: ModelShape, layout: ParallelLayout) -> dict[str, Any]:
+def _expert_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.top_k,
@@ -123,7 +123,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _split_settings(layout: ParallelLayout, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
+def _split_settings(layout: ParallelConfig, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

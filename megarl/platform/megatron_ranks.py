@@ -8,7 +8,7 @@ from functools import partial
 
 
 @contextmanager
-def ranks_dealt(rank_of_part: Sequence[int]) -> Iterator[None]:
+def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
     """Inside, `initialize_model_parallel` gives rank `rank_of_part[i]` the part that it has for rank i.
 
     Megatron lists the members of a group in the order of their parts, and torch sorts them unless told otherwise.

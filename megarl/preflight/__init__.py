@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def check(recipe: Recipe, *, is_start: bool = True) -> ParallelLayout:
+def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
     """The layout of a recipe that can run: from here, or without `is_start` as a job on other machines.
 
     Raises one ConfigError, or else one DataError, that lists all faults.
@@ -83,7 +83,7 @@ def check(recipe: Recipe, *, is_start: bool = True) -> ParallelLayout:
     return layout
 
 
-def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelLayout]:
+def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     """Shape and layout of a recipe whose weights can be planned: of the model folder, config.json is enough.
 
     Raises DataError for that file, or one ConfigError that lists all sizes that do not fit.

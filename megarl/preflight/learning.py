@@ -88,7 +88,7 @@ def rewards(recipe: Recipe) -> Iterator[str]:
 
     reward = recipe.reward
     if recipe.has_engine and not reward.functions:
-        yield "reward.functions = []: something must say what is right; beside a reward model it may weigh nothing"
+        yield "reward.functions = []: something must say what is right; beside a reward model its weight may be 0"
     if reward.function_weight != 1 and not reward.model:
         yield f"reward.function_weight = {reward.function_weight}: weighs against reward.model, which is not given"
     for name in {name: None for name in reward.functions if reward.functions.count(name) > 1}:
@@ -134,22 +134,28 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
     if recipe.loop != "rl":
         return
-    if algorithm.correction and algorithm.old_logprobs == "rollout":
+    if algorithm.importance_sampling and algorithm.old_logprobs == "rollout":
         yield (
-            f"algorithm.correction = {algorithm.correction}: corrects from the engine to the trainer, but the ratio "
-            "starts from the engine's log-probs; set algorithm.old_logprobs=trainer"
+            f"algorithm.importance_sampling = {algorithm.importance_sampling}: corrects the engine to the trainer, "
+            "but the ratio starts from the engine's log-probs; set algorithm.old_logprobs=trainer"
         )
-    if algorithm.correction and algorithm.correction_low >= algorithm.correction_high:
-        yield f"algorithm.correction_low = {algorithm.correction_low}: set it below {algorithm.correction_high} (_high)"
+    if algorithm.importance_sampling and algorithm.importance_sampling_low >= algorithm.importance_sampling_high:
+        yield (
+            f"algorithm.importance_sampling_low = {algorithm.importance_sampling_low}: "
+            f"set it below algorithm.importance_sampling_high = {algorithm.importance_sampling_high}"
+        )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
-    for name in ("dual_clip", "largest_ratio"):
+    for name in ("dual_clip", "max_ratio"):
         if getattr(algorithm, name) is not None and algorithm.policy_loss != "clipped":
             yield f"algorithm.{name}: policy_loss {algorithm.policy_loss} has none; leave it out"
-    if (allowed := algorithm.filter_range) and not 0 <= allowed[0] < allowed[1] <= 1:
-        yield f"algorithm.filter_range = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+    if (allowed := algorithm.dynamic_sampling) and not 0 <= allowed[0] < allowed[1] <= 1:
+        yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
     if algorithm.oversampling > 1 and not allowed:
-        yield f"algorithm.oversampling = {algorithm.oversampling}: without algorithm.filter_range nothing is filtered"
+        yield (
+            f"algorithm.oversampling = {algorithm.oversampling}: "
+            "without algorithm.dynamic_sampling no group is filtered; set both or neither"
+        )
     if bool(algorithm.ptx_coefficient) != bool(recipe.data.ptx):
         yield (
             f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one is nothing "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import prod
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.preflight.engine import runs_on_cpu
@@ -17,7 +17,7 @@ _RANK_BYTES = 500 << 20
 """What the libraries of a rank take before any weight is there."""
 
 
-def resource_warnings(recipe: Recipe, layout: ParallelLayout) -> Iterator[str]:
+def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     """What a checked recipe will suffer from, a line each."""
     cluster = recipe.cluster
     if cluster.launcher != "local":
@@ -42,7 +42,7 @@ def resource_warnings(recipe: Recipe, layout: ParallelLayout) -> Iterator[str]:
         )
 
 
-def _least_bytes(recipe: Recipe, layout: ParallelLayout) -> float:
+def _least_bytes(recipe: Recipe, layout: ParallelConfig) -> float:
     """Host memory of a rank on CPU, at least: libraries, the trainer's weights and gradients, the engine's weights."""
     shape = read_model_shape(recipe.model.path)
     numbers = sum(prod(size) for size in hf_tensors(shape).values())

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it."""
 
 
-def layout_of(recipe: Recipe) -> ParallelLayout:
+def layout_of(recipe: Recipe) -> ParallelConfig:
     trainer = recipe.trainer
-    return ParallelLayout(
+    return ParallelConfig(
         **trainer.model_dump(include={"tp", "pp", "cp", "vpp", "ep", "etp"}),
         dp=max(recipe.cluster.world_size // (trainer.tp * trainer.pp * trainer.cp), 1),
         rollout_tp=recipe.rollout.tp,
@@ -33,7 +33,7 @@ def row_multiple(recipe: Recipe) -> int:
     return layout_of(recipe).sequence_multiple * (trainer.tp if trainer.sequence_parallel is not False else 1)
 
 
-def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelLayout) -> ParallelLayout:
+def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> ParallelConfig:
     if not recipe.trainer.align_ranks:
         return layout
     from megarl.reshard.cost_model import align

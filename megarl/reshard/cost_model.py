@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.parallel import RANK_ORDERS, ParallelLayout
+from megarl.config.parallel import RANK_ORDERS, ParallelConfig
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.layouts.megatron import megatron_layouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
-from megarl.reshard.overlap import Join
+from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
 
 NVLINK_BYTES_PER_SECOND = 450e9
@@ -28,14 +28,14 @@ INFINIBAND_BYTES_PER_SECOND = 50e9
 HBM_BYTES_PER_SECOND = 4.3e12
 """One H200's memory, reads and writes together, as device copies reach it."""
 
-LINKS = ("local", "same_node", "other_node")
+TIERS = ("local", "same_node", "other_node")
 
 _Bytes = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a plan; arrays are [link, rank] in the order of LINKS, or [rank]."""
+    """Bytes of a plan; arrays are [tier, rank] in the order of TIERS, or [rank]."""
 
     received: _Bytes
     sent: _Bytes
@@ -69,11 +69,11 @@ class Traffic:
         moved_bytes = float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max())
         memory_seconds = moved_bytes / HBM_BYTES_PER_SECOND
         return {
-            "received_bytes": {link: over_ranks(row) for link, row in zip(LINKS, self.received, strict=True)},
-            "sent_bytes": {link: over_ranks(row) for link, row in zip(LINKS[1:], self.sent[1:], strict=True)},
+            "received_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS, self.received, strict=True)},
+            "sent_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS[1:], self.sent[1:], strict=True)},
             "lower_bound_bytes": over_ranks(self.lower_bound),
             "ratio_to_lower_bound": self.ratio,
-            "gathered_bytes": {link: over_ranks(row) for link, row in zip(LINKS[1:], self.gathered[1:], strict=True)},
+            "gathered_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS[1:], self.gathered[1:], strict=True)},
             "copies": over_ranks(self.copies),
             "messages": self.messages,
             "buckets": self.buckets,
@@ -87,7 +87,7 @@ class Traffic:
 
 
 def forecast(
-    model: ModelShape, parallel: ParallelLayout, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
+    model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
 ) -> dict[str, Any]:
     """Plain numbers of the live reshard, of the other rank orders, and of the limits that the times come from."""
 
@@ -121,13 +121,13 @@ def count(plan: Plan) -> Traffic:
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
     turn_of = cache(partial(_turn, plan))
     missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _gathered))
-    for _, join, turn, buckets in plan.steps:
-        one = turn_of(join, turn, len(buckets))
+    for _, overlap, turn, buckets in plan.steps:
+        one = turn_of(overlap, turn, len(buckets))
         received += one.received
         sent += one.sent
         copies += one.copies
-        lower_bound += missing_of(join)
-        gathered += gathered_of(join)
+        lower_bound += missing_of(overlap)
+        gathered += gathered_of(overlap)
         for bucket in buckets:
             in_bucket[bucket, :2] += one.received[1:] / len(buckets)
             in_bucket[bucket, 2:] += one.sent[1:] / len(buckets)
@@ -147,7 +147,7 @@ def count(plan: Plan) -> Traffic:
 
 
 def reshard_plan(
-    model: ModelShape, parallel: ParallelLayout, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
+    model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
 ) -> Plan:
     """The plan of the live reshard, from the model's shape alone: Megatron's layouts to vLLM's, both computed."""
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
@@ -156,42 +156,47 @@ def reshard_plan(
         VllmLayouts(model, parallel.rollout_tp, parallel.world_size, parallel.rollout_ep),
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        places=[(rank // ranks_per_node,) for rank in range(parallel.world_size)],
+        topology=[(rank // ranks_per_node,) for rank in range(parallel.world_size)],
     )
 
 
-def align(model: ModelShape, parallel: ParallelLayout, *, ranks_per_node: int) -> ParallelLayout:
-    """The layout with its ranks dealt so that a reshard moves least; undealt where a deal saves nothing."""
+def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
+    """The layout with its ranks permuted so that a reshard moves least; in order where a permutation saves nothing."""
 
-    def moved(layout: ParallelLayout) -> int:
+    def moved(layout: ParallelConfig) -> int:
         plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
         return int(count(plan).lower_bound.sum())
 
-    layouts = [dataclasses.replace(parallel, deal=deal) for deal in _deals(model, parallel)]
+    layouts = [
+        dataclasses.replace(parallel, rank_permutation=rank_permutation)
+        for rank_permutation in _rank_permutations(model, parallel)
+    ]
     return min(layouts, key=moved) if len(layouts) > 1 else parallel
 
 
-def rank_orders(model: ModelShape, parallel: ParallelLayout) -> Iterator[tuple[str, ParallelLayout]]:
-    """Other ways to number the same trainer's ranks, with a name each: Megatron's other order, and other deals."""
+def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
+    """Other ways to number the trainer's ranks, each with a name: Megatron's other order, and permutations."""
     experts = parallel.etp * parallel.ep if model.num_experts else parallel.tp
     if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == experts:
         for order in RANK_ORDERS:
             if order != parallel.order:
                 yield order, dataclasses.replace(parallel, order=order)
-    for deal in _deals(model, parallel):
-        if deal != parallel.deal:
-            name = f"dealt {deal[0]} by {deal[1]}" if deal != (1, 1) else "undealt"
-            yield name, dataclasses.replace(parallel, deal=deal)
+    for rank_permutation in _rank_permutations(model, parallel):
+        if rank_permutation != parallel.rank_permutation:
+            name = (
+                f"permuted {rank_permutation[0]} by {rank_permutation[1]}" if rank_permutation != (1, 1) else "in order"
+            )
+            yield name, dataclasses.replace(parallel, rank_permutation=rank_permutation)
 
 
-def _deals(model: ModelShape, parallel: ParallelLayout) -> list[tuple[int, int]]:
-    """Deals that make the ranks of an engine hold neighbouring parts, after none."""
-    deals = [(1, 1)]
+def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
+    """Permutations that make the ranks of an engine hold neighbouring parts, after none."""
+    found = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
         if 1 < small < large and large % small == 0 and parallel.world_size % large == 0:
-            deals.append((large // small, small) if size == large else (small, large // small))
-    return deals
+            found.append((large // small, small) if size == large else (small, large // small))
+    return found
 
 
 class _Turn(NamedTuple):
@@ -201,35 +206,35 @@ class _Turn(NamedTuple):
     pairs: NDArray[np.int64]
 
 
-def _turn(plan: Plan, join: Join, turn: int, num_slices: int) -> _Turn:
+def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
     """Elements and copies of one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
-    for index, link in enumerate(join.links):
-        takers, source = np.asarray(link.takers), plan.chosen(link.holders, link.takers, turn + index)
-        numel = sum(region.numel for region in link.regions)
+    for index, route in enumerate(overlap.routes):
+        takers, source = np.asarray(route.takers), plan.chosen(route.holders, route.takers, turn + index)
+        numel = sum(region.numel for region in route.regions)
         kind = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
-        molds = sum(map(len, link.molds(int(source[0]), num_slices)))
+        copy_templates = sum(map(len, route.copy_templates(int(source[0]), num_slices)))
         np.add.at(received, (kind, takers), numel)
         np.add.at(sent, (kind, source), numel)
-        np.add.at(copies, takers, molds)
-        np.add.at(copies, source[kind > 0], molds)
+        np.add.at(copies, takers, copy_templates)
+        np.add.at(copies, source[kind > 0], copy_templates)
         pairs.append((source * num + takers)[kind > 0])
     return _Turn(received, sent, copies, np.concatenate(pairs))
 
 
-def _lower_bound(plan: Plan, join: Join) -> _Bytes:
+def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
     missing = np.zeros(plan.num_ranks, np.int64)
-    for link in join.links:
-        takers = np.asarray(link.takers)
-        missing[takers] += sum(region.numel for region in link.regions) * ~np.isin(takers, link.holders)
+    for route in overlap.routes:
+        takers = np.asarray(route.takers)
+        missing[takers] += sum(region.numel for region in route.regions) * ~np.isin(takers, route.holders)
     return missing
 
 
-def _gathered(plan: Plan, join: Join) -> _Bytes:
+def _gathered(plan: Plan, overlap: Overlap) -> _Bytes:
     gathered = np.zeros((3, plan.num_ranks), np.int64)
-    for numel, holders in join.cells:
+    for numel, holders in overlap.cells:
         ranks = np.asarray(holders)
         kind = np.where(np.isin(plan.nodes, plan.nodes[ranks]), 1, 2)
         kind[ranks] = 0

@@ -18,7 +18,7 @@ from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
-from megarl.reshard.plan import Places, Plan, make_plan
+from megarl.reshard.plan import Plan, RankTopology, make_plan
 from megarl.reshard.staging import gathered
 from megarl.reshard.transport import Transport
 from megarl.reshard.verify import verify
@@ -60,13 +60,13 @@ class Reshard:
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
-        places: Places,
+        topology: RankTopology,
     ) -> None:
         rank = dist.get_rank()
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
         self.is_computed = all(gathered(as_computed))
         wanted = destinations if self.is_computed and destinations is not None else gathered(recorded)
-        plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, places=places)
+        plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology)
         digests = gathered(plan.digest())
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
@@ -113,7 +113,7 @@ class GatheredReshard:
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
-        places: Places,
+        topology: RankTopology,
     ) -> None:
         self._parameters, self._load, self._dtype = parameters, load, dtype
         world = dist.get_world_size()
@@ -128,7 +128,9 @@ class GatheredReshard:
 
         def plan(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
             full = tuple(dense_piece(name, size, name, 0) for name, size in tensors.items())
-            return make_plan(sources, [full] * world, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, places=places)
+            return make_plan(
+                sources, [full] * world, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology
+            )
 
         self._groups = [(tensors, plan(tensors).for_rank(dist.get_rank())) for tensors in groups]
 

@@ -11,19 +11,19 @@ from itertools import groupby, pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
-from megarl.families.names import Tensor
+from megarl.families.names import TensorName
 from megarl.reshard.boxes import Box
-from megarl.reshard.world import Holding, Place
+from megarl.reshard.world import Holding, StorageSlot
 
 
-class Mold(NamedTuple):
+class CopyTemplate(NamedTuple):
     """A copy of `shape` elements from a strided view of one place to a strided view of another."""
 
     shape: tuple[int, ...]
-    source: Place
+    source: StorageSlot
     source_offset: int
     source_strides: tuple[int, ...]
-    destination: Place
+    destination: StorageSlot
     destination_offset: int
     destination_strides: tuple[int, ...]
 
@@ -47,35 +47,35 @@ class Region(NamedTuple):
 
 
 @dataclass(slots=True)
-class Link:
+class Route:
     """All regions with the same `holders` and the same `takers`, both ascending: a taker has them from one holder."""
 
     holders: Sequence[int]
     takers: Sequence[int]
     regions: list[Region] = field(default_factory=list)
-    made: dict[tuple[int, ...], list[list[Mold]]] = field(default_factory=dict)
+    made: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
 
-    def molds(self, source: int, num_slices: int) -> list[list[Mold]]:
+    def copy_templates(self, source: int, num_slices: int) -> list[list[CopyTemplate]]:
         """The copies from holder `source` to any taker, slice by slice, series merged."""
         kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
         key = (num_slices, *kinds)
         if key not in self.made:
-            slices: list[list[Mold]] = [[] for _ in range(num_slices)]
+            slices: list[list[CopyTemplate]] = [[] for _ in range(num_slices)]
             for region, kind in zip(self.regions, kinds, strict=True):
-                for index, mold in _slices(_mold(region, region.sources[kind]), num_slices):
-                    slices[index].append(mold)
-            self.made[key] = [merge_series(molds) for molds in slices]
+                for index, copy_template in _slices(_copy_template(region, region.sources[kind]), num_slices):
+                    slices[index].append(copy_template)
+            self.made[key] = [merge_series(copy_templates) for copy_templates in slices]
         return self.made[key]
 
 
-class Join:
-    """The links of one kind of tensor. Raises ValueError if `tensor`, one of the kind, has an element without source.
+class Overlap:
+    """The routes of one kind of tensor. Raises ValueError if `tensor`, one of the kind, has an element without source.
 
     Sources that hold the same part count as one with all their ranks; parts that overlap are cut apart first.
     """
 
-    def __init__(self, tensor: Tensor, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
-        links: dict[tuple[Sequence[int], Sequence[int]], Link] = {}
+    def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
+        routes: dict[tuple[Sequence[int], Sequence[int]], Route] = {}
         cells = [
             (start, stop, found, tuple(sorted({rank for holding in found for rank in holding.ranks})))
             for start, stop, found in _cells(sources)
@@ -86,49 +86,54 @@ class Join:
                 low, high = tuple(map(max, start, wanted.start)), tuple(map(min, stop, wanted.stop))
                 if all(a < b for a, b in zip(low, high, strict=True)):
                     region = Region(low, high, found, wanted)
-                    links.setdefault((holders, wanted.ranks), Link(holders, wanted.ranks)).regions.append(region)
+                    routes.setdefault((holders, wanted.ranks), Route(holders, wanted.ranks)).regions.append(region)
                     missing -= region.numel
             if missing:
                 raise ValueError(f"no source holds all of {tensor.name} from {wanted.start} to {wanted.stop}")
-        self.links = tuple(links.values())
+        self.routes = tuple(routes.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
         """Elements of each disjoint part of the tensor, and its holders."""
-        self.turns = max((len(link.holders) for link in self.links), default=1)
+        self.turns = max((len(route.holders) for route in self.routes), default=1)
         """After so many tensors the choice among replicas repeats."""
-        self.longest = max((r.stop[0] - r.start[0] for link in self.links for r in link.regions), default=1)
+        self.longest = max((r.stop[0] - r.start[0] for route in self.routes for r in route.regions), default=1)
         """The most slices that can differ."""
 
-    def roles(self, rank: int) -> tuple[tuple[int, Link], ...]:
-        """The links, with their numbers, in which a rank sends or receives."""
-        return tuple((i, k) for i, k in enumerate(self.links) if rank in k.takers or rank in k.holders)
+    def roles(self, rank: int) -> tuple[tuple[int, Route], ...]:
+        """The routes, with their numbers, in which a rank sends or receives."""
+        return tuple((i, k) for i, k in enumerate(self.routes) if rank in k.takers or rank in k.holders)
 
 
-def merge_series(molds: list[Mold]) -> list[Mold]:
+def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
     """Replace equal copies at constant steps by one copy with one more dimension (the groups of a fused projection)."""
-    if len(molds) < 2:
-        return molds
+    if len(copy_templates) < 2:
+        return copy_templates
 
-    def kind(m: Mold) -> tuple[Any, ...]:
+    def kind(m: CopyTemplate) -> tuple[Any, ...]:
         return m.source, m.source_strides, m.destination, m.destination_strides, m.shape
 
-    merged: list[Mold] = []
-    for _, group in groupby(sorted(molds, key=lambda m: (kind(m), m.destination_offset, m.source_offset)), key=kind):
-        run: list[Mold] = []
-        for mold in group:
+    merged: list[CopyTemplate] = []
+    for _, group in groupby(
+        sorted(copy_templates, key=lambda m: (kind(m), m.destination_offset, m.source_offset)), key=kind
+    ):
+        run: list[CopyTemplate] = []
+        for copy_template in group:
             # A view cannot step backwards, so a descending series stays apart.
-            if run and (_step(run[-1], mold)[0] < 0 or (len(run) > 1 and _step(run[-1], mold) != _step(*run[:2]))):
+            if run and (
+                _step(run[-1], copy_template)[0] < 0
+                or (len(run) > 1 and _step(run[-1], copy_template) != _step(*run[:2]))
+            ):
                 merged.append(_stacked(run))
                 run = []
-            run.append(mold)
+            run.append(copy_template)
         merged.append(_stacked(run))
-    return merged if len(merged) == len(molds) else merge_series(merged)
+    return merged if len(merged) == len(copy_templates) else merge_series(merged)
 
 
-def _step(a: Mold, b: Mold) -> tuple[int, int]:
+def _step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
     return b.source_offset - a.source_offset, b.destination_offset - a.destination_offset
 
 
-def _stacked(run: list[Mold]) -> Mold:
+def _stacked(run: list[CopyTemplate]) -> CopyTemplate:
     if len(run) == 1:
         return run[0]
     first = run[0]
@@ -140,31 +145,31 @@ def _stacked(run: list[Mold]) -> Mold:
     )
 
 
-def _mold(region: Region, source: Holding) -> Mold:
+def _copy_template(region: Region, source: Holding) -> CopyTemplate:
     def offset(holding: Holding) -> int:
         steps = zip(region.start, holding.start, holding.strides, strict=True)
         return holding.offset + sum((a - b) * s for a, b, s in steps)
 
     shape = tuple(b - a for a, b in zip(region.start, region.stop, strict=True))
     there = region.destination
-    return Mold(shape, source.place, offset(source), source.strides, there.place, offset(there), there.strides)
+    return CopyTemplate(shape, source.slot, offset(source), source.strides, there.slot, offset(there), there.strides)
 
 
-def _slices(mold: Mold, num_slices: int) -> Iterator[tuple[int, Mold]]:
-    """The mold cut along its first dimension, evenly, with each slice's number; some may be empty and are left out."""
+def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
+    """The copy cut along its first dimension, evenly, with each slice's number; empty slices are left out."""
     if num_slices == 1:
-        yield 0, mold
+        yield 0, copy_template
         return
-    rows = mold.shape[0]
+    rows = copy_template.shape[0]
     for index in range(num_slices):
         start, stop = rows * index // num_slices, rows * (index + 1) // num_slices
         if start < stop:
             yield (
                 index,
-                mold._replace(
-                    shape=(stop - start, *mold.shape[1:]),
-                    source_offset=mold.source_offset + start * mold.source_strides[0],
-                    destination_offset=mold.destination_offset + start * mold.destination_strides[0],
+                copy_template._replace(
+                    shape=(stop - start, *copy_template.shape[1:]),
+                    source_offset=copy_template.source_offset + start * copy_template.source_strides[0],
+                    destination_offset=copy_template.destination_offset + start * copy_template.destination_strides[0],
                 ),
             )
 

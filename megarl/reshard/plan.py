@@ -17,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.families.names import Tensor
+from megarl.families.names import TensorName
 from megarl.reshard.boxes import Layout
-from megarl.reshard.overlap import Join, Mold
+from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts
 
-Places = Sequence[Sequence[int | str]]
+RankTopology = Sequence[Sequence[int | str]]
 """Each rank's node and the switches above it, nearest first, equally many for each."""
 
 
@@ -77,8 +77,8 @@ class RankPlan:
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
 
-_Copies = tuple[Mold, list[tuple[int, int]]]
-"""A mold and the (source rank, destination rank) pairs that use it."""
+_Copies = tuple[CopyTemplate, list[tuple[int, int]]]
+"""A copy template and the (source rank, destination rank) pairs that use it."""
 
 NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 """The load of a tensor that stays where it is."""
@@ -87,8 +87,8 @@ NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 class Step(NamedTuple):
     """One tensor's turn: its slices travel in `buckets`, one each; `turn` rotates the choice among replicas."""
 
-    tensor: Tensor
-    join: Join
+    tensor: TensorName
+    overlap: Overlap
     turn: int
     buckets: tuple[int, ...]
 
@@ -97,11 +97,11 @@ class Plan:
     """All transfers between two worlds of layouts, in execution order, cut into buckets; made by `make_plan`."""
 
     def __init__(
-        self, sources: Layouts, destinations: Layouts, *, itemsize: int, bucket_bytes: int, places: Places
+        self, sources: Layouts, destinations: Layouts, *, itemsize: int, bucket_bytes: int, topology: RankTopology
     ) -> None:
         self.sources, self.destinations = sources, destinations
         self.itemsize, self.bucket_bytes = itemsize, bucket_bytes
-        self._near = _numbered(places)
+        self._near = _numbered(topology)
         self.steps: list[Step] = []
         self.exchanged: list[bool] = []
         self._chosen: dict[tuple[Sequence[int], Sequence[int], int], NDArray[np.int64]] = {}
@@ -120,8 +120,8 @@ class Plan:
         """The part of the plan that one rank carries out; costs what the rank's own pieces cost."""
         own: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
         copies_of = cache(partial(self._copies, rank))
-        for tensor, join, turn, buckets in self.steps:
-            if not (slices := copies_of(join, turn, len(buckets))):
+        for tensor, overlap, turn, buckets in self.steps:
+            if not (slices := copies_of(overlap, turn, len(buckets))):
                 continue
             name = tensor.name
             for bucket, copies in zip(buckets, slices, strict=True):
@@ -166,18 +166,18 @@ class Plan:
             self._chosen[key] = found
         return self._chosen[key]
 
-    def _copies(self, rank: int, join: Join, turn: int, num_slices: int) -> list[list[_Copies]]:
+    def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
         """A rank's copies of one tensor, slice by slice; empty if it has no part in it."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
-        for index, link in join.roles(rank):
-            takers, chosen = np.asarray(link.takers), self.chosen(link.holders, link.takers, turn + index)
+        for index, route in overlap.roles(rank):
+            takers, chosen = np.asarray(route.takers), self.chosen(route.holders, route.takers, turn + index)
             pairs: dict[int, list[tuple[int, int]]] = {}
             mine = (takers == rank) | (chosen == rank)
             for source, taker in zip(chosen[mine].tolist(), takers[mine].tolist(), strict=True):
                 pairs.setdefault(source, []).append((source, taker))
             for source, found in pairs.items():
-                for part, molds in zip(slices, link.molds(source, num_slices), strict=True):
-                    part += [(mold, found) for mold in molds]
+                for part, copy_templates in zip(slices, route.copy_templates(source, num_slices), strict=True):
+                    part += [(copy_template, found) for copy_template in copy_templates]
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
@@ -186,17 +186,17 @@ class Plan:
         The first tensor of each kind of holder comes first, then each second one: so all ranks send at once, not one
         stage or one expert's holders after the other.
         """
-        rounds: dict[tuple[int, str], list[tuple[Tensor, Join, list[NDArray[np.int64]]]]] = {}
-        joins: dict[tuple[int, int], tuple[Join, list[NDArray[np.int64]]]] = {}
+        rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, list[NDArray[np.int64]]]]] = {}
+        overlaps: dict[tuple[int, int], tuple[Overlap, list[NDArray[np.int64]]]] = {}
         count: dict[int, int] = {}
         for tensor in self.destinations.tensors:
             held, wanted = self.sources.holdings(tensor), self.destinations.holdings(tensor)
             key = (id(held), id(wanted))
-            if key not in joins:
-                join = Join(tensor, held, wanted)
-                joins[key] = join, self._fit(join, limit)
+            if key not in overlaps:
+                overlap = Overlap(tensor, held, wanted)
+                overlaps[key] = overlap, self._fit(overlap, limit)
             place = count[id(held)] = count.get(id(held), -1) + 1
-            rounds.setdefault((place, tensor.template), []).append((tensor, *joins[key]))
+            rounds.setdefault((place, tensor.template), []).append((tensor, *overlaps[key]))
         staged = np.zeros(self.num_ranks, dtype=np.int64)
         for _, group in sorted(rounds.items(), key=lambda item: item[0]):
             buckets: list[list[int]] = [[] for _ in group]
@@ -212,28 +212,28 @@ class Plan:
                             staged += loads[index]
                             self.exchanged[-1] = True
                         own.append(len(self.exchanged) - 1)
-            for (tensor, join, _), own in zip(group, buckets, strict=True):
-                turn = (max(tensor.layer, 0) + tensor.expert) % join.turns
-                self.steps.append(Step(tensor, join, turn, tuple(own)))
+            for (tensor, overlap, _), own in zip(group, buckets, strict=True):
+                turn = (max(tensor.layer, 0) + tensor.expert) % overlap.turns
+                self.steps.append(Step(tensor, overlap, turn, tuple(own)))
 
-    def _fit(self, join: Join, limit: int) -> list[NDArray[np.int64]]:
+    def _fit(self, overlap: Overlap, limit: int) -> list[NDArray[np.int64]]:
         """What each rank may stage of each slice of a tensor, with as many slices as make it fit."""
-        reach = [self._reach(link.holders, link.takers) for link in join.links]
+        reach = [self._reach(route.holders, route.takers) for route in overlap.routes]
         if not any(reach):
             return [NOTHING]
         num_slices = 1
         while True:
             load = np.zeros(self.num_ranks, dtype=np.int64)
-            for link, most in zip(join.links, reach, strict=True):
+            for route, most in zip(overlap.routes, reach, strict=True):
                 if most:
-                    numel = sum(region.staged(num_slices) for region in link.regions)
-                    load[np.asarray(link.holders)] += most * numel
-                    load[np.asarray(link.takers)] += numel
+                    numel = sum(region.staged(num_slices) for region in route.regions)
+                    load[np.asarray(route.holders)] += most * numel
+                    load[np.asarray(route.takers)] += numel
             largest = int(load.max())
             # Slices of half a bucket leave room for other tensors' beside them.
-            if largest * 2 <= limit or num_slices >= join.longest:
+            if largest * 2 <= limit or num_slices >= overlap.longest:
                 return [load] * num_slices
-            num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), join.longest)
+            num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
         """The most takers that one holder may send to, at any turn; 0 if all have the elements themselves."""
@@ -247,12 +247,12 @@ class Plan:
         return most
 
 
-def _numbered(places: Places) -> NDArray[np.int64]:
+def _numbered(topology: RankTopology) -> NDArray[np.int64]:
     """A row of numbers for each class of links, nearest first: ranks of one number are joined by such a link."""
     rows = []
-    for level in range(len(places[0]) + 1):
+    for level in range(len(topology[0]) + 1):
         numbers: dict[tuple[int | str, ...], int] = {}
-        rows.append([numbers.setdefault(tuple(place[level:]), len(numbers)) for place in places])
+        rows.append([numbers.setdefault(tuple(place[level:]), len(numbers)) for place in topology])
     return np.asarray(rows, dtype=np.int64)
 
 
@@ -262,12 +262,12 @@ def make_plan(
     *,
     itemsize: int,
     bucket_bytes: int,
-    places: Places | None = None,
+    topology: RankTopology | None = None,
 ) -> Plan:
     """Join source with destination layouts, both by rank (an empty layout where a rank plays no part).
 
     `itemsize` is the size of an element on the wire, `bucket_bytes` bounds what one rank stages at once, sent and
-    received together; `places` names each rank's node and the switches above it, nearest first (left out: one node).
+    received together; `topology` names each rank's node and the switches above it, nearest first (left out: one node).
     Raises ValueError with the tensor's name if a destination element has no source.
     """
     if len(sources) != len(destinations):
@@ -277,5 +277,5 @@ def make_plan(
         destinations if isinstance(destinations, Layouts) else ListedLayouts(destinations),
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        places=[(0,)] * len(sources) if places is None else places,
+        topology=[(0,)] * len(sources) if topology is None else topology,
     )

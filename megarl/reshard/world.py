@@ -10,11 +10,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megarl.families.names import Tensor, in_order, parse_name
+from megarl.families.names import TensorName, in_order, parse_name
 from megarl.reshard.boxes import Box, Layout, Piece
 
 
-class Place(NamedTuple):
+class StorageSlot(NamedTuple):
     """A storage for each tensor of a kind: numbers in its name count from the first that the rank holds."""
 
     storage: str
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     expert_step: int = 0
     """Elements from one expert to the next where a storage stacks them."""
 
-    def of(self, tensor: Tensor) -> tuple[str, int]:
+    def of(self, tensor: TensorName) -> tuple[str, int]:
         """The storage of a tensor and what it adds to an offset."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
@@ -35,12 +35,12 @@ class Holding(NamedTuple):
     start: tuple[int, ...]
     stop: tuple[int, ...]
     ranks: Sequence[int]
-    place: Place
+    slot: StorageSlot
     offset: int
     strides: tuple[int, ...]
 
-    def piece(self, tensor: Tensor) -> Piece:
-        storage, shift = self.place.of(tensor)
+    def piece(self, tensor: TensorName) -> Piece:
+        storage, shift = self.slot.of(tensor)
         return Piece(Box(tensor.name, self.start, self.stop), storage, self.offset + shift, self.strides)
 
 
@@ -50,11 +50,11 @@ class Layouts(Sequence[Layout]):
     Layouts with equal texts (`repr`) are equal.
     """
 
-    tensors: Sequence[Tensor]
+    tensors: Sequence[TensorName]
     """Every tensor that some rank holds, by layer, template and expert."""
 
     @abstractmethod
-    def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
+    def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         """Who holds which part of a tensor: the same object for all tensors of a kind."""
 
     def __getitem__(self, rank: int) -> Layout:  # type: ignore[override]
@@ -77,10 +77,12 @@ class ListedLayouts(Layouts):
         for rank, layout in enumerate(layouts):
             for piece in layout:
                 by_piece.setdefault(piece, []).append(rank)
-        self._holdings: dict[Tensor, tuple[Holding, ...]] = {}
+        self._holdings: dict[TensorName, tuple[Holding, ...]] = {}
         for piece, ranks in by_piece.items():
             box = piece.box
-            holding = Holding(box.start, box.stop, tuple(ranks), Place(piece.storage), piece.offset, piece.strides)
+            holding = Holding(
+                box.start, box.stop, tuple(ranks), StorageSlot(piece.storage), piece.offset, piece.strides
+            )
             tensor = parse_name(box.name)
             self._holdings[tensor] = (*self._holdings.get(tensor, ()), holding)
         self.tensors = in_order(self._holdings)
@@ -91,5 +93,5 @@ class ListedLayouts(Layouts):
     def __repr__(self) -> str:
         return repr([(tensor, self._holdings[tensor]) for tensor in self.tensors])
 
-    def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
+    def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         return self._holdings.get(tensor, ())

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from megarl.algorithms.advantages import ADVANTAGES, gae, whiten
-from megarl.algorithms.importance import correct, gap_metrics
+from megarl.algorithms.importance import gap_metrics, importance_weights
+from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.length_penalty import soft_overlength
+from megarl.algorithms.length_penalty import soft_overlong
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.offers import taken
 from megarl.algorithms.reduction import token_weights
 from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
 from megarl.config import AlgorithmConfig, Recipe
@@ -86,7 +86,7 @@ def add_advantages(
     flat = _Flat(sequences)
     metrics: dict[str, float] = {}
     divergence = torch.zeros(len(flat.mask))
-    if algorithm.kl_coefficient and algorithm.kl_in != "loss":
+    if algorithm.kl_coefficient and algorithm.kl_placement != "loss":
         estimate = KL_ESTIMATORS[algorithm.kl_estimator]
         divergence = torch.where(flat.mask, estimate(flat.of("old_logprobs"), flat.of("reference_logprobs")), 0.0)
         metrics["kl/reference"] = float(divergence[flat.mask].mean())
@@ -94,20 +94,20 @@ def add_advantages(
     arrays: dict[str, torch.Tensor] = {}
     if algorithm.advantage == "gae":
         rewards = at_ends(scores, flat.cu_seqlens, flat.mask)
-        if algorithm.kl_in == "reward":
+        if algorithm.kl_placement == "reward":
             rewards = rewards - divergence
         expected, settings = flat.of("values"), {"gamma": algorithm.gamma, "gae_lambda": algorithm.gae_lambda}
         of_tokens, arrays["returns"] = gae(rewards, expected, flat.cu_seqlens, mask=flat.mask, **settings)
         metrics |= _value_metrics(expected[flat.mask], arrays["returns"][flat.mask])
     else:
-        if algorithm.kl_in == "reward":
+        if algorithm.kl_placement == "reward":
             scores = scores - sequence_sums(divergence, flat.cu_seqlens, flat.mask)
         of_tokens = on_tokens(_of_samples(scores, answered, algorithm), flat.cu_seqlens, len(flat.mask))
-    if algorithm.kl_in == "return":
+    if algorithm.kl_placement == "return":
         divergence, _ = gae(
             divergence, torch.zeros_like(divergence), flat.cu_seqlens, gamma=1.0, gae_lambda=1.0, mask=flat.mask
         )
-    if algorithm.kl_in in ("return", "advantage"):
+    if algorithm.kl_placement in ("return", "advantage"):
         of_tokens = of_tokens - divergence
     if algorithm.whiten_advantages:
         of_tokens = whiten(of_tokens, flat.mask)
@@ -117,11 +117,11 @@ def add_advantages(
 def _scores(answered: Sequence[Answered], recipe: Recipe) -> torch.Tensor:
     """Rewards [samples], with the punishment of length."""
     scores = torch.tensor([a.reward.score for a in answered])
-    if not (share := recipe.algorithm.overlength_buffer):
+    if not (share := recipe.algorithm.overlong_buffer):
         return scores
     longest = recipe.rollout.sampling.max_new_tokens
     lengths = torch.tensor([len(a.completion.token_ids) for a in answered])
-    punishment = soft_overlength(lengths, longest=longest, buffer=max(1, int(longest * share)))
+    punishment = soft_overlong(lengths, longest=longest, buffer=max(1, int(longest * share)))
     return scores + recipe.reward.correct_score * punishment
 
 
@@ -134,7 +134,7 @@ def _of_samples(scores: torch.Tensor, answered: Sequence[Answered], algorithm: A
         "k": algorithm.pass_k,
         "passes": torch.tensor([a.reward.answer_correct for a in answered]),
     }
-    return advantage(scores, torch.tensor([a.group for a in answered]), **taken(advantage, offered))
+    return advantage(scores, torch.tensor([a.group for a in answered]), **supported_kwargs(advantage, offered))
 
 
 def _value_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
@@ -154,12 +154,12 @@ def add_corrections(
     Metrics: `importance/mean`, the tokens' mean weight; `importance/rejected`, the share of tokens that count nothing;
     `importance/cut`, the share of tokens whose weight is not their own ratio.
     """
-    assert algorithm.correction is not None
+    assert algorithm.importance_sampling is not None
     flat = _Flat(sequences)
     old, rollout = flat.of("old_logprobs"), flat.of("rollout_logprobs")
-    weights = correct(
-        algorithm.correction, old, rollout, flat.cu_seqlens, flat.mask,
-        low=algorithm.correction_low, high=algorithm.correction_high,
+    weights = importance_weights(
+        algorithm.importance_sampling, old, rollout, flat.cu_seqlens, flat.mask,
+        low=algorithm.importance_sampling_low, high=algorithm.importance_sampling_high,
     )  # fmt: skip
     kept = weights[flat.mask]
     own = log_ratio(old, rollout).exp()[flat.mask]
@@ -207,7 +207,7 @@ def split(
     batches: list[list[TrainingSequence]] = []
     for number in range(recipe.train.epochs_per_step):
         ordered = [sequences[index] for index in _order(len(sequences), recipe.seed, step, number)]
-        parts = [weigh(part, recipe.algorithm, longest) for part in _parts(ordered, updates)]
+        parts = [assign_token_weights(part, recipe.algorithm, longest) for part in _parts(ordered, updates)]
         if conversations:
             share = recipe.algorithm.ptx_coefficient
             parts = [_mixed(part, conversations[i::updates], share) for i, part in enumerate(parts)]
@@ -257,10 +257,10 @@ def critic_batches(sequences: Sequence[TrainingSequence], recipe: Recipe) -> lis
     """What each of the critic's updates in a step is trained on: the mean over its tokens."""
     algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
     known = [TrainingSequence(s.token_ids, s.loss_mask, values=s.values, returns=s.returns) for s in sequences]
-    return [weigh(part, algorithm) for part in _parts(known, recipe.critic.updates_per_step)]
+    return [assign_token_weights(part, algorithm) for part in _parts(known, recipe.critic.updates_per_step)]
 
 
-def weigh(
+def assign_token_weights(
     sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, constant_length: int | None = None
 ) -> list[TrainingSequence]:
     """The sequences of one update with their token weights: what each token's loss counts in the whole batch."""

@@ -25,7 +25,7 @@ STATE, ARRAYS = "collection.json", "collection.safetensors"
 
 
 @dataclass
-class Collection:
+class Buffer:
     """What a run has drawn, and groups that wait for the next step; `save` and `load` make a resumed run go on alike.
 
     `kl_coefficient` is the KL's weight as adapted so far.
@@ -42,7 +42,7 @@ class Collection:
     def __post_init__(self) -> None:
         recipe = self.recipe
         asked = recipe.train.prompts_per_step
-        if recipe.algorithm.filter_range:
+        if recipe.algorithm.dynamic_sampling:
             asked = ceil(asked * recipe.algorithm.oversampling)
         self._order = DataOrder(len(self.problems), asked, recipe.seed, recipe.data.shuffle)
         self.kl_coefficient = recipe.algorithm.kl_coefficient
@@ -73,7 +73,7 @@ class Collection:
             if attempts == recipe.algorithm.max_attempts:
                 raise MegarlError(
                     f"{attempts} batches of {self._order.batch_size} prompts gave {len(self.waiting)} of {wanted} "
-                    f"groups whose accuracy is within algorithm.filter_range {recipe.algorithm.filter_range}. "
+                    f"groups whose accuracy is within algorithm.dynamic_sampling {recipe.algorithm.dynamic_sampling}. "
                     "Use problems of another difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
                 )
             answered = await self.respondents.answer(
@@ -85,12 +85,12 @@ class Collection:
             asked += [replace(a, group=a.group + attempts * self._order.batch_size) for a in answered]
             attempts, self.drawn = attempts + 1, self.drawn + 1
             groups = [list(group) for _, group in groupby(answered, key=lambda a: a.group)]
-            kept = [group for group in groups if teaches(group, recipe.algorithm.filter_range)]
+            kept = [group for group in groups if passes_filter(group, recipe.algorithm.dynamic_sampling)]
             passed += len(kept)
             self.waiting = self.waiting + kept
         taken, self.waiting = self.waiting[:wanted], self.waiting[wanted:]
         answers = [replace(a, group=number) for number, group in enumerate(taken) for a in group]
-        if recipe.algorithm.filter_range is None:
+        if recipe.algorithm.dynamic_sampling is None:
             return answers, asked, {}
         kept = passed / max(attempts * self._order.batch_size, 1)
         return answers, asked, {"rollout/attempts": attempts, "rollout/kept": kept}
@@ -125,8 +125,8 @@ class Collection:
     def _needs_old_logprobs(self) -> bool:
         """Whether the trainer's log-probs of all that is trained on are needed before the first update."""
         algorithm = self.recipe.algorithm
-        is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_in != "loss"
-        return self.recipe.train.num_updates > 1 or algorithm.correction is not None or is_kl_before
+        is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
+        return self.recipe.train.num_updates > 1 or algorithm.importance_sampling is not None or is_kl_before
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint's folder."""
@@ -184,11 +184,11 @@ class Collection:
         return num_lacking
 
 
-def teaches(group: Group, filter_range: tuple[float, float] | None) -> bool:
+def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) -> bool:
     """Whether a group's accuracy is between the two, both excluded; any is, without a range."""
-    if filter_range is None:
+    if dynamic_sampling is None:
         return True
-    low, high = filter_range
+    low, high = dynamic_sampling
     return low < sum(a.reward.answer_correct for a in group) / len(group) < high
 
 

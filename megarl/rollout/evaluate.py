@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from megarl.cluster.local import ProcessGroup
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import Failure
 from megarl.rollout.pool import sample
@@ -58,7 +58,7 @@ class Respondents:
     """Engines and reward processes together: problems in, answered problems out, scored while others are sampled."""
 
     group: ProcessGroup
-    layout: ParallelLayout
+    layout: ParallelConfig
     tokenizer: Tokenizer
     rewards: RewardPool
     max_running: int

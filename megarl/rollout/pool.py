@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from megarl.cluster.local import ProcessGroup
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.types import Completion, Request
 
 
@@ -17,7 +17,7 @@ class AbandonedError(Exception):
 
 async def sample(
     group: ProcessGroup,
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     requests: Iterable[Request],
     *,
     max_running: int,

@@ -28,7 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 
-from megarl.checkpoint.manifest import Ledger
+from megarl.checkpoint.manifest import ManifestWriter
 from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.adapters import sharded_state
 from megarl.platform import device
@@ -48,7 +48,7 @@ class Save:
 
     def __init__(self, folder: Path, request: AsyncRequest) -> None:
         self._folder, self._request = folder, request
-        self._ledger = Ledger(folder)
+        self._manifest = ManifestWriter(folder)
         _, buckets, self._results = request.async_fn_args or (None, [], None)
         self._buckets: list[Any] = [(name, *contents) for _, name, contents in buckets]
         self._error: Exception | None = None
@@ -87,18 +87,18 @@ class Save:
                 raise self._error
             for finalize in self._request.finalize_fns:
                 finalize()
-        return self._ledger.files
+        return self._manifest.files
 
     def _write(self) -> None:
         written = {}
         try:
             for index, (name, contents) in enumerate(self._buckets):
-                stream: Any = self._ledger.stream(name)
+                stream: Any = self._manifest.stream(name)
                 written[index] = [
                     _write_item(_StorageWriterTransforms(), stream, data, item, name, SerializationFormat.TORCH_SAVE)
                     for item, data in contents
                 ]
-            self._ledger.release(durable=True)
+            self._manifest.release(durable=True)
         except Exception as error:
             self._error = error
         self._buckets = []

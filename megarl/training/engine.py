@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.algorithms.importance import gap_moments
 from megarl.config import OptimizerConfig, Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.adapters import LINEARS
 from megarl.families.shape import ModelShape
 from megarl.models import adapters
@@ -33,7 +33,7 @@ from megarl.training.objective import (
     reward_objective,
     supervised,
 )
-from megarl.training.offload import Lent
+from megarl.training.offload import Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.types import MegarlError
 
@@ -81,7 +81,7 @@ class TrainingEngine(ModelShard):
     def __init__(
         self,
         recipe: Recipe,
-        layout: ParallelLayout,
+        layout: ParallelConfig,
         shape: ModelShape,
         load_weights: LoadWeights,
         *,
@@ -101,10 +101,10 @@ class TrainingEngine(ModelShard):
         self.config.finalize_model_grads_func = _sum_gradients
         self.skipped_in_a_row = 0
         self._merged = MergedWeights(self.chunks, self.parameters)
-        self._lent = {
-            "parameters": Lent(lambda: self.parameters.values()),
-            "gradients": Lent(self._gradients, keeps_values=False),
-            "optimizer": Lent(self._optimizer_state),
+        self._offloadable = {
+            "parameters": Offloadable(lambda: self.parameters.values()),
+            "gradients": Offloadable(self._gradients, keeps_values=False),
+            "optimizer": Offloadable(self._optimizer_state),
         }
 
     def _attach_adapters(self) -> None:
@@ -127,14 +127,14 @@ class TrainingEngine(ModelShard):
         self.optimizer.zero_grad()
         for name in self.recipe.trainer.offload:
             if name not in but:
-                self._lent[name].give()
+                self._offloadable[name].offload()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
         """Take memory back that was given; needed before anything else is asked of the trainer."""
         for name in names:
-            self._lent[name].take()
+            self._offloadable[name].onload()
 
     def _gradients(self) -> Iterator[Tensor]:
         for model in self.models:
@@ -158,7 +158,7 @@ class TrainingEngine(ModelShard):
 
     def merged(self) -> AbstractContextManager[None]:
         """Within, `weights` hold the model of now, adapters merged in."""
-        return self._merged.filled()
+        return self._merged.merged_lora()
 
     def forward_frozen(self, rows: Sequence[Row]) -> list[list[np.ndarray]] | None:
         """`forward` of the model that training started from: without adapters, and choosing its experts itself."""

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from megarl.models.adapters import Adapter, adapters_of
 from megarl.reshard.layouts.megatron import chunk_prefix
-from megarl.training.offload import Lent
+from megarl.training.offload import Offloadable
 
 
 class MergedWeights:
-    """`weights` are tensors by Megatron's names that a plan can be bound to; they hold values within `filled`.
+    """`weights` are tensors by Megatron's names that a plan can be bound to; they hold values within `merged_lora`.
 
-    A linear with an adapter has a tensor of its own here, whose memory exists within `filled` only; the frozen weight
-    is never written. Merging needs no other rank: adapters are cut as their weights are.
+    A linear with an adapter has a tensor of its own here, whose memory exists within `merged_lora` only; the frozen
+    weight is never written. Merging needs no other rank: adapters are cut as their weights are.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
@@ -28,15 +28,15 @@ class MergedWeights:
         merged = {name: torch.empty_like(weight) for name, (_, weight) in self._adapters.items()}
         own = {name: value for name, value in parameters.items() if ".adapter." not in name}
         self.weights: dict[str, Tensor] = own | merged
-        self._lent = Lent(merged.values, keeps_values=False)
-        self._lent.give()
+        self._offloadable = Offloadable(merged.values, keeps_values=False)
+        self._offloadable.offload()
 
     @contextmanager
-    def filled(self) -> Iterator[None]:
+    def merged_lora(self) -> Iterator[None]:
         """Weights as of now. The trainer's own must be on the device."""
-        self._lent.take()
+        self._offloadable.onload()
         with torch.no_grad():
             for name, (adapter, weight) in self._adapters.items():
                 adapter.merge_into(weight, self.weights[name])
         yield
-        self._lent.give()
+        self._offloadable.offload()

@@ -16,12 +16,12 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 from megarl.models.configuration import transformer_config
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel
 from megarl.platform import device
-from megarl.platform.megatron_ranks import ranks_dealt
+from megarl.platform.megatron_ranks import permuted_ranks
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
 from megarl.types import TrainingSequence
@@ -41,7 +41,7 @@ class ModelShard:
     def __init__(
         self,
         recipe: Recipe,
-        layout: ParallelLayout,
+        layout: ParallelConfig,
         shape: ModelShape,
         load_weights: LoadWeights,
         *,
@@ -160,7 +160,7 @@ class ModelShard:
 class FrozenModel(ModelShard):
     """A model that is only asked, a reference or a reward model: between its passes it waits in host memory."""
 
-    def __init__(self, recipe: Recipe, layout: ParallelLayout, shape: ModelShape, load_weights: LoadWeights) -> None:
+    def __init__(self, recipe: Recipe, layout: ParallelConfig, shape: ModelShape, load_weights: LoadWeights) -> None:
         super().__init__(recipe, layout, shape, load_weights)
         for chunk in self.chunks:
             chunk.cpu()
@@ -175,11 +175,11 @@ class FrozenModel(ModelShard):
         return found
 
 
-def _join_ranks(seed: int, layout: ParallelLayout, shape: ModelShape) -> None:
+def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
     """Make Megatron's groups of ranks and seed what draws; the models of a rank share both."""
     if parallel_state.model_parallel_is_initialized():
         return
-    with ranks_dealt(layout.rank_of_part):
+    with permuted_ranks(layout.rank_of_part):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,

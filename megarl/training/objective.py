@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.offers import taken
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
@@ -37,7 +37,9 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss.
     """
     policy_loss: Callable[..., LossAndMetrics] = POLICY_LOSSES[config.policy_loss]
-    settings = taken(policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "largest_ratio"}))
+    settings = supported_kwargs(
+        policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio"})
+    )
     is_of_sequences = "cu_seqlens" in signature(policy_loss).parameters
     estimate = KL_ESTIMATORS[config.kl_estimator]
 
@@ -52,7 +54,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if (weights := known.get("importance_weights")) is not None:
             loss = loss * weights
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
-        if config.kl_in == "loss" and config.kl_coefficient:
+        if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, known["reference_logprobs"])
             loss = loss + kl * divergence
             metrics["kl/reference"] = divergence
@@ -100,7 +102,7 @@ def critic_objective(config: CriticConfig) -> Objective:
 
 
 def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
-    settings = taken(preference_loss, config.model_dump(exclude={"loss"}))
+    settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss"}))
 
     def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
         per_token = output[0]

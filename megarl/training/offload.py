@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Lent:
+class Offloadable:
     """A set of tensors whose memory can be given back and taken again; tensors and views of them stay what they are.
 
     `tensors` lists them whenever memory is given back: an optimizer has none before its first step. Without
@@ -20,7 +20,7 @@ class Lent:
         self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._host: dict[int, Tensor] = {}
 
-    def give(self) -> None:
+    def offload(self) -> None:
         """Move the contents to host memory and free the accelerator's."""
         if self._away:
             return
@@ -36,7 +36,7 @@ class Lent:
         for storage, _ in self._away:
             storage.resize_(0)
 
-    def take(self) -> None:
+    def onload(self) -> None:
         """Bring the contents back."""
         for storage, size in self._away:
             storage.resize_(size)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.importance import correct, gap_metrics, gap_moments
+from megarl.algorithms.importance import gap_metrics, gap_moments, importance_weights
 
 CU_SEQLENS = torch.tensor([0, 3, 5])
 MASK = torch.tensor([0, 1, 1, 1, 1], dtype=torch.bool)
@@ -15,9 +15,9 @@ OLD = torch.tensor([100.0, math.log(2), math.log(1 / 8), math.log(3 / 2), math.l
 @pytest.mark.parametrize(
     ("name", "low", "high", "expected"),
     [
-        pytest.param("truncated", 0.0, 1.25, [0, 1.25, 1 / 8, 1.25, 2 / 3], id="truncated"),
-        pytest.param("band", 0.5, 1.75, [0, 0, 0, 3 / 2, 2 / 3], id="band"),
-        pytest.param("sequence_truncated", 0.0, 0.75, [0, 1 / 4, 1 / 4, 0.75, 0.75], id="sequence_truncated"),
+        pytest.param("tis", 0.0, 1.25, [0, 1.25, 1 / 8, 1.25, 2 / 3], id="tis"),
+        pytest.param("icepop", 0.5, 1.75, [0, 0, 0, 3 / 2, 2 / 3], id="icepop"),
+        pytest.param("sequence_tis", 0.0, 0.75, [0, 1 / 4, 1 / 4, 0.75, 0.75], id="sequence_tis"),
         pytest.param("sequence_rejection", 0.3, 1.1, [0, 0, 0, 1, 1], id="sequence_rejection"),
         pytest.param("sequence_rejection", 0.2, 0.9, [0, 1, 1, 0, 0], id="other sequence"),
         pytest.param("geometric_rejection", 0.4, 1.1, [0, 1, 1, 1, 1], id="geometric: root of 1/4 is within"),
@@ -26,7 +26,7 @@ OLD = torch.tensor([100.0, math.log(2), math.log(1 / 8), math.log(3 / 2), math.l
 )
 def test_corrections(name, low, high, expected):
     rollout = torch.zeros(5, dtype=torch.float64)
-    found = correct(name, OLD, rollout, CU_SEQLENS, MASK, low=low, high=high)
+    found = importance_weights(name, OLD, rollout, CU_SEQLENS, MASK, low=low, high=high)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
@@ -64,7 +64,7 @@ def test_truncated_weights_make_a_stale_engines_gradient_the_trainers():
     advantages = torch.randn(6, generator=g, dtype=torch.float64)
     trainer, engine = logits.log_softmax(0), stale.log_softmax(0)
     every, ones = torch.arange(7), torch.ones(6, dtype=torch.bool)
-    weights = correct("truncated", trainer, engine, every, ones, low=0.0, high=100.0)
+    weights = importance_weights("tis", trainer, engine, every, ones, low=0.0, high=100.0)
     score = torch.eye(6, dtype=torch.float64) - trainer.exp()
 
     def gradient(samples: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -182,7 +182,7 @@ def test_losses_of_sequences_and_their_gradients_in_float64(loss, written_out, s
             id="sapo, bad",
         ),
         pytest.param(
-            clipped, {"clip_low": 0.2, "clip_high": 0.2, "largest_ratio": 4.0}, 9.0, -1.0, 4.0, 0.0, id="held ratio"
+            clipped, {"clip_low": 0.2, "clip_high": 0.2, "max_ratio": 4.0}, 9.0, -1.0, 4.0, 0.0, id="held ratio"
         ),
     ],
 )  # fmt: skip
@@ -198,7 +198,7 @@ def test_other_losses_of_tokens(loss, settings, ratio_value, advantage, value, g
 def test_held_ratios_are_measured_as_they_were():
     old = torch.zeros(2)
     policy = torch.log(torch.tensor([33.0, 1.0]))
-    _, metrics = clipped(policy, old, -torch.ones(2), clip_low=0.2, clip_high=0.2, largest_ratio=10.0)
+    _, metrics = clipped(policy, old, -torch.ones(2), clip_low=0.2, clip_high=0.2, max_ratio=10.0)
     assert metrics["ratio"].tolist() == pytest.approx([33.0, 1.0]) and metrics["clip_fraction"].tolist() == [1.0, 0.0]
 
 

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.importance import CORRECTIONS
+from megarl.algorithms.importance import IMPORTANCE_SAMPLING
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
@@ -18,7 +18,7 @@ from megarl.config.learning import PRESETS
     ("field", "table"),
     [
         ("advantage", [*ADVANTAGES, "gae"]), ("policy_loss", POLICY_LOSSES), ("aggregation", AGGREGATIONS),
-        ("kl_estimator", KL_ESTIMATORS), ("correction", CORRECTIONS), ("preset", PRESETS),
+        ("kl_estimator", KL_ESTIMATORS), ("importance_sampling", IMPORTANCE_SAMPLING), ("preset", PRESETS),
     ],
 )  # fmt: skip
 def test_the_recipe_offers_what_the_table_holds(field, table):
@@ -41,13 +41,14 @@ def test_a_preset_is_changed_field_by_field(name):
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
 
 
-@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, PREFERENCE_LOSSES])
+@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, KL_ESTIMATORS, IMPORTANCE_SAMPLING, PREFERENCE_LOSSES])
 def test_names_are_those_of_the_functions(table):
     assert all(function.__name__ == name for name, function in table.items())
 
 
 @pytest.mark.parametrize(
-    "table", [ADVANTAGES, ["gae"], POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, PREFERENCE_LOSSES, PRESETS, AGGREGATIONS]
+    "table",
+    [ADVANTAGES, ["gae"], POLICY_LOSSES, KL_ESTIMATORS, IMPORTANCE_SAMPLING, PREFERENCE_LOSSES, PRESETS, AGGREGATIONS],
 )
 def test_the_readme_names_them(table):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

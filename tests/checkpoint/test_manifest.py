@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checkpoint.manifest import Ledger, check_hashes, check_sizes, file_record
+from megarl.checkpoint.manifest import ManifestWriter, check_hashes, check_sizes, file_record
 from megarl.files.atomic import check_space, disk_full_named
 from megarl.types import DiskFullError
 
 
 def test_a_disk_that_fills_up_in_the_middle_of_a_tensor_is_named(small_disk: Callable[[str], Path]) -> None:
     disk = small_disk("size=256k")
-    ledger = Ledger(disk)
-    torch.save(torch.arange(1000), ledger.stream("fits"))
+    manifest = ManifestWriter(disk)
+    torch.save(torch.arange(1000), manifest.stream("fits"))
     with (
         pytest.raises(DiskFullError, match=rf"^{disk}: no room on its disk: 12 bytes needed, \d+ free") as caught,
         disk_full_named(disk, 12),
     ):
-        torch.save(torch.arange(100_000), ledger.stream("does_not"))
+        torch.save(torch.arange(100_000), manifest.stream("does_not"))
     assert caught.value.exit_code == 74
     with contextlib.suppress(OSError):
-        ledger.release()
+        manifest.release()
 
 
 def test_only_a_full_disk_is_called_one(tmp_path: Path) -> None:
@@ -38,14 +38,14 @@ def test_only_a_full_disk_is_called_one(tmp_path: Path) -> None:
 
 
 def test_a_stream_knows_where_it_is_and_its_file_is_known(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    stream = ledger.stream("a")
+    manifest = ManifestWriter(tmp_path)
+    stream = manifest.stream("a")
     assert stream.tell() == 0
     stream.write(b"abc")
     assert stream.tell() == 3
-    ledger.release(durable=True)
+    manifest.release(durable=True)
     # FIPS 180-2, appendix B.1.
     known = {"size": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}
-    assert ledger.files == {"a": known} and file_record(tmp_path / "a") == known
+    assert manifest.files == {"a": known} and file_record(tmp_path / "a") == known
     assert check_sizes(tmp_path) == {}
     check_hashes(tmp_path, {"a": known["sha256"]})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.batching import TrainerRanks
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.types import TrainingSequence
 
 
@@ -34,7 +34,7 @@ def sequences(count: int) -> list[TrainingSequence]:
 @pytest.mark.parametrize(("dp", "vpp"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("count", [2, 4, 6, 10, 14])
 def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, together: int) -> None:
-    layout = ParallelLayout(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
+    layout = ParallelConfig(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
     ranks = Ranks(layout.world_size)
     trainer = TrainerRanks(ranks, layout, 64, together=together)  # type: ignore[arg-type]
     found = asyncio.run(trainer.forward(sequences(count)))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.cluster.bandwidth import ACROSS, WITHIN, Links, pairings, slow_links, summary
+from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
 from megarl.cluster.node_checks import NodeReport, faults, unreached
-from megarl.cluster.topology import Introduction, environments, in_order, places
+from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.testing import RankPool
 
 GOOD = {
@@ -84,12 +84,12 @@ def test_nodes_of_one_switch_follow_each_other() -> None:
     ]
     ranks = in_order(reversed(found))
     assert [process.node for process in ranks] == ["n2", "n2", "n4", "n4", "n1", "n1", "n3", "n3"]
-    assert places(ranks)[:3] == [("n2", "s1", "root"), ("n2", "s1", "root"), ("n4", "s1", "root")]
+    assert rank_topology(ranks)[:3] == [("n2", "s1", "root"), ("n2", "s1", "root"), ("n4", "s1", "root")]
     own = list(environments(ranks))
     assert [e["LOCAL_RANK"] for e in own] == list("01010101") and {e["LOCAL_WORLD_SIZE"] for e in own} == {"2"}
     assert {e["CUDA_VISIBLE_DEVICES"] for e in own} == {"0,1"}
     unknown = ranks[0]._replace(switches=())
-    assert places([unknown, ranks[1]]) == [("n2",), ("n2",)]
+    assert rank_topology([unknown, ranks[1]]) == [("n2",), ("n2",)]
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "abcd", "abcde", "aaaa", "a"])
@@ -106,7 +106,7 @@ def test_every_rank_has_two_partners_where_there_are_three(nodes: str) -> None:
 
 
 def measured() -> dict[str, float]:
-    return Links(dist.get_rank(), 4, [("a",), ("a",), ("b",), ("b",)], 60.0).measure()
+    return Bandwidth(dist.get_rank(), 4, [("a",), ("a",), ("b",), ("b",)], 60.0).measure()
 
 
 def test_links_are_measured(ranks: RankPool) -> None:

@@ -40,7 +40,7 @@ WRITTEN = {
     "algorithm.adv_estimator": "algorithm.advantage",
     "algorithm.lam": "algorithm.gae_lambda",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_coefficient",
-    "algorithm.filter_groups.enable": "algorithm.filter_range",
+    "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
     "data.train_files": "data.train",
     "data.val_files": "data.validation",
@@ -55,7 +55,7 @@ WRITTEN = {
     "trainer.total_training_steps": "train.steps",
     "trainer.experiment_name": "name",
     "custom_reward_function.path": "reward.functions",
-    "reward_model.overlong_buffer.len": "algorithm.overlength_buffer",
+    "reward_model.overlong_buffer.len": "algorithm.overlong_buffer",
     # TRL
     "num_ppo_epochs": "train.epochs_per_step",
     "num_iterations": "train.epochs_per_step",
@@ -84,7 +84,7 @@ WRITTEN = {
     "eps-clip-high": "algorithm.clip_high",
     "rollout-max-response-len": "rollout.sampling.max_new_tokens",
     "max-tokens-per-gpu": MICROBATCH,
-    "use-tis": "algorithm.correction",
+    "use-tis": "algorithm.importance_sampling",
     "hf-checkpoint": "model.path",
     "rm-type": "reward.functions",
     "num-rollout": "train.steps",
@@ -107,7 +107,7 @@ WRITTEN = {
     "critic_learning_rate": "critic.optimizer.learning_rate",
     "generate_max_len": "rollout.sampling.max_new_tokens",
     "micro_train_batch_size": MICROBATCH,
-    "dynamic_filtering": "algorithm.filter_range",
+    "dynamic_filtering": "algorithm.dynamic_sampling",
     "pretrain": "model.path",
     "ptx_coef": "algorithm.ptx_coefficient",
     # ColossalRL
@@ -117,7 +117,7 @@ WRITTEN = {
     "loss_variation": "algorithm.aggregation",
     "skip_threshold": "algorithm.skip_ratio",
     "filter_truncated_response": "algorithm.mask_truncated",
-    "soft_over_length_punishment": "algorithm.overlength_buffer",
+    "soft_over_length_punishment": "algorithm.overlong_buffer",
 }
 
 NONE = {

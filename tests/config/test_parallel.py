@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from megarl.config.parallel import RANK_ORDERS, ParallelLayout
+from megarl.config.parallel import RANK_ORDERS, ParallelConfig
 
 
 @pytest.mark.parametrize("order", [*RANK_ORDERS, "tp-cp-dp-ep-pp"])
@@ -16,7 +16,7 @@ def test_coordinates_are_megatrons(order: str) -> None:
     for tp, cp, dp, pp, etp, ep in product((1, 2), (1, 2), (1, 3), (1, 2), (1, 2), (1, 2, 3)):
         if tp * cp * dp % (etp * ep):
             continue
-        parallel = ParallelLayout(tp=tp, pp=pp, dp=dp, rollout_tp=1, cp=cp, ep=ep, etp=etp, order=order)
+        parallel = ParallelConfig(tp=tp, pp=pp, dp=dp, rollout_tp=1, cp=cp, ep=ep, etp=etp, order=order)
         dense = RankGenerator(tp, 1, dp, pp, cp, order)
         expert = RankGenerator(etp, ep, parallel.world_size // (etp * ep * pp), pp, 1, order)
         axes = [(dense, axis, axis) for axis in ("tp", "cp", "dp", "pp")]
@@ -32,12 +32,16 @@ def test_coordinates_are_megatrons(order: str) -> None:
 @pytest.mark.parametrize(
     ("parallel", "tp_of_rank"),
     [
-        pytest.param(ParallelLayout(4, 1, 1, 2, deal=(2, 2)), [0, 2, 1, 3], id="halves of an engine hold quarters"),
-        pytest.param(ParallelLayout(2, 1, 2, 4, deal=(2, 2)), [0, 0, 1, 1], id="quarters of an engine share halves"),
-        pytest.param(ParallelLayout(8, 1, 1, 2, deal=(4, 2)), [0, 4, 1, 5, 2, 6, 3, 7], id="eighths"),
+        pytest.param(
+            ParallelConfig(4, 1, 1, 2, rank_permutation=(2, 2)), [0, 2, 1, 3], id="halves of an engine hold quarters"
+        ),
+        pytest.param(
+            ParallelConfig(2, 1, 2, 4, rank_permutation=(2, 2)), [0, 0, 1, 1], id="quarters of an engine share halves"
+        ),
+        pytest.param(ParallelConfig(8, 1, 1, 2, rank_permutation=(4, 2)), [0, 4, 1, 5, 2, 6, 3, 7], id="eighths"),
     ],
 )
-def test_a_deal_spreads_neighbours(parallel: ParallelLayout, tp_of_rank: list[int]) -> None:
+def test_a_deal_spreads_neighbours(parallel: ParallelConfig, tp_of_rank: list[int]) -> None:
     assert [parallel.coordinates(rank).tp for rank in range(parallel.world_size)] == tp_of_rank
     assert [parallel.part(rank) for rank in parallel.rank_of_part] == list(range(parallel.world_size))
     for rank in range(parallel.world_size):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 
@@ -32,26 +32,28 @@ MODELS = {
     "qwen2_moe": {"family": "qwen2_moe", "num_kv_heads": 2},
 }
 CASES = [
-    pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
-    pytest.param(ParallelLayout(tp=1, pp=2, dp=1, rollout_tp=2), "llama kv equal tp, untied, odd vocabulary"),
-    pytest.param(ParallelLayout(tp=1, pp=2, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
-    pytest.param(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=2), "qwen2 kv above tp, tied"),
-    pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv equal tp, untied"),
-    pytest.param(ParallelLayout(tp=2, pp=2, dp=1, rollout_tp=2), "qwen3 kv equal tp, untied"),
-    pytest.param(ParallelLayout(tp=1, pp=2, dp=2, rollout_tp=2, order="tp-cp-ep-pp-dp"), "mistral kv above tp, untied"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
+    pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "llama kv equal tp, untied, odd vocabulary"),
+    pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
+    pytest.param(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=2), "qwen2 kv above tp, tied"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv equal tp, untied"),
+    pytest.param(ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2), "qwen3 kv equal tp, untied"),
+    pytest.param(ParallelConfig(tp=1, pp=2, dp=2, rollout_tp=2, order="tp-cp-ep-pp-dp"), "mistral kv above tp, untied"),
     pytest.param(
-        ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4, deal=(2, 2)), "qwen3 kv below tp, tied, odd vocabulary"
+        ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=4, rank_permutation=(2, 2)),
+        "qwen3 kv below tp, tied, odd vocabulary",
     ),
-    pytest.param(ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4), "llama kv equal tp, untied, odd vocabulary"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=4), "llama kv equal tp, untied, odd vocabulary"),
     pytest.param(
-        ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2, deal=(2, 2)), "qwen3 kv below tp, tied, odd vocabulary"
+        ParallelConfig(tp=4, pp=1, dp=1, rollout_tp=2, rank_permutation=(2, 2)),
+        "qwen3 kv below tp, tied, odd vocabulary",
     ),
-    pytest.param(ParallelLayout(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "qwen3 kv equal tp, untied"),
-    pytest.param(ParallelLayout(tp=1, pp=1, dp=1, cp=2, rollout_tp=2), "qwen3 kv equal tp, untied"),
-    pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen3_moe"),
-    pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2, ep=2, rollout_ep=True), "qwen3_moe"),
-    pytest.param(ParallelLayout(tp=2, pp=2, dp=1, rollout_tp=2, etp=2, vpp=2, rollout_ep=True), "qwen3_moe"),
-    pytest.param(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=2, ep=2), "qwen2_moe"),
+    pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "qwen3 kv equal tp, untied"),
+    pytest.param(ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=2), "qwen3 kv equal tp, untied"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen3_moe"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2, rollout_ep=True), "qwen3_moe"),
+    pytest.param(ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2, etp=2, vpp=2, rollout_ep=True), "qwen3_moe"),
+    pytest.param(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=2, ep=2), "qwen2_moe"),
 ]
 
 
@@ -61,7 +63,7 @@ def pool_of() -> Iterator[Callable[[int], RankPool]]:
         yield cache(lambda world_size: stack.enter_context(RankPool(world_size)))
 
 
-def update(worker: Any, layout: ParallelLayout) -> None:
+def update(worker: Any, layout: ParallelConfig) -> None:
     """One optimizer step on two rows of random tokens, other ones on each data-parallel replica."""
     rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
     trained = np.arange(17) > 0
@@ -79,7 +81,7 @@ def update(worker: Any, layout: ParallelLayout) -> None:
     worker.update(rows, "policy")
 
 
-def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: str) -> list[str]:
+def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str) -> list[str]:
     """One update on random tokens, one reshard; the names of live parameters that differ from the loader's."""
     import torch
     import torch.distributed as dist
@@ -109,7 +111,7 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelLayout, exported: 
     return different
 
 
-def recipe_of(model: Path, layout: ParallelLayout, **vllm: Any) -> Recipe:
+def recipe_of(model: Path, layout: ParallelConfig, **vllm: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "reshard",
@@ -136,7 +138,7 @@ def recipe_of(model: Path, layout: ParallelLayout, **vllm: Any) -> Recipe:
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_live_parameters_equal_what_the_loader_makes(
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     model: str,
     pool_of: Callable[[int], RankPool],
     tiny_model: Callable[..., Path],
@@ -151,14 +153,14 @@ def test_live_parameters_equal_what_the_loader_makes(
     ("layout", "model", "dtype"),
     [
         pytest.param(
-            ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv below tp, tied, odd vocabulary", "float32"
+            ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv below tp, tied, odd vocabulary", "float32"
         ),
-        pytest.param(ParallelLayout(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "qwen3 kv equal tp, untied", "bfloat16"),
-        pytest.param(ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen2_moe", "float32"),
+        pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "qwen3 kv equal tp, untied", "bfloat16"),
+        pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen2_moe", "float32"),
     ],
 )
 def test_an_engine_gets_weights_with_adapters_merged_in(
-    layout: ParallelLayout,
+    layout: ParallelConfig,
     model: str,
     dtype: str,
     pool_of: Callable[[int], RankPool],
@@ -190,7 +192,7 @@ def noted(owner: type, name: str, notes: list[str]) -> Callable[..., Any]:
     return noting
 
 
-def order_of_start(recipe: Recipe, layout: ParallelLayout) -> list[str]:
+def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     """What a rank's engine, trainer and reshard do, in order, until the rank is ready."""
     import torch
 
@@ -213,7 +215,7 @@ def order_of_start(recipe: Recipe, layout: ParallelLayout) -> list[str]:
 def test_the_engine_sleeps_while_the_trainer_is_built(
     pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path]
 ) -> None:
-    layout = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
     [notes] = pool_of(1).run(order_of_start, recipe, layout, timeout_seconds=300)
     assert notes == [
@@ -228,7 +230,7 @@ def test_the_engine_sleeps_while_the_trainer_is_built(
     ]
 
 
-def spoil_and_verify(recipe: Recipe, layout: ParallelLayout) -> list[str]:
+def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     """What verification says after two rows of one rank's engine were exchanged, and after a reshard mended it."""
     import torch
 
@@ -257,7 +259,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelLayout) -> list[str]:
 def test_verification_names_the_parameter_that_differs(
     pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path]
 ) -> None:
-    layout = ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1)
+    layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
     for before, after in pool_of(2).run(spoil_and_verify, recipe, layout):
         assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in before
@@ -265,7 +267,7 @@ def test_verification_names_the_parameter_that_differs(
         assert after == "equal"
 
 
-def train_and_gather(recipe: Recipe, layout: ParallelLayout, exported: str) -> tuple[list[str], list[str]]:
+def train_and_gather(recipe: Recipe, layout: ParallelConfig, exported: str) -> tuple[list[str], list[str]]:
     """After an update, live parameters of an engine with adapters that are not the export's; and the notices."""
     import torch
     from safetensors.torch import load_file
@@ -298,7 +300,7 @@ def train_and_gather(recipe: Recipe, layout: ParallelLayout, exported: str) -> t
 def test_an_engine_that_keeps_other_weights_gets_full_tensors(
     pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    layout = ParallelLayout(tp=2, pp=1, dp=1, rollout_tp=1)
+    layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout, enable_lora=True)
     for different, notices in pool_of(2).run(train_and_gather, recipe, layout, str(tmp_path / "hf")):
         assert different == []

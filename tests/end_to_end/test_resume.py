@@ -39,7 +39,7 @@ trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3, schedule: cosine, warmup_steps: 3, weight_decay: 0.1}}
 rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["letters:share_of_digits"]}}
-algorithm: {{filter_range: [0.0, 1.0], oversampling: 1.5, kl_coefficient: 0.05, kl_target: 0.01, kl_horizon: 100}}
+algorithm: {{dynamic_sampling: [0.0, 1.0], oversampling: 1.5, kl_coefficient: 0.05, kl_target: 0.01, kl_horizon: 100}}
 train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
 evaluation: {{max_problems: 4, every_steps: 5, sampling: {{max_new_tokens: 64}}}}
 checkpoint: {{every_steps: {every}, keep: 3}}

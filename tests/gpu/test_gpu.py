@@ -78,16 +78,16 @@ def test_logprobs_are_those_of_float64() -> None:
 
 
 def lend_memory() -> tuple[int, int, int, bool]:
-    from megarl.training.offload import Lent
+    from megarl.training.offload import Offloadable
 
     torch.cuda.set_device(0)
     whole = torch.arange(1 << 26, device="cuda", dtype=torch.float32)
     view = whole[17:33]
     before = torch.cuda.memory_allocated()
-    lent = Lent(lambda: [whole, view])
-    lent.give()
+    lent = Offloadable(lambda: [whole, view])
+    lent.offload()
     away = torch.cuda.memory_allocated()
-    lent.take()
+    lent.onload()
     return before, away, torch.cuda.memory_allocated(), view.tolist() == list(range(17, 33))
 
 

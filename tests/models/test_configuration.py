@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.config.decided_fields import EXPERT_FIELDS, TRANSFORMER_FIELDS
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.models.configuration import (
     _expert_settings,
@@ -26,7 +26,7 @@ from megarl.types import ConfigError
 def config(tiny_model: Callable[..., Path]) -> Callable[..., Any]:
     def make(pp: int = 1, **overrides: Any) -> Any:
         shape = read_model_shape(tiny_model(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=24))
-        layout = ParallelLayout(tp=2, pp=pp, dp=1, rollout_tp=1)
+        layout = ParallelConfig(tp=2, pp=pp, dp=1, rollout_tp=1)
         return transformer_config(shape, layout, dtype=torch.bfloat16, sequence_parallel=True, overrides=overrides)
 
     return make
@@ -53,7 +53,7 @@ def test_what_the_model_or_the_recipe_decides_cannot_be_overridden(config: Calla
 
 def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
     """The checks before a start know them from a list, the config from what it sets."""
-    layout = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     dense = read_model_shape(tiny_model(num_layers=2))
     experts = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
     set_here = _model_settings(dense) | _split_settings(layout, torch.float32, False)

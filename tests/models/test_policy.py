@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
 from megarl.training.batch import pack_row
@@ -40,7 +40,7 @@ def sequences(vocab_size: int) -> list[TrainingSequence]:
     return [TrainingSequence(token_ids=part, loss_mask=np.ones(len(part), bool)) for part in parts]
 
 
-def build(folder: str, layout: ParallelLayout) -> Any:
+def build(folder: str, layout: ParallelConfig) -> Any:
     """This rank's stage of the model, its weights read from the folder."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -67,7 +67,7 @@ def logits_and_logprobs(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [tokens, padded vocabulary], log-probs and entropies [2, tokens] of the row, on one rank."""
     from megatron.core.models.gpt import GPTModel
 
-    model = build(folder, ParallelLayout(1, 1, 1, 1))
+    model = build(folder, ParallelConfig(1, 1, 1, 1))
     batch = pack_row(
         sequences(model.num_local_tokens), multiple=1, qkv_format=model.qkv_format, device=torch.device("cpu")
     )
@@ -78,7 +78,7 @@ def logits_and_logprobs(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def split_logprobs(folder: str, layout: ParallelLayout) -> torch.Tensor | None:
+def split_logprobs(folder: str, layout: ParallelConfig) -> torch.Tensor | None:
     """Log-probs and entropies of the row on the last stage; stages run one after the other, by hand."""
     from megatron.core import parallel_state
 
@@ -176,7 +176,7 @@ def test_splitting_the_model_changes_nothing(ranks: RankPool, made: Callable[...
     [(_, expected)] = ranks.run(logits_and_logprobs, folder, world_size=1)
     for tp, pp in ((2, 1), (1, 2), (2, 2)):
         case = f"tp{tp} pp{pp}"
-        results = ranks.run(split_logprobs, folder, ParallelLayout(tp, pp, 1, 1), world_size=tp * pp)
+        results = ranks.run(split_logprobs, folder, ParallelConfig(tp, pp, 1, 1), world_size=tp * pp)
         last = [result for result in results if result is not None]
         assert len(last) == tp, case
         for got in last:

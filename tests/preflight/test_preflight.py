@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.preflight import check, check_rewards, count_records, resource_warnings, shortened_warmups
 from megarl.preflight.engine import runs_on_cpu
 from megarl.preflight.library_fields import accepts, supported_head_sizes
@@ -48,14 +48,18 @@ def recipe(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., Rec
 @pytest.mark.parametrize(
     ("ranks", "tp", "pp", "rollout_tp", "layout"),
     [
-        pytest.param(1, 1, 1, 1, ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1), id="one"),
-        pytest.param(4, 2, 1, 4, ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=4, deal=(2, 2)), id="(2,1,2)->4"),
-        pytest.param(4, 4, 1, 2, ParallelLayout(tp=4, pp=1, dp=1, rollout_tp=2, deal=(2, 2)), id="copies of kv heads"),
-        pytest.param(6, 1, 3, 2, ParallelLayout(tp=1, pp=3, dp=2, rollout_tp=2), id="(1,3,2)->2"),
+        pytest.param(1, 1, 1, 1, ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), id="one"),
+        pytest.param(
+            4, 2, 1, 4, ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=4, rank_permutation=(2, 2)), id="(2,1,2)->4"
+        ),
+        pytest.param(
+            4, 4, 1, 2, ParallelConfig(tp=4, pp=1, dp=1, rollout_tp=2, rank_permutation=(2, 2)), id="copies of kv heads"
+        ),
+        pytest.param(6, 1, 3, 2, ParallelConfig(tp=1, pp=3, dp=2, rollout_tp=2), id="(1,3,2)->2"),
     ],
 )
 def test_sizes_that_fit(
-    recipe: Callable[..., Recipe], ranks: int, tp: int, pp: int, rollout_tp: int, layout: ParallelLayout
+    recipe: Callable[..., Recipe], ranks: int, tp: int, pp: int, rollout_tp: int, layout: ParallelConfig
 ) -> None:
     rollout = {"tp": rollout_tp}
     assert check(recipe(cluster={"ranks_per_node": ranks}, trainer={"tp": tp, "pp": pp}, rollout=rollout)) == layout
@@ -116,14 +120,14 @@ WRONG = [
         id="sft has no longest completion",
     ),
     pytest.param(
-        {"algorithm": {"correction": "band", "old_logprobs": "rollout"}},
-        ["algorithm.correction = band", "set algorithm.old_logprobs=trainer"],
-        id="correction",
+        {"algorithm": {"importance_sampling": "icepop", "old_logprobs": "rollout"}},
+        ["algorithm.importance_sampling = icepop", "set algorithm.old_logprobs=trainer"],
+        id="importance_sampling",
     ),
     pytest.param(
-        {"algorithm": {"correction": "band", "correction_low": 3.0}},
-        ["algorithm.correction_low = 3.0: set it below 2.0"],
-        id="band",
+        {"algorithm": {"importance_sampling": "icepop", "importance_sampling_low": 3.0}},
+        ["algorithm.importance_sampling_low = 3.0: set it below algorithm.importance_sampling_high = 2.0"],
+        id="icepop",
     ),
     pytest.param(
         {"algorithm": {"advantage": "pass_at_k", "pass_k": 9}}, ["algorithm.pass_k = 9: exceeds"], id="pass at k"
@@ -134,13 +138,13 @@ WRONG = [
         id="clip of another loss",
     ),
     pytest.param(
-        {"algorithm": {"filter_range": [0.9, 0.1]}},
-        ["algorithm.filter_range = [0.9, 0.1]: give two accuracies"],
+        {"algorithm": {"dynamic_sampling": [0.9, 0.1]}},
+        ["algorithm.dynamic_sampling = [0.9, 0.1]: give two accuracies"],
         id="filter range",
     ),
     pytest.param(
         {"algorithm": {"oversampling": 2.0}},
-        ["algorithm.oversampling = 2.0: without algorithm.filter_range"],
+        ["algorithm.oversampling = 2.0: without algorithm.dynamic_sampling"],
         id="oversampling",
     ),
     pytest.param(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
@@ -188,7 +188,7 @@ def lower_bound(sources: Sequence[Layout], destinations: Sequence[Layout]) -> li
     return bounds
 
 
-def reshard_case(model: ModelShape, parallel: ParallelLayout, bucket_bytes: int = 1 << 20, te: bool = False) -> Plan:
+def reshard_case(model: ModelShape, parallel: ParallelConfig, bucket_bytes: int = 1 << 20, te: bool = False) -> Plan:
     """Fill Megatron's shards, run the plan, compare every engine rank with the slices; returns the plan."""
     padded = -(-model.vocab_size // (4 * parallel.tp)) * 4 * parallel.tp
     tensors = full_tensors(model)
@@ -204,7 +204,7 @@ def reshard_case(model: ModelShape, parallel: ParallelLayout, bucket_bytes: int 
     wanted = VllmLayouts(model, engine, parallel.world_size, ep)
     for rank in ranks:
         assert sorted(wanted[rank]) == sorted(layout_of(expected[rank], tensors))
-    plan = make_plan(sources, wanted, itemsize=8, bucket_bytes=bucket_bytes, places=[(r // 4,) for r in ranks])
+    plan = make_plan(sources, wanted, itemsize=8, bucket_bytes=bucket_bytes, topology=[(r // 4,) for r in ranks])
     live = [{name: np.full_like(value, -1) for name, value in held.items()} for held in expected]
     execute(plan, shards, live)
     for held, got in zip(expected, live, strict=True):
@@ -220,8 +220,8 @@ def reshard_case(model: ModelShape, parallel: ParallelLayout, bucket_bytes: int 
     return plan
 
 
-def layout(tp: int = 1, pp: int = 1, dp: int = 1, rollout_tp: int = 1, **sizes: Any) -> ParallelLayout:
-    return ParallelLayout(tp=tp, pp=pp, dp=dp, rollout_tp=rollout_tp, **sizes)
+def layout(tp: int = 1, pp: int = 1, dp: int = 1, rollout_tp: int = 1, **sizes: Any) -> ParallelConfig:
+    return ParallelConfig(tp=tp, pp=pp, dp=dp, rollout_tp=rollout_tp, **sizes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -237,7 +237,7 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, rollout_tp: int = 1, **sizes: 
         pytest.param(layout(tp=8, rollout_tp=8, ep=2), id="tp8"),
     ],
 )
-def test_engines_get_every_element_once(family: str, tied: bool, parallel: ParallelLayout) -> None:
+def test_engines_get_every_element_once(family: str, tied: bool, parallel: ParallelConfig) -> None:
     model = model_shape(family, num_layers=parallel.pp * parallel.vpp, tie_word_embeddings=tied)
     reshard_case(model, parallel, te=tied)
 
@@ -256,7 +256,8 @@ def test_any_shape_and_layout(data: st.DataObject) -> None:
     ep = one_of(n for n in (1, 2, 4) if world // pp % (n * etp) == 0)
     parallel = layout(
         tp, pp, dp, rollout_tp, cp=cp, ep=ep, etp=etp, rollout_ep=data.draw(st.booleans()),
-        vpp=one_of([1, 2]) if pp > 1 else 1, deal=(2, 2) if world % 4 == 0 and data.draw(st.booleans()) else (1, 1),
+        vpp=one_of([1, 2]) if pp > 1 else 1,
+        rank_permutation=(2, 2) if world % 4 == 0 and data.draw(st.booleans()) else (1, 1),
     )  # fmt: skip
     kv_heads = one_of([1, 2, 4])
     widest = max(tp, rollout_tp, kv_heads)
@@ -300,10 +301,10 @@ def test_query_groups_become_one_copy_each() -> None:
         pytest.param(layout(tp=2, dp=4, rollout_tp=2), id="tp2"),
         pytest.param(layout(tp=4, dp=2, rollout_tp=4, ep=4, rollout_ep=True), id="tp4 ep4"),
         # The shards nest once neighbours of an engine hold neighbouring parts.
-        pytest.param(layout(tp=2, dp=2, rollout_tp=4, ep=2, rollout_ep=True, deal=(2, 2)), id="dealt"),
+        pytest.param(layout(tp=2, dp=2, rollout_tp=4, ep=2, rollout_ep=True, rank_permutation=(2, 2)), id="dealt"),
     ],
 )
-def test_nested_layouts_move_nothing(parallel: ParallelLayout) -> None:
+def test_nested_layouts_move_nothing(parallel: ParallelConfig) -> None:
     plan = reshard_case(model_shape("qwen3_moe", vocab_size=256, num_kv_heads=4), parallel)
     assert count(plan).received[1:].sum() == 0 and not any(plan.exchanged)
 
@@ -312,7 +313,8 @@ def test_a_deal_saves_what_the_naive_order_loses() -> None:
     """tp4 to tp2 on four ranks: half of the ranks hold no part of what they need, unless they are dealt apart."""
     model = model_shape(num_kv_heads=4, vocab_size=256)
     received = [
-        count(reshard_case(model, layout(4, 1, 1, 2, deal=deal))).received[1:].sum() for deal in ((1, 1), (2, 2))
+        count(reshard_case(model, layout(4, 1, 1, 2, rank_permutation=rank_permutation))).received[1:].sum()
+        for rank_permutation in ((1, 1), (2, 2))
     ]
     split = 8 * sum(np.prod(s) for name, s in hf_tensors(model).items() if "norm" not in name)
     # Each engine rank holds a half; it has nothing or a quarter of the model, and needs the rest.
@@ -333,8 +335,8 @@ def test_nearest_replica_and_balanced_senders(switches: str, taken: dict[tuple[i
     holds = tuple(Piece(box, "s", 10 * i, (1,)) for i, box in enumerate(boxes))
     sources = [holds, (), (), holds, (), ()]
     wants = [(), holds, holds, (), holds, holds]
-    places = [(node, switches[node]) for node in (0, 0, 1, 1, 2, 2)]
-    plan = make_plan(sources, wants, itemsize=2, bucket_bytes=1000, places=places)
+    topology = [(node, switches[node]) for node in (0, 0, 1, 1, 2, 2)]
+    plan = make_plan(sources, wants, itemsize=2, bucket_bytes=1000, topology=topology)
     found: dict[tuple[int, int], int] = {}
     for t in (t for bucket in transfers(plan) for t in bucket):
         found[t.source_rank, t.destination_rank] = found.get((t.source_rank, t.destination_rank), 0) + t.numel
@@ -347,7 +349,7 @@ def test_senders_share_the_load() -> None:
     parallel = layout(tp=2, pp=2, dp=8, rollout_tp=4, ep=8, rollout_ep=True)
     plan = make_plan(
         megatron_layouts(model, parallel, padded_vocab_size=64), VllmLayouts(model, 4, 32, True),
-        itemsize=2, bucket_bytes=1 << 20, places=[(rank // 8,) for rank in range(32)],
+        itemsize=2, bucket_bytes=1 << 20, topology=[(rank // 8,) for rank in range(32)],
     )  # fmt: skip
     traffic = count(plan)
     assert traffic.sent[1:].sum(0).max() < 1.1 * traffic.received[1:].sum(0).mean()
@@ -377,7 +379,7 @@ def test_recorded_and_computed_layouts_make_the_same_transfers() -> None:
     sources = megatron_layouts(model, parallel, padded_vocab_size=64)
     wanted = VllmLayouts(model, 4, 8)
     plans = [
-        make_plan(a, b, itemsize=2, bucket_bytes=4096, places=[(0,)] * 8)
+        make_plan(a, b, itemsize=2, bucket_bytes=4096, topology=[(0,)] * 8)
         for a, b in ((sources, wanted), (sources, [*wanted]), ([*sources], [*wanted]))
     ]
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.safetensors import FolderReader, export, load
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, hf_tensors, rules_of
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.reshard.boxes import Box, Piece
@@ -74,7 +74,7 @@ def write_folder(folder: Path, model: ModelShape, dtype: torch.dtype = torch.flo
 
 
 def shards_of(
-    model: ModelShape, parallel: ParallelLayout, dtype: torch.dtype
+    model: ModelShape, parallel: ParallelConfig, dtype: torch.dtype
 ) -> tuple[tuple, dict[str, torch.Tensor], int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     padded = -(-model.vocab_size // (8 * parallel.tp)) * 8 * parallel.tp
@@ -89,7 +89,7 @@ def shards_of(
 
 def round_trip(source: str, target: str, model: ModelShape, first: tuple, second: tuple, dtype: torch.dtype) -> dict:
     """Files -> one Megatron layout -> another -> files."""
-    here, there = (ParallelLayout(tp=tp, pp=pp, dp=dp, rollout_tp=1) for tp, pp, dp in (first, second))
+    here, there = (ParallelConfig(tp=tp, pp=pp, dp=dp, rollout_tp=1) for tp, pp, dp in (first, second))
     layouts, parameters, rank = shards_of(model, here, dtype)
     load(source, layouts[rank], parameters)
     other_layouts, other, _ = shards_of(model, there, dtype)
@@ -135,7 +135,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, tensor: str, numbe
     weights = load_file(file)
     weights[tensor].view(-1)[-1] = number
     save_file(weights, file)
-    layouts, parameters, rank = shards_of(model, ParallelLayout(1, 1, 1, 1), torch.float32)
+    layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.float32)
     with pytest.raises(DataError, match=f"{file}: {tensor} holds numbers that are not finite"):
         load(source, layouts[rank], parameters)
 
@@ -143,7 +143,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, tensor: str, numbe
 def test_loading_casts_to_the_parameter(tmp_path: Path) -> None:
     model = small_model()
     source = write_folder(tmp_path / "source", model, torch.bfloat16)
-    layouts, parameters, rank = shards_of(model, ParallelLayout(1, 1, 1, 1), torch.float32)
+    layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.float32)
     load(source, layouts[rank], parameters)
     stored = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
     assert torch.equal(parameters["decoder.final_layernorm.weight"], stored["model.norm.weight"].float())
@@ -157,7 +157,7 @@ def test_export_replaces_an_older_one(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "stale.txt").touch()
     (tmp_path / ".hf.partial").mkdir()
-    layouts, parameters, rank = shards_of(model, ParallelLayout(1, 1, 1, 1), torch.bfloat16)
+    layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.bfloat16)
     export(tmp_path / "hf", source, model, layouts, rank, parameters, dtype=torch.bfloat16, bucket_bytes=1 << 20)
     assert not (tmp_path / "hf" / "stale.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "source"]
@@ -186,7 +186,7 @@ def between(model: ModelShape, holders: list[int], takers: list[int], shared_mem
     rank = dist.get_rank()
     sides, storages = [], []
     for members in (holders, takers):
-        parallel = ParallelLayout(tp=len(members), pp=1, dp=1, rollout_tp=1)
+        parallel = ParallelConfig(tp=len(members), pp=1, dp=1, rollout_tp=1)
         of_side = megatron_layouts(model, parallel, padded_vocab_size=128)
         sides.append([of_side[members.index(r)] if r in members else () for r in range(dist.get_world_size())])
         place = parallel.coordinates(members.index(rank) if rank in members else 0)
@@ -228,7 +228,7 @@ def part_of(piece: Piece, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         pytest.param([0, 1], [1, 2], id="one rank in both"),
         pytest.param([0, 1, 2, 3], [2, 3], id="engines on some"),
         pytest.param([1], [0, 1, 2, 3], id="trainer on one"),
-        pytest.param([0, 1, 2, 3], [3, 2, 1, 0], id="all change places"),
+        pytest.param([0, 1, 2, 3], [3, 2, 1, 0], id="all change topology"),
     ],
 )
 def test_trainer_and_engines_may_be_other_ranks(

@@ -14,13 +14,13 @@ from megarl.config import AlgorithmConfig, Recipe
 from megarl.rollout.batches import (
     add_advantages,
     add_corrections,
+    assign_token_weights,
     critic_batches,
     reward_metrics,
     split,
     staleness_metrics,
     to_sequences,
     update_metrics,
-    weigh,
 )
 from megarl.rollout.evaluate import Answered
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
@@ -90,24 +90,24 @@ CENTRED = {"normalize_by_std": False}
         pytest.param(CENTRED, [[1.5], [-1.5, -1.5], [-0.5], [0.5]], id="without deviation"),
         # The KL is -1/2 a token; the longer sample's reward grows by twice as much.
         pytest.param(
-            CENTRED | {"kl_coefficient": 1.0, "kl_in": "reward", "kl_estimator": "k1"},
+            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "reward", "kl_estimator": "k1"},
             [[1.25], [-1.25, -1.25], [-0.5], [0.5]],
             id="kl in the reward",
         ),
         pytest.param(
-            CENTRED | {"kl_coefficient": 1.0, "kl_in": "advantage", "kl_estimator": "k1"},
+            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "advantage", "kl_estimator": "k1"},
             [[2.0], [-1.0, -1.0], [0.0], [1.0]],
             id="kl in the advantage",
         ),
         pytest.param(
-            CENTRED | {"kl_coefficient": 1.0, "kl_in": "return", "kl_estimator": "k1"},
+            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "return", "kl_estimator": "k1"},
             [[2.0], [-0.5, -1.0], [0.0], [1.0]],
             id="kl in the return",
         ),
         pytest.param(CENTRED | {"kl_coefficient": 1.0}, [[1.5], [-1.5, -1.5], [-0.5], [0.5]], id="kl in the loss"),
         # 16 tokens are the most: in the last 15 of them the reward falls, so 2 tokens cost a fifteenth.
         pytest.param(
-            CENTRED | {"overlength_buffer": 0.95}, [[1.5 + 1 / 30], [-1.5 - 1 / 30] * 2, [-0.5], [0.5]], id="overlength"
+            CENTRED | {"overlong_buffer": 0.95}, [[1.5 + 1 / 30], [-1.5 - 1 / 30] * 2, [-0.5], [0.5]], id="overlength"
         ),
         pytest.param(CENTRED | {"advantage": "opo"}, [[2.0], [-1.0, -1.0], [-0.5], [0.5]], id="opo takes lengths"),
         pytest.param({"advantage": "pass_at_k", "pass_k": 1}, [[1.0], [-1.0, -1.0], [0.0], [0.0]], id="pass at 1"),
@@ -125,7 +125,7 @@ def test_advantages_of_tokens(algorithm: dict[str, Any], expected: list[list[flo
 
 
 def test_truncated_completions_are_masked() -> None:
-    changed = recipe(algorithm={"mask_truncated": True, "kl_coefficient": 1.0, "kl_in": "advantage"})
+    changed = recipe(algorithm={"mask_truncated": True, "kl_coefficient": 1.0, "kl_placement": "advantage"})
     answers = [answered(0, 1.0, 2, "length"), answered(0, 0.0, 2)]
     assert [s.loss_mask.sum() for s in to_sequences(answers, changed, 1)] == [0, 2]
     assert advantages(answers, changed)[0] == [0, 0]
@@ -135,7 +135,7 @@ def test_corrections_weigh_tokens() -> None:
     [sequence] = to_sequences([answered(0, 1.0, 2)], recipe(), 1)
     # Ratios of e^(1/2) on the first token and e^2 on the second, cut to 2.
     old = np.array([0, 0, -0.5, 0], np.float32)
-    config = AlgorithmConfig.model_validate({"correction": "truncated"})
+    config = AlgorithmConfig.model_validate({"importance_sampling": "tis"})
     [corrected], metrics = add_corrections([replace(sequence, old_logprobs=old)], config)
     assert corrected.importance_weights is not None
     assert corrected.importance_weights.tolist() == pytest.approx([0, 0, 1.648721, 2])
@@ -153,15 +153,20 @@ def test_corrections_weigh_tokens() -> None:
     ],
 )
 def test_weigh(aggregation: Any, expected: list[list[float]]) -> None:
-    sequences = weigh(masked("-xx", "-x-x", "--"), AlgorithmConfig(aggregation=aggregation), constant_length=10)
+    sequences = assign_token_weights(
+        masked("-xx", "-x-x", "--"), AlgorithmConfig(aggregation=aggregation), constant_length=10
+    )
     for got, wanted in zip(weights(sequences), expected, strict=True):
         assert got == pytest.approx(wanted)
 
 
 def test_weigh_tells_token_mean_from_sequence_mean() -> None:
     sequences = masked("-xxx", "-x")
-    assert weights(weigh(sequences, AlgorithmConfig(aggregation="token_mean"))) == [[0, 0.25, 0.25, 0.25], [0, 0.25]]
-    means = weights(weigh(sequences, AlgorithmConfig(aggregation="sequence_mean_token_mean")))
+    assert weights(assign_token_weights(sequences, AlgorithmConfig(aggregation="token_mean"))) == [
+        [0, 0.25, 0.25, 0.25],
+        [0, 0.25],
+    ]
+    means = weights(assign_token_weights(sequences, AlgorithmConfig(aggregation="sequence_mean_token_mean")))
     assert means[0] == pytest.approx([0, 1 / 6, 1 / 6, 1 / 6]) and means[1] == [0, 0.5]
 
 
@@ -266,7 +271,7 @@ def test_reward_metrics() -> None:
     )
 
 
-PPO = {"advantage": "gae", "gamma": 1.0, "gae_lambda": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+PPO = {"advantage": "gae", "gamma": 1.0, "gae_lambda": 0.5, "kl_placement": "reward", "kl_estimator": "k1"}
 
 
 @pytest.mark.parametrize(

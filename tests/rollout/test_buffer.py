@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
-from megarl.rollout.buffer import Collection, teaches
+from megarl.rollout.buffer import Buffer, passes_filter
 from megarl.rollout.evaluate import Answered
 from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings, TrainingSequence
 
@@ -48,7 +48,7 @@ class Students:
         return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed)
 
 
-def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Collection:
+def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Buffer:
     train = {
         "prompts_per_step": 3, "samples_per_prompt": SAMPLES, "updates_per_step": updates, "epochs_per_step": epochs,
     }  # fmt: skip
@@ -58,10 +58,10 @@ def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **al
             "train": train, "algorithm": algorithm, "seed": 7,
         }
     )  # fmt: skip
-    return Collection(recipe, PROBLEMS, Students(right), SamplingSettings(8))  # type: ignore[arg-type]
+    return Buffer(recipe, PROBLEMS, Students(right), SamplingSettings(8))  # type: ignore[arg-type]
 
 
-def step(collected: Collection) -> tuple[list[int], list[int], dict[str, float]]:
+def step(collected: Buffer) -> tuple[list[int], list[int], dict[str, float]]:
     """Problems that are trained on and that were asked, group by group; metrics."""
     answered, asked, metrics = asyncio.run(collected.step())
     assert [a.group for a in answered] == [group for group in range(3) for _ in range(SAMPLES)]
@@ -82,12 +82,12 @@ MIXED = {0: 4, 1: 1, 2: 0, 3: 2, 4: 4, 5: 3, 6: 1, 7: 1, 8: 1, 9: 0}
 
 
 def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() -> None:
-    collected = collection(MIXED, filter_range=(0.0, 1.0))
+    collected = collection(MIXED, dynamic_sampling=(0.0, 1.0))
     assert step(collected) == ([1, 3, 5], [0, 1, 2, 3, 4, 5], measured(2, 0.5))
     assert step(collected) == ([6, 7, 8], [6, 7, 8], measured(1, 1.0))
     assert step(collected)[0] == [1, 3, 5]  # of the next epoch
 
-    collected = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
+    collected = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
     assert step(collected) == ([1, 3, 5], list(range(9)), measured(1, 6 / 9))
     assert step(collected) == ([6, 7, 8], [], measured(0, 0.0))
 
@@ -95,18 +95,18 @@ def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() ->
 @pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
 def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
     answered = asyncio.run(Students({0: right}).answer(PROBLEMS[:1], None, samples_per_prompt=SAMPLES, seed=""))
-    assert teaches(answered, (0.25, 0.75)) == is_taught
+    assert passes_filter(answered, (0.25, 0.75)) == is_taught
 
 
 def test_a_step_that_nothing_fills_ends_the_run() -> None:
-    collected = collection(MIXED | {1: 0, 3: 4, 5: 0, 6: 4, 7: 0}, filter_range=(0.0, 1.0), max_attempts=3)
+    collected = collection(MIXED | {1: 0, 3: 4, 5: 0, 6: 4, 7: 0}, dynamic_sampling=(0.0, 1.0), max_attempts=3)
     with pytest.raises(MegarlError, match=r"3 batches of 3 prompts gave 1 of 3 groups .* Use problems of another"):
         asyncio.run(collected.step())
 
 
 def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "filter_range": (0.0, 1.0),
+        "dynamic_sampling": (0.0, 1.0),
         "oversampling": 2.0,
         "kl_coefficient": 0.5,
         "kl_target": 1.0,
@@ -126,17 +126,17 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
 
 
 def test_groups_of_several_attempts_are_told_apart() -> None:
-    collected = collection(MIXED, filter_range=(0.0, 1.0))
+    collected = collection(MIXED, dynamic_sampling=(0.0, 1.0))
     _, asked, _ = asyncio.run(collected.step())
     assert [a.group for a in asked] == [group for group in range(6) for _ in range(SAMPLES)]
 
 
 def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
-    first = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
+    first = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
     asyncio.run(first.add_old_logprobs(asyncio.run(first.step())[0], Trainer().forward, 1))
     assert len(first.waiting) == 3
     first.save(tmp_path)
-    second = collection(MIXED, filter_range=(0.0, 1.0), oversampling=3.0)
+    second = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
     assert second.load(tmp_path) == 0
     assert plain(second.waiting) == plain(first.waiting)
 
@@ -164,7 +164,7 @@ def old_logprobs(answers: Sequence[Answered]) -> list[Any]:
     return [a.old_logprobs if a.old_logprobs is None else int(a.old_logprobs[0]) for a in answers[::SAMPLES]]
 
 
-FILTERED: dict[str, Any] = {"filter_range": (0.0, 1.0), "oversampling": 2.0}
+FILTERED: dict[str, Any] = {"dynamic_sampling": (0.0, 1.0), "oversampling": 2.0}
 ALL_MIXED = dict.fromkeys(range(10), 1)
 
 
@@ -175,9 +175,14 @@ ALL_MIXED = dict.fromkeys(range(10), 1)
         pytest.param({}, [[None] * 3, [1] * 3, [None] * 3, [3] * 3], [12, 12], id="one update"),
         pytest.param({"updates": 3}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several updates"),
         pytest.param({"epochs": 2}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several passes"),
-        pytest.param({"correction": "band"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="correction"),
         pytest.param(
-            {"kl_coefficient": 0.1, "kl_in": "reward"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="kl before"
+            {"importance_sampling": "icepop"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="importance_sampling"
+        ),
+        pytest.param(
+            {"kl_coefficient": 0.1, "kl_placement": "reward"},
+            [[1] * 3, [1] * 3, [3] * 3, [3] * 3],
+            [24, 24],
+            id="kl before",
         ),
         pytest.param(
             {"kl_coefficient": 0.1}, [[None] * 3, [1] * 3, [None] * 3, [3] * 3], [12, 12], id="kl in the loss"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.batching import TrainerRanks
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.rewards.worker import Failure, Scored
 from megarl.rollout.evaluate import Answered, Respondents, accuracy, failure_metrics
 from megarl.rollout.pool import AbandonedError, sample
@@ -23,7 +23,7 @@ SAMPLING = SamplingSettings(max_new_tokens=8)
 class Engines:
     """Ranks whose leaders finish `pace[leader]` requests a call, the newest first; all that reached them is kept."""
 
-    def __init__(self, layout: ParallelLayout, pace: dict[int, int]) -> None:
+    def __init__(self, layout: ParallelConfig, pace: dict[int, int]) -> None:
         self.layout, self.pace, self.world_size = layout, pace, layout.world_size
         self.running: dict[int, list[Request]] = {leader: [] for leader in pace}
         self.seen: dict[int, list[Request]] = {leader: [] for leader in pace}
@@ -72,14 +72,14 @@ def sampled(engines: Engines, count: int, max_running: int) -> list[str]:
 
 
 def test_every_request_is_sampled_once() -> None:
-    engines = Engines(ParallelLayout(tp=2, pp=1, dp=2, rollout_tp=2), {0: 2, 2: 3})
+    engines = Engines(ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2), {0: 2, 2: 3})
     finishing = sampled(engines, 23, max_running=100)
     assert sorted(map(int, finishing)) == list(range(23))
     assert finishing[:5] == ["11", "10", "22", "21", "20"]
 
 
 def test_neighbours_meet_in_one_replica() -> None:
-    engines = Engines(ParallelLayout(tp=1, pp=1, dp=3, rollout_tp=1), {0: 1, 1: 1, 2: 1})
+    engines = Engines(ParallelConfig(tp=1, pp=1, dp=3, rollout_tp=1), {0: 1, 1: 1, 2: 1})
     sampled(engines, 12, max_running=100)
     assert [[request.seed for request in engines.seen[leader]] for leader in (0, 1, 2)] == [
         [0, 1, 2, 3],
@@ -89,14 +89,14 @@ def test_neighbours_meet_in_one_replica() -> None:
 
 
 def test_a_replica_holds_no_more_than_it_may() -> None:
-    engines = Engines(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=1), {0: 1, 1: 4})
+    engines = Engines(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1), {0: 1, 1: 4})
     assert len(sampled(engines, 40, max_running=5)) == 40
     assert engines.most == 5
     assert len(engines.seen[1]) > 2 * len(engines.seen[0])
 
 
 def test_sampling_that_is_abandoned_leaves_no_request() -> None:
-    engines = Engines(ParallelLayout(tp=1, pp=1, dp=2, rollout_tp=1), {0: 1, 1: 1})
+    engines = Engines(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1), {0: 1, 1: 1})
     looks = iter([False, False, True])
 
     async def collect() -> list[str]:
@@ -109,7 +109,7 @@ def test_sampling_that_is_abandoned_leaves_no_request() -> None:
 
 
 def test_no_requests_need_no_engine() -> None:
-    assert sampled(Engines(ParallelLayout(1, 1, 1, 1), {0: 1}), 0, max_running=1) == []
+    assert sampled(Engines(ParallelConfig(1, 1, 1, 1), {0: 1}), 0, max_running=1) == []
 
 
 class Words:
@@ -128,7 +128,7 @@ class Scores:
         return Scored(Reward(float(text == answer), int(text) % 2 == 0, text == answer))
 
 
-def respondents(layout: ParallelLayout, pace: dict[int, int], max_running: int) -> Any:
+def respondents(layout: ParallelConfig, pace: dict[int, int], max_running: int) -> Any:
     tokenizer: Any = Words()
     rewards: Any = Scores()
     return Respondents(Engines(layout, pace), layout, tokenizer, rewards, max_running)
@@ -138,8 +138,8 @@ PROBLEMS = [
     Problem(index, ({"role": "user"},), (token,), answer)
     for index, token, answer in ((7, 3, "3"), (2, 4, "4"), (11, 6, "5"))
 ]
-ONE = (ParallelLayout(1, 1, 1, 1), {0: 1}, 100)
-TWO = (ParallelLayout(1, 1, 2, 1), {0: 1, 1: 3}, 2)
+ONE = (ParallelConfig(1, 1, 1, 1), {0: 1}, 100)
+TWO = (ParallelConfig(1, 1, 2, 1), {0: 1, 1: 3}, 2)
 
 
 def answers(setting: Any, problems: Sequence[Problem] = PROBLEMS, **arguments: Any) -> list[Any]:
@@ -212,7 +212,7 @@ def test_completions_that_could_not_be_scored_are_counted_and_end_a_run_where_th
 class Trainers:
     """Ranks that answer with what they were given, on the rank of each replica that reports; None elsewhere."""
 
-    def __init__(self, layout: ParallelLayout) -> None:
+    def __init__(self, layout: ParallelConfig) -> None:
         self.layout, self.world_size = layout, layout.world_size
         self.calls: list[tuple[str, Sequence[Any], tuple[Any, ...]]] = []
 
@@ -246,16 +246,16 @@ def sequences() -> list[TrainingSequence]:
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(ParallelLayout(1, 1, 1, 1), id="one rank"),
-        pytest.param(ParallelLayout(2, 1, 2, 1), id="tp2 dp2"),
-        pytest.param(ParallelLayout(2, 2, 2, 1), id="tp2 pp2 dp2"),
-        pytest.param(ParallelLayout(1, 2, 2, 1, vpp=2), id="pp2 vpp2 dp2"),
+        pytest.param(ParallelConfig(1, 1, 1, 1), id="one rank"),
+        pytest.param(ParallelConfig(2, 1, 2, 1), id="tp2 dp2"),
+        pytest.param(ParallelConfig(2, 2, 2, 1), id="tp2 pp2 dp2"),
+        pytest.param(ParallelConfig(1, 2, 2, 1, vpp=2), id="pp2 vpp2 dp2"),
     ],
 )
-def test_trainer_ranks(layout: ParallelLayout) -> None:
+def test_trainer_ranks(layout: ParallelConfig) -> None:
     ranks = Trainers(layout)
     trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)
-    got = asyncio.run(trainer.forward(sequences(), of="reference"))
+    got = asyncio.run(trainer.forward(sequences(), model="reference"))
     assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences()]
     assert asyncio.run(trainer.update(sequences())) == {"train/tokens": Sum(sum(LENGTHS))}
     (first, given, args), (second, _, none) = ranks.calls

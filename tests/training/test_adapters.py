@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.testing import RankPool
@@ -33,7 +33,7 @@ def lora_recipe(folder: Path, *, lora: Mapping[str, Any] | None = None, loop: st
     return Recipe.model_validate(recipe.model_dump() | {"lora": {"rank": RANK, "alpha": ALPHA} | dict(lora or {})})
 
 
-def build(recipe: Recipe, layout: ParallelLayout, filled: bool = True) -> tuple[Any, Any, Any]:
+def build(recipe: Recipe, layout: ParallelConfig, filled: bool = True) -> tuple[Any, Any, Any]:
     """An engine, all ranks' layouts and those of its adapters. Their B is random if `filled`: zeros would hide A."""
     from megarl.checkpoint import peft, safetensors
     from megarl.models.adapters import adapters_of
@@ -60,7 +60,7 @@ def build(recipe: Recipe, layout: ParallelLayout, filled: bool = True) -> tuple[
     return engine, layouts, peft.adapter_layouts(layouts, recipe.lora.targets, recipe.lora.rank)
 
 
-def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[TrainingSequence]) -> list[Any]:
+def rows_of(recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
     rows = pack(
         [len(s) for s in sequences],
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
@@ -75,7 +75,7 @@ def base_of(engine: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in engine.parameters.items() if ".adapter." not in n}
 
 
-def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """One rank's metrics of every update, gradient of the first, adapters at the end, and log-probs."""
     engine, _, layouts = build(recipe, layout)
     pieces, base = layouts[dist.get_rank()], base_of(engine)
@@ -96,7 +96,7 @@ def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSeq
 
 
 def trained(ranks: RankPool, recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, Any]:
-    layout = ParallelLayout(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+    layout = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
     updates = make_updates(recipe, 431)
     results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
     assert all(r["base"] for r in results), "a frozen weight changed"

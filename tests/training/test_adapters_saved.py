@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tests.training.test_adapters import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
@@ -28,15 +28,15 @@ def folder(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
     return lambda **shape: tiny_model(**(SETTINGS | DENSE | shape))
 
 
-def layout_of(sizes: Mapping[str, int]) -> ParallelLayout:
-    return ParallelLayout(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
+    return ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
 
 
-def update(engine: Any, recipe: Recipe, layout: ParallelLayout, sequences: list[TrainingSequence]) -> dict[str, Any]:
+def update(engine: Any, recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> dict[str, Any]:
     return engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
 
 
-def export(recipe: Recipe, layout: ParallelLayout, updates: Updates, folder: Path) -> tuple[Any, Any, bool]:
+def export(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Path) -> tuple[Any, Any, bool]:
     """An update, then both folders; the rows of the first batch and their log-probs; whether the base stayed."""
     from megarl.checkpoint import peft, safetensors
 
@@ -121,7 +121,7 @@ def test_transformers_and_peft_compute_what_the_trainer_does(
     assert_same_logprobs(adapted, updates[0], results)
 
 
-def starting(recipe: Recipe, layout: ParallelLayout, updates: Updates) -> dict[str, Any]:
+def starting(recipe: Recipe, layout: ParallelConfig, updates: Updates) -> dict[str, Any]:
     """Log-probs of a new model with and without its adapters, and whether merging changes a bit."""
     engine, _, _ = build(recipe, layout, filled=False)
     rows = [[updates[0][i] for i in row] for row in rows_of(recipe, layout, updates[0])]
@@ -140,7 +140,7 @@ def test_new_adapters_change_no_bit(ranks: RankPool, folder: Callable[..., Path]
             assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def replaying(recipe: Recipe, layout: ParallelLayout, sequences: list[TrainingSequence]) -> list[list[np.ndarray]]:
+def replaying(recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> list[list[np.ndarray]]:
     """Log-probs of the frozen model before and after a pass whose tokens went to the first experts."""
     engine, _, _ = build(recipe, layout)
     numbers = np.tile(np.arange(engine.shape.top_k), (engine.shape.num_layers, 1)).astype(np.int16)
@@ -181,7 +181,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_and_go_on(recipe: Recipe, layout: ParallelLayout, updates: Updates, folder: Path) -> dict[str, Any]:
+def save_and_go_on(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
     from megarl.training import checkpoint
 
     engine, _, _ = build(recipe, layout)
@@ -193,7 +193,7 @@ def save_and_go_on(recipe: Recipe, layout: ParallelLayout, updates: Updates, fol
     return {"metrics": metrics, "state": state_of(engine)}
 
 
-def load_and_go_on(recipe: Recipe, layout: ParallelLayout, updates: Updates, folder: Path) -> dict[str, Any]:
+def load_and_go_on(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
     from megarl.training import checkpoint
 
     engine, _, _ = build(recipe, layout, filled=False)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from megarl.checkpoint.torch_dist_reader import check_harmless
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import padded_vocab_size, read_model_shape
-from megarl.rollout.batches import weigh
+from megarl.rollout.batches import assign_token_weights
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
@@ -40,12 +40,12 @@ def recipe_of(model: Path, **trainer: Any) -> Recipe:
     )
 
 
-def layout_of(sizes: Sizes) -> ParallelLayout:
+def layout_of(sizes: Sizes) -> ParallelConfig:
     tp, pp, dp = sizes
-    return ParallelLayout(tp, pp, dp, 1)
+    return ParallelConfig(tp, pp, dp, 1)
 
 
-def build(recipe: Recipe, layout: ParallelLayout) -> Any:
+def build(recipe: Recipe, layout: ParallelConfig) -> Any:
     from megarl.checkpoint import safetensors
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.engine import TrainingEngine
@@ -60,10 +60,10 @@ def build(recipe: Recipe, layout: ParallelLayout) -> Any:
     return TrainingEngine(recipe, layout, shape, load)
 
 
-def update(engine: Any, layout: ParallelLayout, step: int) -> dict[str, Any]:
+def update(engine: Any, layout: ParallelConfig, step: int) -> dict[str, Any]:
     """One step on tokens that are a function of the step."""
     numbers = np.random.default_rng(step)
-    sequences = weigh(
+    sequences = assign_token_weights(
         [
             TrainingSequence(numbers.integers(1, 400, size=length), np.arange(length) >= 2)
             for length in (5, 9, 14, 11, 7, 8, 16, 4)

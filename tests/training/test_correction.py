@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megarl.config import AlgorithmConfig, Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.rollout.batches import add_corrections, update_metrics
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
@@ -32,8 +32,8 @@ SIZES: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "fresh": {},
     "stale": {},
-    "corrected": {"correction": "truncated", "correction_high": 1e6},
-    "cut at 2": {"correction": "truncated", "correction_high": 2.0},
+    "corrected": {"importance_sampling": "tis", "importance_sampling_high": 1e6},
+    "cut at 2": {"importance_sampling": "tis", "importance_sampling_high": 2.0},
 }
 WAITED = ("one update", "known", "engine's", "engine's, second update", "forgotten")
 
@@ -60,13 +60,13 @@ class Aged:
     before: list[np.ndarray]
     after: list[np.ndarray]
 
-    def update(self, recipe: Recipe, layout: ParallelLayout, sequences: Sequence[TrainingSequence]) -> Any:
+    def update(self, recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> Any:
         """This rank's part of the gradient, and its metrics."""
         metrics = self.engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
         return cut_out(self.pieces, {name: p.main_grad for name, p in self.engine.parameters.items()}), metrics
 
 
-def aged(recipe: Recipe, layout: ParallelLayout) -> Aged:
+def aged(recipe: Recipe, layout: ParallelConfig) -> Aged:
     engine, _, pieces = build(recipe, layout)
     tokens = [np.array([*PROMPT, token]) for token in range(VOCABULARY)]
     last = np.arange(len(PROMPT) + 1) == len(PROMPT)
@@ -96,7 +96,7 @@ def aged(recipe: Recipe, layout: ParallelLayout) -> Aged:
     return Aged(engine, pieces, bare, engines, logprobs())
 
 
-def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
+def gradients(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
     """One rank's part of the gradient, and its metrics, by case."""
     made = aged(recipe, layout)
     found: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def gradients(recipe: Recipe, layout: ParallelLayout) -> dict[str, Any]:
     return found
 
 
-def with_waiting(recipe: Recipe, layout: ParallelLayout, from_engine: Recipe) -> dict[str, Any]:
+def with_waiting(recipe: Recipe, layout: ParallelConfig, from_engine: Recipe) -> dict[str, Any]:
     """The same of a batch whose every other answer has waited since before the weights moved."""
     made = aged(recipe, layout)
     nothing = np.full(len(PROMPT) + 1, np.nan, np.float32)
@@ -152,7 +152,7 @@ def test_a_stale_engine_is_seen_and_corrected(
     ranks: RankPool, tiny_model: Callable[..., Path], sizes: tuple[int, int]
 ) -> None:
     folder = tiny_model(**SIZES)
-    layout = ParallelLayout(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
+    layout = ParallelConfig(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
     recipe = recipe_of(folder, policy_loss="policy_gradient")
     results = ranks.run(gradients, recipe, layout, world_size=layout.world_size)
     gradient = {case: whole([result[case][0] for result in results]) for case in CASES}
@@ -172,7 +172,7 @@ def test_answers_that_waited_start_from_the_weights_that_sampled_them(
     ranks: RankPool, tiny_model: Callable[..., Path], sizes: tuple[int, int]
 ) -> None:
     folder = tiny_model(**SIZES)
-    layout = ParallelLayout(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
+    layout = ParallelConfig(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
     wide = {"clip_low": 0.9, "clip_high": 9.0}
     recipes = recipe_of(folder, **wide), recipe_of(folder, **wide, old_logprobs="rollout")
     results = ranks.run(with_waiting, recipes[0], layout, recipes[1], world_size=layout.world_size)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import OptimizerConfig, Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import read_model_shape
-from megarl.rollout.batches import weigh
+from megarl.rollout.batches import assign_token_weights
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import MegarlError, TrainingSequence
@@ -85,11 +85,13 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
                 )
             )
         aggregation = "sequence_mean_token_sum" if recipe.loop == "preference" else recipe.algorithm.aggregation
-        updates.append(weigh(sequences, recipe.algorithm.model_copy(update={"aggregation": aggregation})))
+        updates.append(
+            assign_token_weights(sequences, recipe.algorithm.model_copy(update={"aggregation": aggregation}))
+        )
     return updates
 
 
-def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any, Any]:
+def build(recipe: Recipe, layout: ParallelConfig) -> tuple[Any, Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
@@ -107,18 +109,18 @@ def build(recipe: Recipe, layout: ParallelLayout) -> tuple[Any, Any, Any]:
     return TrainingEngine(recipe, layout, shape, load), reference, pieces
 
 
-def rows_of(recipe: Recipe, layout: ParallelLayout, sequences: Sequence[TrainingSequence]) -> list[Any]:
+def rows_of(recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
     rows = pack(
         [len(s) for s in sequences],
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
         num_ranks=layout.dp,
         multiple=layout.tp,
-        together=recipe.answers_together,
+        together=recipe.sequences_per_example,
     )
     return rows[layout.coordinates(dist.get_rank()).dp]
 
 
-def train(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """One rank's metrics of every update, gradient of the first, parameters at the end, and log-probs."""
     engine, reference, pieces = build(recipe, layout)
     indices = rows_of(recipe, layout, updates[0])
@@ -143,7 +145,7 @@ def whole(parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def trained(ranks: RankPool, recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """All ranks' results as those of one."""
     tp, pp, dp = sizes
-    layout = ParallelLayout(tp, pp, dp, 1)
+    layout = ParallelConfig(tp, pp, dp, 1)
     updates = make_updates(recipe, read_model_shape(recipe.model.path).vocab_size)
     results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
     reporting = [results[layout.rank(0, replica, pp - 1)] for replica in range(dp)]
@@ -331,7 +333,7 @@ def test_updates_are_those_of_float64(
 
 
 def poisoned(
-    recipe: Recipe, layout: ParallelLayout, sequences: list[TrainingSequence], sound: list[TrainingSequence]
+    recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence], sound: list[TrainingSequence]
 ) -> tuple[list[float], bool, int, str]:
     """Whether each update was skipped, whether weights stayed while they were, and the error in the end."""
     engine, *_ = build(recipe, layout)
@@ -357,13 +359,13 @@ def test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run(
     advantages = sequences[3].advantages
     assert advantages is not None
     advantages[-1] = np.nan
-    layout = ParallelLayout(1, 1, 2, 1)
+    layout = ParallelConfig(1, 1, 2, 1)
     for skipped, stayed, code, message in ranks.run(poisoned, recipe, layout, sequences, sound, world_size=2):
         assert (skipped, stayed, code) == ([1, 0, 1], True, 70)
         assert "(norm nan) of 2 updates in a row was not finite. Lower optimizer.learning_rate" in message
 
 
-def offloading(recipe: Recipe, layout: ParallelLayout, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+def offloading(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """Updates with everything given away between them; bytes that stayed; parameters at the end."""
     engine, *_ = build(recipe, layout)
     stayed = 0
@@ -387,7 +389,7 @@ def test_training_goes_on_as_if_memory_had_never_been_lent(
         recipe = recipe_of(folder(), "sft", offload=offload)
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
         updates = make_updates(recipe, 431)
-        results.append(ranks.run(offloading, recipe, ParallelLayout(1, 1, 2, 1), updates, world_size=2))
+        results.append(ranks.run(offloading, recipe, ParallelConfig(1, 1, 2, 1), updates, world_size=2))
     for kept, lent in zip(*results, strict=True):
         assert kept["stayed"] > 0 and lent["stayed"] == 0
         for name, value in kept["parameters"].items():

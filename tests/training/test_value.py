@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.preferences import scored
 from megarl.testing import RankPool
@@ -50,8 +50,8 @@ def recipe_of(folder: Path, **sections: Any) -> Recipe:
     )
 
 
-def layout_of(name: str) -> ParallelLayout:
-    return ParallelLayout(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **LAYOUTS[name]})
+def layout_of(name: str) -> ParallelConfig:
+    return ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **LAYOUTS[name]})
 
 
 def answers(vocab_size: int) -> list[TrainingSequence]:
@@ -71,7 +71,7 @@ def answers(vocab_size: int) -> list[TrainingSequence]:
     return made
 
 
-def build(recipe: Recipe, layout: ParallelLayout, folder: Path, role: Any) -> tuple[Any, Any]:
+def build(recipe: Recipe, layout: ParallelConfig, folder: Path, role: Any) -> tuple[Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
@@ -88,7 +88,7 @@ def build(recipe: Recipe, layout: ParallelLayout, folder: Path, role: Any) -> tu
     return TrainingEngine(recipe, layout, shape, load, role=role), layouts
 
 
-def own_rows(sequences: Sequence[TrainingSequence], layout: ParallelLayout) -> list[list[int]]:
+def own_rows(sequences: Sequence[TrainingSequence], layout: ParallelConfig) -> list[list[int]]:
     rows = pack(
         [len(s) for s in sequences],
         max_tokens=64,
@@ -100,7 +100,7 @@ def own_rows(sequences: Sequence[TrainingSequence], layout: ParallelLayout) -> l
 
 
 def train_and_export(
-    recipe: Recipe, layout: ParallelLayout, folder: Path, sequences: list[TrainingSequence], out: Path
+    recipe: Recipe, layout: ParallelConfig, folder: Path, sequences: list[TrainingSequence], out: Path
 ) -> dict[str, Any]:
     """Two updates of a critic, its values before and after, and its export."""
     from megarl.checkpoint import safetensors
@@ -235,7 +235,7 @@ def test_a_classifier_of_several_labels_is_refused(alone: Any, tmp_path: Path) -
 
 
 def save_or_restore(
-    recipe: Recipe, layout: ParallelLayout, folders: tuple[Path, Path], into: Path | None, out: Path
+    recipe: Recipe, layout: ParallelConfig, folders: tuple[Path, Path], into: Path | None, out: Path
 ) -> Any:
     """Policy and critic, trained and saved; or restored from there and trained on."""
     from megarl.training import checkpoint

@@ -25,7 +25,7 @@ from forked_ranks import as_rank, run_forked
 from reshard_peers import import_megatron
 from shards import QWEN3_14B, SMALL
 
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
 
@@ -133,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = options_of(arguments)
     if options.small:
         first = second = SMALL
-        trainer = ParallelLayout(tp=2, pp=2, dp=1, rollout_tp=2)
-        target = ParallelLayout(tp=1, pp=1, dp=4, rollout_tp=1)
+        trainer = ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2)
+        target = ParallelConfig(tp=1, pp=1, dp=4, rollout_tp=1)
         bucket_bytes = 200_000
     else:
         first = dataclasses.replace(
@@ -146,8 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         second = dataclasses.replace(
             first, num_layers=2, vocab_size=4736, intermediate_size=min(4352, options.intermediate_size)
         )
-        trainer = ParallelLayout(tp=4, pp=2, dp=1, rollout_tp=2)
-        target = ParallelLayout(tp=2, pp=1, dp=4, rollout_tp=1)
+        trainer = ParallelConfig(tp=4, pp=2, dp=1, rollout_tp=2)
+        target = ParallelConfig(tp=2, pp=1, dp=4, rollout_tp=1)
         bucket_bytes = options.bucket_mib << 20
     needed, available = needed_bytes(first, second, trainer.world_size), report.available_bytes()
     if needed > available:

@@ -24,7 +24,7 @@ import torch
 from shards import QWEN3_14B, SMALL, Arena, fill, first_difference, storage_shapes
 from torch import Tensor
 
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Layout
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
@@ -108,7 +108,7 @@ def seconds_of(run: Method, device: str) -> float:
 
 def measure(model: ModelShape, device: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every method, round by round; bytes and copies of the plan."""
-    parallel = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     padded = padded_vocab_size(model.vocab_size, 1)
     held = megatron_layouts(model, parallel, padded_vocab_size=padded)
     wanted = VllmLayouts(model, 1, 1)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megarl.config.parallel import ParallelLayout
-from megarl.families.names import Tensor
+from megarl.config.parallel import ParallelConfig
+from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.reshard.layouts.megatron import MegatronLayouts
 
@@ -25,9 +25,9 @@ def rules_by_parameter(layouts: MegatronLayouts, rank: int) -> dict[str, tuple[R
             layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
             if rule.place != "every_layer":
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
-            place = layouts.place(rule, chunk, at.ep)
+            slot = layouts.slot(rule, chunk, at.ep)
             for layer in layers:
-                found[place.of(Tensor("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
+                found[slot.of(TensorName("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
     return found
 
 
@@ -190,7 +190,7 @@ def _megatron_module(layouts: MegatronLayouts, tensors: Mapping[str, torch.Tenso
     return root
 
 
-def _grid(parallel: ParallelLayout) -> Iterator[tuple[str, list[list[int]]]]:
+def _grid(parallel: ParallelConfig) -> Iterator[tuple[str, list[list[int]]]]:
     """The ranks of every tensor-, pipeline- and data-parallel group."""
     tp, pp, dp = range(parallel.tp), range(parallel.pp), range(parallel.dp)
     yield "tp", [[parallel.rank(t, d, p) for t in tp] for p in pp for d in dp]

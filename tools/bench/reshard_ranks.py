@@ -14,7 +14,7 @@ import torch.distributed as dist
 from reshard_peers import Gathered, MegatronResharding
 from shards import Arena, fill, first_difference, storage_shapes
 
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Layout
 from megarl.reshard.cost_model import align, count
@@ -26,7 +26,7 @@ from megarl.reshard.transport import Transport
 Method = Callable[[], dict[str, float] | None]
 
 
-def to_vllm(model: ModelShape, parallel: ParallelLayout, rounds: int, bucket_bytes: int) -> dict[str, Any]:
+def to_vllm(model: ModelShape, parallel: ParallelConfig, rounds: int, bucket_bytes: int) -> dict[str, Any]:
     """Megatron's shards into vLLM's: our transport, its local copies alone, `memcpy` of as much, full gathers."""
     parallel = align(model, parallel, ranks_per_node=parallel.world_size)
     rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, parallel.tp)
@@ -53,7 +53,7 @@ def to_vllm(model: ModelShape, parallel: ParallelLayout, rounds: int, bucket_byt
 
 
 def to_megatron(
-    model: ModelShape, source: ParallelLayout, target: ParallelLayout, rounds: int, bucket_bytes: int
+    model: ModelShape, source: ParallelConfig, target: ParallelConfig, rounds: int, bucket_bytes: int
 ) -> dict[str, Any]:
     """Megatron's shards into another Megatron layout's: our transport and `megatron.core.resharding`."""
     rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, source.tp)

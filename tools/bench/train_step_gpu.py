@@ -59,11 +59,11 @@ def lengths_of(num_tokens: int, row: int) -> list[int]:
 
 def make_sequences(lengths: Sequence[int], vocab_size: int) -> list[Any]:
     from megarl.config import AlgorithmConfig
-    from megarl.rollout.batches import weigh
+    from megarl.rollout.batches import assign_token_weights
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(1)
-    return weigh(
+    return assign_token_weights(
         [
             TrainingSequence(
                 token_ids=random.integers(1, vocab_size, n),
@@ -88,7 +88,7 @@ def flops(config: dict[str, Any], lengths: Sequence[int]) -> float:
 
 def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str) -> Any:
     from megarl.config import Recipe
-    from megarl.config.parallel import ParallelLayout
+    from megarl.config.parallel import ParallelConfig
     from megarl.families.shape import read_model_shape
     from megarl.training.engine import TrainingEngine
 
@@ -106,7 +106,7 @@ def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str)
             if "norm" not in name:
                 torch.nn.init.normal_(parameter, std=0.02)
 
-    return TrainingEngine(recipe, ParallelLayout(1, 1, 1, 1), read_model_shape(folder), load)
+    return TrainingEngine(recipe, ParallelConfig(1, 1, 1, 1), read_model_shape(folder), load)
 
 
 def export(engine: Any) -> dict[str, torch.Tensor]:

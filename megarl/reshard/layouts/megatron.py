@@ -12,18 +12,18 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from megarl.config.parallel import Coordinates, ParallelLayout
+from megarl.config.parallel import Coordinates, ParallelConfig
 from megarl.families import rules_of, tensors_of
-from megarl.families.names import Tensor
+from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, sizes_of
 from megarl.reshard.boxes import contiguous_strides
-from megarl.reshard.world import Holding, Layouts, Place
+from megarl.reshard.world import Holding, Layouts, StorageSlot
 from megarl.types import ConfigError
 
 
 def megatron_layouts(
-    model: ModelShape, parallel: ParallelLayout, *, padded_vocab_size: int, transformer_engine: bool = False
+    model: ModelShape, parallel: ParallelConfig, *, padded_vocab_size: int, transformer_engine: bool = False
 ) -> MegatronLayouts:
     """The layouts of all trainer ranks, in rank order."""
     return MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine)
@@ -40,9 +40,9 @@ def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict
                 layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
             else:
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
-            place = layouts.place(rule, chunk, coordinates.ep)
+            slot = layouts.slot(rule, chunk, coordinates.ep)
             for layer, expert in product(layers, experts if rule.is_expert else (0,)):
-                shapes[place.of(Tensor("", layer, expert))[0]] = _local_shape(rule, layouts.cut(rule))
+                shapes[slot.of(TensorName("", layer, expert))[0]] = _local_shape(rule, layouts.cut(rule))
     return shapes
 
 
@@ -65,7 +65,7 @@ def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]
             raise ConfigError(f"Megatron parameter {name} is in the family's table but not in the model.")
 
 
-class Chunk(NamedTuple):
+class ModelChunk(NamedTuple):
     """A run of layers: virtual chunk `index` of a pipeline stage."""
 
     stage: int
@@ -84,7 +84,7 @@ class MegatronLayouts(Layouts):
     """
 
     model: ModelShape
-    parallel: ParallelLayout
+    parallel: ParallelConfig
     padded_vocab_size: int
     transformer_engine: bool = False
 
@@ -102,10 +102,10 @@ class MegatronLayouts(Layouts):
         return self.parallel.world_size
 
     @cached_property
-    def tensors(self) -> Sequence[Tensor]:  # type: ignore[override]
+    def tensors(self) -> Sequence[TensorName]:  # type: ignore[override]
         return tensors_of(self.model)
 
-    def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
+    def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         rules = self._rules_of_template.get(tensor.template, ())
         chunk = self.chunk(tensor.layer) if tensor.layer >= 0 else None
         expert = bool(rules) and rules[0].is_expert
@@ -120,11 +120,11 @@ class MegatronLayouts(Layouts):
             )
         return self._made[key]
 
-    def place(self, rule: Rule, chunk: Chunk, ep: int) -> Place:
+    def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
         """The parameter of a rule in one chunk, on the ranks of one expert-parallel coordinate."""
         own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
-        return Place(chunk_prefix(chunk.index, self.parallel.vpp) + own, chunk.first_layer, first_expert)
+        return StorageSlot(chunk_prefix(chunk.index, self.parallel.vpp) + own, chunk.first_layer, first_expert)
 
     def cut(self, rule: Rule) -> tuple[int, ...]:
         """The length of one rank's part of each block along the split dimension."""
@@ -155,28 +155,28 @@ class MegatronLayouts(Layouts):
         return found
 
     @cached_property
-    def _made(self) -> dict[tuple[str, Chunk | None, int], tuple[Holding, ...]]:
+    def _made(self) -> dict[tuple[str, ModelChunk | None, int], tuple[Holding, ...]]:
         return {}
 
     @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[ModelChunk, ...]:
         """In the order of the layers: each stage's first chunk, then each stage's second."""
         pp, vpp = self.parallel.pp, self.parallel.vpp
         size = self.model.num_layers // (pp * vpp)
-        return tuple(Chunk(i % pp, i // pp, i * size, size) for i in range(pp * vpp))
+        return tuple(ModelChunk(i % pp, i // pp, i * size, size) for i in range(pp * vpp))
 
-    def chunk(self, layer: int) -> Chunk:
+    def chunk(self, layer: int) -> ModelChunk:
         return self.chunks[layer * len(self.chunks) // self.model.num_layers]
 
-    def chunks_of(self, rule: Rule) -> tuple[Chunk, ...]:
+    def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
-    def _holdings(self, rule: Rule, template: str, chunk: Chunk, ep: int) -> Iterator[Holding]:
+    def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
         """Who holds which range of one tensor of a parameter."""
         dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
-        place, strides = self.place(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
+        place, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
         for split in range(self.splits(rule)):
             ranks = self.ranks[rule.is_expert, chunk.stage, ep, split if rule.dim is not None else None]
             base = 0

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 from megarl.families import templates_of, tensors_of
 from megarl.families.llama import EMBEDDING, HEAD, LAYER
-from megarl.families.names import Tensor
+from megarl.families.names import TensorName
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
 from megarl.reshard.boxes import contiguous_strides
-from megarl.reshard.world import Holding, Layouts, Place
+from megarl.reshard.world import Holding, Layouts, StorageSlot
 from megarl.types import ConfigError
 
 
@@ -53,10 +53,10 @@ class VllmLayouts(Layouts):
         return self.world_size
 
     @cached_property
-    def tensors(self) -> Sequence[Tensor]:  # type: ignore[override]
+    def tensors(self) -> Sequence[TensorName]:  # type: ignore[override]
         return tensors_of(self.model)
 
-    def holdings(self, tensor: Tensor) -> tuple[Holding, ...]:
+    def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         stack = self._stack_of[tensor.template]
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
         key = (tensor.template, owner)
@@ -78,7 +78,7 @@ class VllmLayouts(Layouts):
                 corner[stack.dim], end[stack.dim] = start, stop
                 first_expert = self._first_expert(owner) if owner >= 0 else 0
                 step = strides[0] * shape[0] if stack.stacks_experts else 0
-                place = Place(stack.storage, 0, first_expert, step)
+                place = StorageSlot(stack.storage, 0, first_expert, step)
                 ranks = range(rank, self.world_size, self.tp)
                 yield Holding(
                     tuple(corner), tuple(end), ranks, place, sum(lengths[:index]) * strides[stack.dim], strides

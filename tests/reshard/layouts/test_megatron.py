@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.checkpoint.safetensors import load
-from megarl.config.parallel import ParallelLayout
+from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.reshard.layouts.megatron import check_against, chunk_prefix, megatron_layouts, parameter_shapes
 from megarl.testing import RankPool
@@ -67,7 +67,7 @@ def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dic
     return made
 
 
-def build_chunks(model: ModelShape, parallel: ParallelLayout) -> list[torch.nn.Module]:
+def build_chunks(model: ModelShape, parallel: ParallelConfig) -> list[torch.nn.Module]:
     """This rank's model chunks."""
     from megarl.models.configuration import transformer_config
     from megarl.models.policy import PolicyModel
@@ -81,7 +81,7 @@ def build_chunks(model: ModelShape, parallel: ParallelLayout) -> list[torch.nn.M
     ]
 
 
-def load_and_compare(folder: str, parallel: ParallelLayout) -> int:
+def load_and_compare(folder: str, parallel: ParallelConfig) -> int:
     """Fill a live model through the layout; compare with what its sharded_state_dict says each shard is."""
     from megarl.platform import megatron_on_cpu
 
@@ -147,7 +147,7 @@ def test_live_model_agrees(ranks: RankPool, tiny_model: Callable[..., Path], sha
     folder = tiny_model(**shape, hidden_size=32, num_layers=2, num_heads=8, intermediate_size=48)
     model = read_model_shape(folder)
     copies = 4 // (tp * pp)
-    compared = ranks.run(load_and_compare, str(folder), ParallelLayout(tp=tp, pp=pp, dp=copies, rollout_tp=1))
+    compared = ranks.run(load_and_compare, str(folder), ParallelConfig(tp=tp, pp=pp, dp=copies, rollout_tp=1))
     stored = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
     embedding = model.vocab_size * model.hidden_size
     small = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
@@ -170,7 +170,7 @@ def test_live_experts_and_chunks_agree(
     ranks: RankPool, tiny_model: Callable[..., Path], family: str, sizes: dict
 ) -> None:
     folder = tiny_model(family=family, hidden_size=32, num_layers=4, num_heads=8, intermediate_size=48)
-    parallel = ParallelLayout(**({"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1} | sizes))
+    parallel = ParallelConfig(**({"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1} | sizes))
     compared = ranks.run(load_and_compare, str(folder), parallel)
     layouts = megatron_layouts(
         read_model_shape(folder), parallel, padded_vocab_size=padded_vocab_size(415, parallel.tp)
@@ -182,7 +182,7 @@ def test_live_experts_and_chunks_agree(
 def test_grouped_experts_have_transformer_engines_names(tiny_model: Callable[..., Path]) -> None:
     """The second expert-parallel rank's four experts, on the last of two stages."""
     model = read_model_shape(tiny_model(family="qwen2_moe", num_layers=2))
-    parallel = ParallelLayout(tp=1, pp=2, dp=2, rollout_tp=1, ep=2)
+    parallel = ParallelConfig(tp=1, pp=2, dp=2, rollout_tp=1, ep=2)
     layouts = megatron_layouts(model, parallel, padded_vocab_size=1 << 20, transformer_engine=True)
     names = parameter_shapes(layouts, parallel.coordinates(3))
     mlp = "decoder.layers.0.mlp."
@@ -203,7 +203,7 @@ def test_grouped_experts_have_transformer_engines_names(tiny_model: Callable[...
 
 def test_transformer_engine_names_replace_the_norms(tiny_model: Callable[..., Path]) -> None:
     model = read_model_shape(tiny_model(family="qwen3", num_layers=2))
-    parallel = ParallelLayout(tp=1, pp=1, dp=1, rollout_tp=1)
+    parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     at = parallel.coordinates(0)
     local, fused = (
         parameter_shapes(megatron_layouts(model, parallel, padded_vocab_size=1 << 20, transformer_engine=flag), at)
@@ -240,6 +240,6 @@ def test_a_model_that_differs_is_refused(live: dict[str, tuple[int, ...]], messa
 )
 def test_sizes_that_do_not_divide(tiny_model: Callable[..., Path], tp: int, pp: int, message: str) -> None:
     model = read_model_shape(tiny_model(family="qwen3", num_layers=2))
-    parallel = ParallelLayout(tp=tp, pp=pp, dp=1, rollout_tp=1)
+    parallel = ParallelConfig(tp=tp, pp=pp, dp=1, rollout_tp=1)
     with pytest.raises(ConfigError, match=message):
         megatron_layouts(model, parallel, padded_vocab_size=3 << 18)
