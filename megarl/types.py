@@ -156,6 +156,8 @@ class TrainingSequence:
     """The critic's, before the update: what it expects to come when this token is about to be chosen."""
     returns: NDArray[np.float32] | None = None
     """What the critic's values shall become."""
+    desirable: NDArray[np.float32] | None = None
+    """1 on the trained tokens of an answer that was judged good (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
     """1 where a token is learnt by likelihood amid a policy's (ptx), else 0."""
     routed_experts: NDArray[np.int16] | None = None
@@ -167,6 +169,6 @@ class TrainingSequence:
 
 PER_TOKEN = (
     "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
-    "values", "returns", "supervised",
+    "values", "returns", "desirable", "supervised",
 )  # fmt: skip
 """The optional arrays of a TrainingSequence that hold a number a token."""

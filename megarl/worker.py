@@ -92,10 +92,12 @@ class Worker:
         with self._learning(model) as engine:
             return engine.forward(rows)
 
-    def update(self, rows: Sequence[Row], model: str, kl: float | None = None) -> dict[str, Metric]:
+    def update(
+        self, rows: Sequence[Row], model: str, kl_coefficient: float | None = None, kto_kl: float | None = None
+    ) -> dict[str, Metric]:
         """One optimizer step; see `TrainingEngine.update`."""
         with self._learning(model) as engine:
-            return engine.update(rows, kl)
+            return engine.update(rows, kl_coefficient, kto_kl)
 
     @contextmanager
     def _learning(self, name: str) -> Iterator[TrainingEngine]:

@@ -241,7 +241,7 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
                 together=together,
             )
             rows = [[sequences[i] for i in row] for row in packed[at.dp]]
-            metrics.append(engine.update(rows, kl=algorithm.kl_coefficient))
+            metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient))
         results[objective] = metrics, cut_out(pieces, engine.parameters)
     return results
 

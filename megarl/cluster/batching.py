@@ -27,12 +27,20 @@ class TrainerRanks:
     """So many sequences, one after the other, share a row: the two of a pair."""
 
     async def update(
-        self, sequences: Sequence[TrainingSequence], kl: float | None = None, *, model: str = "policy"
+        self,
+        sequences: Sequence[TrainingSequence],
+        kl_coefficient: float | None = None,
+        *,
+        kto_kl: float | None = None,
+        model: str = "policy",
     ) -> dict[str, Metric]:
-        """One optimizer step of the `policy` or the `critic` on all sequences. Returns the whole batch's metrics."""
+        """One optimizer step of the `policy` or the `critic` on all sequences. Returns the whole batch's metrics.
+
+        `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`.
+        """
         rows = self._pack(sequences)
         shares = [[[sequences[i] for i in row] for row in rank] for rank in rows]
-        results = await self._scatter("update", shares, model, kl)
+        results = await self._scatter("update", shares, model, kl_coefficient, kto_kl)
         return merge(part for replica in results for part in replica)
 
     async def forward(self, sequences: Sequence[TrainingSequence], model: str = "policy") -> list[np.ndarray]:

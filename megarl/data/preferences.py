@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Answers = tuple[TrainingSequence, ...]
-"""The chosen and the rejected conversation; or one that was judged, whose `advantages` are 1 if it is good, else -1."""
+"""The chosen and the rejected conversation; or one that was judged, which has `desirable`."""
 
 
 def read_preferences(
@@ -58,6 +58,7 @@ def read_judged(path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | 
     kind only, and a conversation of more than `max_tokens`.
     """
     answers = []
+    labels: set[bool] = set()
     for record in read_records(path):
         label = record.fields.get("label")
         if not isinstance(label, bool):
@@ -65,9 +66,10 @@ def read_judged(path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | 
         field = "completion" if "completion" in record.fields else "response"
         messages = _conversation(record, field, system_prompt)
         sequence = conversation_of(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
-        judged = np.where(sequence.loss_mask, 1.0 if label else -1.0, 0.0).astype(np.float32)
-        answers.append((replace(sequence, advantages=judged),))
-    if len({float(sequence.advantages.max()) for (sequence,) in answers if sequence.advantages is not None}) < 2:
+        labels.add(label)
+        desirable = (sequence.loss_mask & label).astype(np.float32)
+        answers.append((replace(sequence, desirable=desirable),))
+    if len(labels) < 2:
         raise DataError(f"{path}: all labels are the same; kto needs good and bad answers")
     return answers
 

@@ -29,12 +29,14 @@ async def train(session: Session) -> None:
     for step in session.steps:
         batch = await with_reference(session, [answers[index] for index in order.batch(step - 1)])
         is_judged = recipe.sequences_per_example == 1
-        kl = await _divergence(session, batch) if is_judged else None
+        kto_kl = await _divergence(session, batch) if is_judged else None
         with tracker.phase("train"):
             weighed = assign_token_weights(
                 batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
             )
-            scalars = values(await session.trainer.update(weighed, kl)) | ({} if kl is None else {"kl/reference": kl})
+            scalars = values(await session.trainer.update(weighed, kto_kl=kto_kl))
+            if kto_kl is not None:
+                scalars["kl/reference"] = kto_kl
         await session.checkpoints.begin(step)
         if session.evaluates_at(step):
             scalars |= await _evaluate(session, held_out)
@@ -81,7 +83,7 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
             worth = np.array([_worth(s, p) for s, p in zip(sequences, policy, strict=True)])
             good, bad = worth[::2], worth[1::2]
             if session.recipe.sequences_per_example == 1:
-                is_good = np.array([bool(s.advantages is not None and s.advantages.max() > 0) for s in sequences])
+                is_good = np.array([bool(s.desirable is not None and s.desirable.max() > 0) for s in sequences])
                 good, bad = worth[is_good, None], worth[None, ~is_good]
             if not good.size or not bad.size:
                 continue

@@ -26,6 +26,7 @@ from megarl.training.merged import MergedWeights
 from megarl.training.model import LoadWeights, ModelShard, Row
 from megarl.training.objective import (
     Objective,
+    StepNumbers,
     critic_objective,
     old_logprobs_of,
     policy_objective,
@@ -165,20 +166,26 @@ class TrainingEngine(ModelShard):
         with adapters.running(self.chunks, on=False, drops=False):
             return self.forward([[replace(sequence, routed_experts=None) for sequence in row] for row in rows])
 
-    def update(self, rows: Sequence[Row], kl: float | None = None) -> dict[str, Metric]:
+    def update(
+        self, rows: Sequence[Row], kl_coefficient: float | None = None, kto_kl: float | None = None
+    ) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
-        `kl` is the coefficient of the KL to the reference, the recipe's unless given; for kto that KL itself.
+        `kl_coefficient` weighs the KL to the reference, the recipe's algorithm.kl_coefficient unless given; `kto_kl` is
+        the KL (nats an answer) that KTO compares answers with.
         `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, or the mean ratio above
         `algorithm.skip_ratio`. Raises MegarlError after too many updates in a row that were not finite.
         """
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if kl is None:
-            kl = self.recipe.algorithm.kl_coefficient
+        if kl_coefficient is None:
+            kl_coefficient = self.recipe.algorithm.kl_coefficient
+        numbers = StepNumbers(kl_coefficient, kto_kl)
         starts_from_engine = self.recipe.algorithm.old_logprobs == "rollout"
-        reduce = partial(_weighted_loss, objective=self.role.objective, kl=kl, starts_from_engine=starts_from_engine)
+        reduce = partial(
+            _weighted_loss, objective=self.role.objective, numbers=numbers, starts_from_engine=starts_from_engine
+        )
         with adapters.running(self.chunks, on=True, drops=True):
             losses = self._run(rows, reduce, forward_only=False)
         self.schedule.step(increment=1)
@@ -220,13 +227,13 @@ class TrainingEngine(ModelShard):
 
 
 def _weighted_loss(
-    output: Tensor, batch: Microbatch, objective: Objective, kl: float, starts_from_engine: bool
+    output: Tensor, batch: Microbatch, objective: Objective, numbers: StepNumbers, starts_from_engine: bool
 ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
     """The row's part of the global loss, a token count that Megatron wants, and the row's metrics.
 
     `starts_from_engine`: the batch's `old_logprobs` are the engine's.
     """
-    per_token, metrics = objective(output, batch, kl)
+    per_token, metrics = objective(output, batch, numbers)
     # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
     loss = (torch.where(batch.mask, per_token, 0.0) * batch.known["token_weights"]).sum()
     count = int(batch.mask.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -18,14 +19,25 @@ from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.training.batch import Microbatch, whole_row
 
-Objective = Callable[[Tensor, Microbatch, float], LossAndMetrics]
-"""(model's output, microbatch, `kl`) -> (loss, metrics), per token; `kl` as in `TrainingEngine.update`.
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """Numbers of a loss that change from update to update."""
+
+    kl_coefficient: float
+    """Weight of the KL to the reference (RL)."""
+    kto_kl: float | None = None
+    """The policy's KL from the reference in nats an answer, not negative, that KTO compares answers with."""
+
+
+Objective = Callable[[Tensor, Microbatch, StepNumbers], LossAndMetrics]
+"""(model's output, microbatch, numbers of the update) -> (loss, metrics), per token.
 
 A policy's output is log-probs and entropies [2, tokens], a critic's or reward model's values [1, tokens].
 """
 
 
-def supervised(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
     """Negative log-likelihood of the trained tokens."""
     policy_logprobs, entropies = output
     return -policy_logprobs, {"train/entropy": entropies}
@@ -43,7 +55,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     is_of_sequences = "cu_seqlens" in signature(policy_loss).parameters
     estimate = KL_ESTIMATORS[config.kl_estimator]
 
-    def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
         policy_logprobs, entropies = output
         known = batch.known
         arguments = policy_logprobs, old_logprobs_of(policy_logprobs, batch), known["advantages"]
@@ -56,7 +68,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
         if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, known["reference_logprobs"])
-            loss = loss + kl * divergence
+            loss = loss + numbers.kl_coefficient * divergence
             metrics["kl/reference"] = divergence
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
@@ -94,7 +106,7 @@ def reward_objective(config: PreferenceConfig) -> Objective:
 def critic_objective(config: CriticConfig) -> Objective:
     """The loss of a critic. Metrics: `train/clipped`, the share of tokens whose value is held back."""
 
-    def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
         loss, metrics = clipped_values(output[0], batch.known["values"], batch.known["returns"], clip=config.clip)
         return loss, {f"train/{name}": value for name, value in metrics.items()}
 
@@ -104,22 +116,24 @@ def critic_objective(config: CriticConfig) -> Objective:
 def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss"}))
 
-    def objective(output: Tensor, batch: Microbatch, kl: float) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
         per_token = output[0]
         row, own = batch.row, batch.row.local
         assert own is not None
         cu_seqlens = torch.tensor([0, *batch.padded], device=own.device).cumsum(0)
         mask = whole_row(batch.mask.float(), row) > 0
         reference = batch.known.get("reference_logprobs", torch.zeros_like(per_token))
-        labels = batch.known.get("advantages", torch.zeros_like(per_token))
-        sums, held, lengths, labels = (
+        sums, held, lengths = (
             sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
-            for values in (per_token, reference, torch.ones_like(per_token), labels)
+            for values in (per_token, reference, torch.ones_like(per_token))
         )
         sums.requires_grad_()
         if preference_loss is kto:
-            losses, rewards = preference_loss(sums, held, labels > 0, kl=kl, **settings)
-            share, metrics = losses.detach() / lengths, _judged(rewards, labels > 0, config.beta * kl)
+            assert numbers.kto_kl is not None
+            desirable = sequence_sums(whole_row(batch.known["desirable"], row), cu_seqlens, mask) > 0
+            losses, rewards = preference_loss(sums, held, desirable, kl=numbers.kto_kl, **settings)
+            share = losses.detach() / lengths
+            metrics = _judged(rewards, desirable, config.beta * numbers.kto_kl)
         else:
             pairs = (values.view(-1, 2) for values in (sums, held, lengths))
             losses, rewards = preference_loss(*pairs, **settings)

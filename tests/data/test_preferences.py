@@ -89,10 +89,11 @@ GOOD, BAD = {"prompt": "2 + 3?", "response": "5", "label": True}, {"messages": U
 
 def test_judged_answers(tmp_path, tokenizer):
     (good,), (bad,) = judged(tmp_path, tokenizer, GOOD, BAD)
-    for sequence, said, sign in ((good, "5<|im_end|>", 1.0), (bad, "6<|im_end|>", -1.0)):
+    for sequence, said, is_good in ((good, "5<|im_end|>", True), (bad, "6<|im_end|>", False)):
         assert tokenizer.decode(sequence.token_ids[~sequence.loss_mask]) == PROMPT
         assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == said
-        assert sequence.advantages.tolist() == [sign * trained for trained in sequence.loss_mask]
+        assert sequence.desirable.tolist() == [float(is_good and trained) for trained in sequence.loss_mask]
+        assert sequence.advantages is None
 
 
 @pytest.mark.parametrize(
