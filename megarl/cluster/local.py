@@ -17,12 +17,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl import types
 from megarl.cluster.rank import HEAD, pack
+from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import waits_in_collective
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.rendezvous import Rendezvous
@@ -70,6 +73,24 @@ class _RankError(Exception):
         self, handle: RankHandle, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None
     ) -> None:
         self.handle, self.at, self.echo, self.report = handle, at, echo, report
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A call that is under way: what its ranks were asked, and how long they may take."""
+
+    method: str
+    timeout_seconds: float | None
+    answers: Mapping[RankHandle, asyncio.Task[Any]]
+
+    def silent(self) -> list[RankHandle]:
+        """The ranks that have not answered."""
+        return [handle for handle, answer in self.answers.items() if not answer.done()]
+
+    def errors(self) -> list[Exception]:
+        """Why there is no answer of those that failed; a cancelled one has not failed."""
+        ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
+        return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
 
 def log_tail(log: Path) -> str:
@@ -211,9 +232,11 @@ class _LocalHandle(RankHandle):
 class ProcessGroup:
     """`world_size` ranks, processes on this machine, that execute the driver's commands in step. Make one with `start`.
 
-    One command at a time, results in order of rank. Calls made while another is under way wait for it; the event loop
-    stays free meanwhile. The first failure kills the group: a `MegarlError` of a rank keeps its class, a full disk is a
-    DiskFullError, a rank that is gone raises `RankLostError`, anything else `RankFailedError`, now and ever after.
+    A rank executes one command at a time, in the order in which the calls were made; calls to disjoint ranks run at
+    the same time (`RankQueues`), and the event loop stays free meanwhile. The first failure kills the group: a
+    `MegarlError` of a rank keeps its class, a full disk is a DiskFullError, a rank that is gone raises `RankLostError`,
+    anything else `RankFailedError`, in all calls that are under way, now and ever after. So does a call that is
+    cancelled half-way; one that is cancelled while it waits for its ranks harms nothing.
 
     `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
     a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `topology` which node that is
@@ -228,8 +251,9 @@ class ProcessGroup:
         self.answer_timeout_seconds: float | None = None
         self._folder: PrivateFolder | None = None
         self._handles: list[RankHandle] = []
-        self._turn = asyncio.Lock()
-        self._over: Exception | None = None
+        self._queues = RankQueues(world_size)
+        self._calls: set[_Call] = set()
+        self._ending: asyncio.Task[Exception] | None = None
         self.on_asked: Callable[[str], object] = lambda signal_name: None
 
     @classmethod
@@ -257,13 +281,14 @@ class ProcessGroup:
             log_folder.mkdir(parents=True, exist_ok=True)
             group.start_timeout_seconds = group.answer_timeout_seconds = start_timeout_seconds
             await group._start_processes(log_folder, environment or {})
-            ports = await group._exchange("start", [b""] * world_size)  # each rank answers once unasked
+            everyone = range(world_size)
+            ports = await group._exchange("start", everyone, [b""] * world_size)  # each rank answers once unasked
             meeting = pack(("__settle__", (group._rendezvous(ports[0]),), {}))
-            await group._exchange("settle", [meeting] * world_size)
+            await group._exchange("settle", everyone, [meeting] * world_size)
             await group.construct(worker, kwargs)
             group.answer_timeout_seconds = None
-        except BaseException:
-            await group._end()
+        except BaseException as error:
+            await group._end_once(partial(group._abandon, "start", error))
             raise
         return group
 
@@ -272,16 +297,31 @@ class ProcessGroup:
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the worker's method with the same arguments on every rank."""
-        return await self._exchange(method, [pack((method, args, kwargs))] * self.world_size)
+        """Call the worker's method with the same arguments on every rank; answers by rank."""
+        message = pack((method, args, kwargs))
+        return await self._exchange(method, range(self.world_size), [message] * self.world_size)
 
     async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
-        """Call the worker's method with `per_rank[rank]` as first argument on every rank."""
+        """Call the worker's method with `per_rank[rank]` as first argument on every rank; answers by rank."""
         if len(per_rank) != self.world_size:
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        return await self._exchange(method, [pack((method, (first, *args), {})) for first in per_rank])
+        return await self.ask(range(self.world_size), method, per_rank, *args)
+
+    async def ask(self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        """Call the worker's method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
+
+        Answers in the order of `ranks`. The other ranks are free for other calls meanwhile.
+        """
+        if len(per_rank) != len(ranks):
+            raise ValueError(f"ask of {method} needs {len(ranks)} arguments, one per rank: got {len(per_rank)}")
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.world_size)):
+            raise ValueError(
+                f"ask of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
+                f"got {list(ranks)}"
+            )
+        return await self._exchange(method, ranks, [pack((method, (first, *args), {})) for first in per_rank])
 
     def show_stacks(self) -> None:
         """Have the ranks write to their logs where each of their threads is, and go on."""
@@ -290,14 +330,7 @@ class ProcessGroup:
 
     async def close(self) -> None:
         """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
-        if self._over is None:
-            self._over = types.PeerLostError("the worker group is closed")
-            if not self._turn.locked():
-                for handle in self._handles:
-                    with contextlib.suppress(OSError):
-                        handle.socket.shutdown(socket.SHUT_WR)
-                await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
-        await self._end()
+        await self._end_once(self._leave)
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         self._folder = PrivateFolder()
@@ -315,43 +348,75 @@ class ProcessGroup:
         assert self._folder is not None
         return Rendezvous(self._key, file=str(self._folder.path / "store"))
 
-    async def _exchange(self, method: str, messages: Sequence[bytes]) -> list[Any]:
-        async with self._turn:
-            if self._over is not None:
-                raise self._over
-            asks = [asyncio.create_task(handle.ask(m)) for handle, m in zip(self._handles, messages, strict=True)]
+    async def _exchange(self, method: str, ranks: Sequence[int], messages: Sequence[bytes]) -> list[Any]:
+        """Send each rank its message when the turn of all has come; the answers in the order of `ranks`."""
+        async with self._queues.turn(ranks):
+            if self._ending is not None:
+                raise await asyncio.shield(self._ending)
+            handles = [self._handles[rank] for rank in ranks]
+            sent = zip(handles, messages, strict=True)
+            answers = {handle: asyncio.create_task(handle.ask(message)) for handle, message in sent}
+            call = _Call(method, self.answer_timeout_seconds, answers)
+            self._calls.add(call)
             try:
-                return await self._gather(method, asks)
+                await asyncio.wait(answers.values(), timeout=call.timeout_seconds, return_when=asyncio.FIRST_EXCEPTION)
+                if call.errors() or call.silent() or any(answer.cancelled() for answer in answers.values()):
+                    raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
-                for ask in asks:
-                    ask.cancel()
-                # A call abandoned half-way leaves the ranks in no known state.
-                self._over = self._over or types.PeerLostError(f"`{method}` was abandoned: {error!r}")
-                await self._end()
+                # A call abandoned half-way leaves its ranks in no known state.
+                await self._end_once(partial(self._abandon, method, error))
                 raise
+            finally:
+                self._calls.remove(call)
+            if asked := next((handle.asked for handle in handles if handle.asked), None):
+                self.on_asked(asked)
+            return [answer.result() for answer in answers.values()]
 
-    async def _gather(self, method: str, asks: Sequence[asyncio.Task[Any]]) -> list[Any]:
-        """The answers by rank; after a failure the other ranks have a moment to tell of an earlier one."""
-        timeout, handles = self.answer_timeout_seconds, self._handles
-        done, waiting = await asyncio.wait(asks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-        if has_failed := any(ask.exception() for ask in done):
-            _, waiting = await asyncio.wait(asks, timeout=_REPORT_GRACE_SECONDS)
-        silent = [handle for handle, ask in zip(handles, asks, strict=True) if ask in waiting]
-        if silent and not has_failed:
-            raise await self._fall_silent(f"did not answer `{method}` within {timeout:g} s", silent)
-        errors = [error for ask in asks if ask.done() and (error := ask.exception())]
-        failures = [error for error in errors if isinstance(error, _RankError)]
-        if len(failures) < len(errors):  # an answer that the driver cannot read
-            raise next(error for error in errors if error not in failures)
-        if failures:
-            first = min(failures, key=lambda failure: (failure.echo, failure.at))
-            # Ranks that gave up a collective wait for one that did not come to it.
-            if first.echo and (stopped := await self._stopped(silent)):
-                raise await self._fall_silent(f"did not come to a collective of `{method}`", stopped)
-            raise await self._fail(method, first)
-        if asked := next((handle.asked for handle in self._handles if handle.asked), None):
-            self.on_asked(asked)
-        return [ask.result() for ask in asks]
+    async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
+        """End the group in this way, unless it is ending already; the error of every call from now on."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(end())
+        # However many calls wait for the end, and whichever of them is cancelled, the end is reached.
+        return await asyncio.shield(self._ending)
+
+    async def _leave(self) -> Exception:
+        """Let idle ranks leave by themselves."""
+        if not self._calls:
+            for handle in self._handles:
+                with contextlib.suppress(OSError):
+                    handle.socket.shutdown(socket.SHUT_WR)
+            if self._handles:
+                await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
+        await self._end()
+        return types.PeerLostError("the worker group is closed")
+
+    async def _abandon(self, method: str, error: BaseException) -> Exception:
+        await self._end()
+        return types.PeerLostError(f"`{method}` was abandoned: {error!r}")
+
+    async def _diagnose(self, call: _Call) -> Exception:
+        """End the group because a rank failed or did not answer in time; the error that names the first cause.
+
+        After a failure the other ranks, those of other calls too, have a moment to tell of an earlier one.
+        """
+        calls = list(self._calls)
+        if not call.errors():
+            what = f"did not answer `{call.method}` within {call.timeout_seconds:g} s"
+            return await self._fall_silent(what, call.silent())
+        answers = [answer for other in calls for answer in other.answers.values()]
+        await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
+        failures: list[tuple[_RankError, _Call]] = []
+        for other in calls:
+            for error in other.errors():
+                if not isinstance(error, _RankError):  # an answer that the driver cannot read
+                    await self._end()
+                    return error
+                failures.append((error, other))
+        first, failed = min(failures, key=lambda failure: (failure[0].echo, failure[0].at))
+        # Ranks that gave up a collective wait for one that did not come to it.
+        if first.echo and (stopped := await self._stopped(failed.silent())):
+            return await self._fall_silent(f"did not come to a collective of `{failed.method}`", stopped)
+        return await self._fail(failed.method, first)
 
     async def _fail(self, method: str, first: _RankError) -> Exception:
         """End the group and return the error that names the first cause."""
@@ -359,18 +424,16 @@ class ProcessGroup:
         await self._end()
         where = f"rank {handle.rank} of {self.world_size}"
         if report is None:
-            error = RankLostError(
+            return RankLostError(
                 handle.rank, f"{where} {handle.exit_reason(is_dead)} during `{method}`", handle.log_tail()
             )
-        elif report["megarl_class"]:
+        if report["megarl_class"]:
             error = getattr(types, report["megarl_class"])(report["message"])
             error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
-        else:
-            cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
-            kind = RankLostError if report["lost"] else RankFailedError
-            error = kind(handle.rank, cause, report["traceback"])
-        self._over = error
-        return error
+            return error
+        cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
+        kind = RankLostError if report["lost"] else RankFailedError
+        return kind(handle.rank, cause, report["traceback"])
 
     async def _fall_silent(self, what: str, silent: Sequence[RankHandle]) -> Exception:
         """End the group and return the error that names the ranks that stopped, and shows where each stood.
@@ -382,8 +445,7 @@ class ProcessGroup:
         cause = f"{_ranks(stopped)} of {self.world_size} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {_ranks(waiting)} waited in a collective"
-        self._over = RankLostError(stopped[0].rank, cause, "\n".join(handle.log_tail() for handle in stopped))
-        return self._over
+        return RankLostError(stopped[0].rank, cause, "\n".join(handle.log_tail() for handle in stopped))
 
     async def _stopped(self, silent: Sequence[RankHandle]) -> list[RankHandle]:
         """Those of the silent ranks that are not in a collective, by the stacks that they are made to write."""
@@ -397,6 +459,10 @@ class ProcessGroup:
     async def _end(self) -> None:
         """Kill what still lives and release everything."""
         handles, self._handles = self._handles, []
+        if answers := [answer for call in self._calls for answer in call.answers.values()]:
+            for answer in answers:
+                answer.cancel()
+            await asyncio.wait(answers)  # none reads a connection that is closed under it
         for handle in handles:
             handle.kill()
         if handles:

@@ -31,6 +31,7 @@ class Probe:
         if rank == broken_rank:
             raise DataError(f"shard {rank} is missing")
         self.rank, self.world_size, self.scale, self.farewell = rank, world_size, scale, None
+        self.heard = []
 
     def product(self, factor, *, plus=0):
         return self.rank, self.scale * factor * (self.rank + 1) + plus
@@ -70,6 +71,17 @@ class Probe:
     def wait_for(self, path):
         while not Path(path).exists():
             time.sleep(0.01)
+
+    def meet(self, paths):
+        """Show that this rank is here, and wait until another is where it shall be."""
+        mine, other = paths
+        Path(mine).touch()
+        self.wait_for(other)
+
+    def hear(self, word):
+        """All words so far, in the order in which they came."""
+        self.heard.append(word)
+        return list(self.heard)
 
     def sleep_on(self, rank, seconds):
         time.sleep(seconds if rank == self.rank else 0)

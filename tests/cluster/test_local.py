@@ -15,39 +15,12 @@ import pytest
 
 from megarl.cluster.local import ProcessGroup, RankFailedError, log_tail
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
+from tests.cluster.started import started
+
+pytestmark = pytest.mark.usefixtures("worker_module", "nothing_left")
 
 NOTICED_SECONDS = 30
 """Ranks that nobody ends sleep twice as long."""
-
-
-@pytest.fixture(autouse=True)
-def worker_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    """No child process, not even a zombie, and no descriptor outlives a test."""
-
-    def holdings():
-        children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-        return sorted(pid for pids in children for pid in pids), len(os.listdir("/proc/self/fd"))
-
-    before = holdings()
-    yield
-    assert holdings() == before
-
-
-@contextlib.asynccontextmanager
-async def started(world_size=2, *, log_folder=None, kwargs=None, **options):
-    with tempfile.TemporaryDirectory() as folder:
-        group = await ProcessGroup.start(
-            "probe:Probe", kwargs or {}, world_size=world_size, log_folder=log_folder or Path(folder), **options
-        )
-        try:
-            yield group
-        finally:
-            await group.close()
 
 
 async def patience(group):

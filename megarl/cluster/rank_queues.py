@@ -1,0 +1,56 @@
+"""In which order calls to overlapping sets of ranks run: first come, first served, per rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+
+class _Turn:
+    """One call's place in the queues of its ranks."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class RankQueues:
+    """A queue of calls per rank; a call runs while it is at the head of the queues of all its ranks.
+
+    A call joins all its queues at once, with no `await` between, so every queue has the calls in the order in which
+    they were made. That gives:
+
+    - Order: of two calls that share a rank, the one made first runs first, on every rank that they share. Ranks of
+      which a lock each is taken one after the other do not promise that: who waits for rank 0 has not yet asked for
+      rank 1, and a later call for rank 1 alone overtakes it.
+    - No deadlock: of all calls that have not ended, the one made first is at the head of all its queues, so it runs.
+    - No starvation: before a call stand only calls made before it, finitely many, and none joins them later. So a call
+      of the whole world waits for those that are under way, and those that come after it wait for it.
+    - Calls to disjoint ranks do not meet, unless a call to ranks of both waits between them.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._queues: list[deque[_Turn]] = [deque() for _ in range(num_ranks)]
+
+    @asynccontextmanager
+    async def turn(self, ranks: Sequence[int]) -> AsyncIterator[None]:
+        """Wait for the turn on all these ranks, and keep it within. Who is cancelled while waiting only leaves."""
+        turn = _Turn(ranks)
+        for rank in ranks:
+            self._queues[rank].append(turn)
+        try:
+            self._admit(ranks)
+            await turn.has_come
+            yield
+        finally:
+            for rank in ranks:
+                self._queues[rank].remove(turn)
+            self._admit(ranks)
+
+    def _admit(self, ranks: Iterable[int]) -> None:
+        """Let those go whose turn has come at the heads of these ranks' queues."""
+        for turn in {self._queues[rank][0] for rank in ranks if self._queues[rank]}:
+            if not turn.has_come.done() and all(self._queues[rank][0] is turn for rank in turn.ranks):
+                turn.has_come.set_result(None)

@@ -1,0 +1,25 @@
+"""Fixtures of the tests that start ranks of their own."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def worker_module(monkeypatch):
+    """Ranks import `probe` as the driver does."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def nothing_left():
+    """No child process, not even a zombie, and no descriptor outlives a test."""
+
+    def holdings():
+        children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+        return sorted(pid for pids in children for pid in pids), len(os.listdir("/proc/self/fd"))
+
+    before = holdings()
+    yield
+    assert holdings() == before

@@ -1,0 +1,19 @@
+"""Ranks on this machine that serve a `Probe`."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+from megarl.cluster.local import ProcessGroup
+
+
+@contextlib.asynccontextmanager
+async def started(world_size=2, *, log_folder=None, kwargs=None, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        group = await ProcessGroup.start(
+            "probe:Probe", kwargs or {}, world_size=world_size, log_folder=log_folder or Path(folder), **options
+        )
+        try:
+            yield group
+        finally:
+            await group.close()
