@@ -1,8 +1,9 @@
 """Advantages: of samples from their rewards, of tokens from rewards and values.
 
 Sample functions take `rewards` float [samples] and `groups` int [samples], equal numbers forming a group, in any
-order, and return [samples]. A sample alone in its group, or in one whose rewards are all equal, has an advantage of
-exactly zero wherever the group is the baseline.
+order, and return [samples]. A group whose rewards are all equal has advantages of exactly zero wherever the group is
+the baseline. So has a sample alone in its group with `lone_sample` zero; with `lone_sample` reward the baseline of such
+a sample is 0 and its standard deviation 1, so that its advantage is its reward (verl).
 """
 
 from __future__ import annotations
@@ -13,26 +14,35 @@ from torch import Tensor
 from megarl.algorithms.sequences import sequence_of_tokens
 
 
-def grpo(rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
+def grpo(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    normalize_by_std: bool = True,
+    lone_sample: str = "zero",
+    epsilon: float = 1e-6,
+) -> Tensor:
     """Reward minus the mean of its group, over the group's unbiased standard deviation plus `epsilon`.
 
     Source: DeepSeekMath (arXiv 2402.03300, section 4.1.2); without the deviation, Dr. GRPO (arXiv 2503.20783).
     """
     group, sizes = _grouped(groups, rewards)
     centered = _centered(rewards, group, sizes)
-    if not normalize_by_std:
-        return centered
-    variance = _sums(centered.square(), group, sizes) / (sizes - 1).clamp(min=1)
-    return centered / (variance.sqrt()[group] + epsilon)
+    deviation = torch.ones_like(sizes)
+    if normalize_by_std:
+        variance = _sums(centered.square(), group, sizes) / (sizes - 1).clamp(min=1)
+        deviation = torch.where(sizes > 1, variance.sqrt(), 1.0) + epsilon
+    return _with_lone_samples(centered, rewards, sizes[group], lone_sample) / deviation[group]
 
 
-def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
+def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
     """Reward minus the mean of the others in its group. Source: arXiv 2402.14740."""
     group, sizes = _grouped(groups, rewards)
-    return _centered(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
+    advantages = _centered(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
+    return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
-def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, *, lone_sample: str = "zero") -> Tensor:
     """Reward minus the mean of its group weighted by `lengths` [samples], completion tokens.
 
     Source: On-Policy RL with Optimal reward baseline (arXiv 2505.23585).
@@ -42,7 +52,7 @@ def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
     # Centred first: equal rewards give exactly nothing.
     centered = _centered(rewards, group, sizes)
     baseline = _sums(centered * weights, group, sizes) / _sums(weights, group, sizes).clamp(min=1)
-    return centered - baseline[group]
+    return _with_lone_samples(centered - baseline[group], rewards, sizes[group], lone_sample)
 
 
 def reinforce_plus_plus(
@@ -56,13 +66,19 @@ def reinforce_plus_plus(
 
 
 def reinforce_plus_plus_baseline(
-    rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    normalize_by_std: bool = True,
+    lone_sample: str = "zero",
+    epsilon: float = 1e-6,
 ) -> Tensor:
     """Reward minus the mean of its group, over the standard deviation of these differences in the batch.
 
-    Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    verl divides by no deviation of samples, but whitens over the batch's tokens: `normalize_by_std` False, then
+    `whiten` (the recipe's preset of this name). Source: REINFORCE++ with baseline (arXiv 2501.03262).
     """
-    centered = grpo(rewards, groups, normalize_by_std=False)
+    centered = grpo(rewards, groups, normalize_by_std=False, lone_sample=lone_sample)
     if not normalize_by_std:
         return centered
     return centered / (_deviation(centered) + epsilon)
@@ -153,6 +169,13 @@ def _centered(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     lowest = torch.zeros_like(sizes).scatter_reduce(0, group, rewards, "amin", include_self=False)
     highest = torch.zeros_like(sizes).scatter_reduce(0, group, rewards, "amax", include_self=False)
     return centered.masked_fill((lowest == highest)[group], 0.0)
+
+
+def _with_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
+    """The advantages, but those of samples alone in their group as `lone_sample` has them; all are [samples]."""
+    if lone_sample == "zero":
+        return advantages
+    return torch.where(group_sizes == 1, rewards, advantages)
 
 
 def _deviation(centered: Tensor) -> Tensor:

@@ -46,6 +46,15 @@ def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, 
     return _within(on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
+def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
+    """The product of a sequence's ratios on all its tokens where it is within `low` and `high`, else zero.
+
+    As `sequence_rejection`, but accepted sequences keep their ratio (TRL's sequence_mask; 0 and 3 there).
+    """
+    ratios = on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp()
+    return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
+
+
 def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """One on sequences whose geometric mean of ratios is within `low` and `high` (close to 1), zero on the others.
 
@@ -111,5 +120,6 @@ IMPORTANCE_SAMPLING = {
     "icepop": icepop,
     "sequence_tis": sequence_tis,
     "sequence_rejection": sequence_rejection,
+    "sequence_mask": sequence_mask,
     "geometric_rejection": geometric_rejection,
 }

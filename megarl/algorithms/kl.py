@@ -21,10 +21,14 @@ def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return 0.5 * (policy_logprobs - reference_logprobs).square()
 
 
-def k3(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """exp(d) - d - 1 of d = reference - policy: unbiased and never negative (GRPO: arXiv 2402.03300, eq. 4)."""
+def k3(policy_logprobs: Tensor, reference_logprobs: Tensor, *, k3_max: float | None = None) -> Tensor:
+    """exp(d) - d - 1 of d = reference - policy: unbiased and never negative (GRPO: arXiv 2402.03300, eq. 4).
+
+    A token's estimate is at most `k3_max` (verl's low_var_kl: 10); where it is held there its gradient is zero.
+    """
     difference = log_ratio(reference_logprobs, policy_logprobs)
-    return difference.expm1() - difference
+    estimate = difference.expm1() - difference
+    return estimate if k3_max is None else estimate.clamp(max=k3_max)
 
 
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

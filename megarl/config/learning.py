@@ -67,6 +67,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "reinforce_plus_plus", "normalize_by_std": False, "whiten_advantages": True,
         "kl_coefficient": 0.001, "kl_placement": "return", "kl_estimator": "k1",
     },
+    "reinforce_plus_plus_baseline": {
+        "advantage": "reinforce_plus_plus_baseline", "normalize_by_std": False, "whiten_advantages": True,
+        "kl_coefficient": 0.001, "kl_estimator": "k2",
+    },
     "gspo": {
         "advantage": "grpo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
         "aggregation": "sequence_mean_token_mean",
@@ -81,7 +85,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class AlgorithmConfig(Section):
-    preset: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "gspo", "cispo", "ppo"] | None = None
+    preset: (
+        Literal[
+            "grpo",
+            "dr_grpo",
+            "dapo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "gspo",
+            "cispo",
+            "ppo",
+        ]
+        | None
+    ) = None
     """A published method's values of these fields, where the recipe gives none of its own."""
     advantage: Literal[
         "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "global_baseline", "pass_at_k",
@@ -94,6 +111,9 @@ class AlgorithmConfig(Section):
     """How far the advantage trusts rewards to come over the critic: 1 altogether, 0 not beyond a token (gae)."""
     normalize_by_std: bool = True
     """Divide advantages by a standard deviation where the estimator has one (GRPO); without, Dr. GRPO."""
+    lone_sample: Literal["zero", "reward"] = "zero"
+    """Advantage of a sample alone in its group (grpo, rloo, opo, reinforce_plus_plus_baseline): zero, for it is its own
+    baseline, or its reward (verl)."""
     pass_k: PositiveInt = 4
     """Samples of which one shall pass (advantage pass_at_k)."""
     whiten_advantages: bool = False
@@ -119,12 +139,14 @@ class AlgorithmConfig(Section):
     from a token on in that token's advantage (return: REINFORCE++); or each token's in its own advantage."""
     kl_estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
     """Estimator of `algorithms.kl`."""
+    k3_max: PositiveFloat | None = None
+    """Largest k3 estimate of a token (verl: 10); left out, it has no bound. `kl/capped`: the share of tokens held."""
     kl_target: PositiveFloat | None = None
     """Adapt the coefficient so that the KL stays near this many nats a token; left out, it is constant."""
     kl_horizon: PositiveFloat = 10000.0
     """Samples in which an adapted coefficient changes by a fifth at most."""
     importance_sampling: (
-        Literal["tis", "icepop", "sequence_tis", "sequence_rejection", "geometric_rejection"] | None
+        Literal["tis", "icepop", "sequence_tis", "sequence_rejection", "sequence_mask", "geometric_rejection"] | None
     ) = None
     """Correction of `algorithms.importance` for the gap between trainer and engine; left out, none."""
     importance_sampling_low: NonNegativeFloat = 0.5
@@ -135,6 +157,9 @@ class AlgorithmConfig(Section):
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level"
     ] = "token_mean"
     """How token losses become one number, over the whole batch (`algorithms.reduction`)."""
+    count_masked_sequences: bool = False
+    """Count sequences without a trained token (mask_truncated) among those that a mean over sequences divides by, as
+    TRL does."""
     old_logprobs: Literal["rollout", "trainer"] = "trainer"
     """Whose log-probs the ratio starts from, of the weights that sampled: the engine's, or the trainer's, computed
     before the step's update where needed. With the engine's, `logprob_gap/` is that of a step's first update alone."""

@@ -196,7 +196,11 @@ COUNTERPARTS = (
          "truncated_importance_sampling_ratio"),
         ("algorithm.importance_sampling_high",),
     ),
-    Counterpart(("tis_clip_low", "rollout_is_threshold_lower"), ("algorithm.importance_sampling_low",)),
+    Counterpart(("vllm_importance_sampling_clip_max",), ("algorithm.importance_sampling_high",)),
+    Counterpart(
+        ("tis_clip_low", "vllm_importance_sampling_clip_min", "rollout_is_threshold_lower"),
+        ("algorithm.importance_sampling_low",),
+    ),
     Counterpart(("ptx_coef",), ("algorithm.ptx_coefficient",)),
     Counterpart(("n_behind", "max_trajectory_age_steps"), note="samples are always those of the newest weights"),
     # Critic and pairs

@@ -8,6 +8,9 @@ from megarl.config import CriticConfig, LoraConfig, OptimizerConfig, Recipe
 from megarl.families.shape import ModelShape
 from megarl.types import ConfigError
 
+WITH_LONE_SAMPLE = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+"""Advantage estimators whose baseline is the sample's group."""
+
 
 def optimizers(recipe: Recipe) -> Iterator[str]:
     """The policy's settings and the critic's."""
@@ -146,6 +149,15 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
+    if algorithm.lone_sample != "zero" and algorithm.advantage not in WITH_LONE_SAMPLE:
+        yield f"algorithm.lone_sample = {algorithm.lone_sample}: advantage {algorithm.advantage} has none; leave it out"
+    if algorithm.k3_max is not None and algorithm.kl_estimator != "k3":
+        yield f"algorithm.k3_max = {algorithm.k3_max}: kl_estimator {algorithm.kl_estimator} has none; leave it out"
+    if algorithm.count_masked_sequences and algorithm.aggregation in ("token_mean", "sample_level"):
+        yield (
+            f"algorithm.count_masked_sequences = True: aggregation {algorithm.aggregation} is no mean over trained "
+            "sequences; leave it out"
+        )
     for name in ("dual_clip", "max_ratio"):
         if getattr(algorithm, name) is not None and algorithm.policy_loss != "clipped":
             yield f"algorithm.{name}: policy_loss {algorithm.policy_loss} has none; leave it out"

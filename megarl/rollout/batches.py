@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +78,8 @@ def add_advantages(
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
     """The sequences with their tokens' advantages, and with a critic their returns.
 
-    Metrics: `kl/reference`, the mean over tokens, where the KL is in them; with a critic `critic/value`, `/return`, the
+    Metrics: `kl/reference`, the mean over tokens, where the KL is in them, and with algorithm.k3_max
+    `kl/capped`, the share of tokens whose estimate is held there; with a critic `critic/value`, `/return`, the
     means over tokens, and `/explained`, the share of the returns' variance that the values foresaw.
     """
     algorithm = recipe.algorithm
@@ -87,8 +88,12 @@ def add_advantages(
     metrics: dict[str, float] = {}
     divergence = torch.zeros(len(flat.mask))
     if algorithm.kl_coefficient and algorithm.kl_placement != "loss":
-        estimate = KL_ESTIMATORS[algorithm.kl_estimator]
-        divergence = torch.where(flat.mask, estimate(flat.of("old_logprobs"), flat.of("reference_logprobs")), 0.0)
+        estimate: Callable[..., torch.Tensor] = KL_ESTIMATORS[algorithm.kl_estimator]
+        settings = supported_kwargs(estimate, {"k3_max": algorithm.k3_max})
+        divergence = estimate(flat.of("old_logprobs"), flat.of("reference_logprobs"), **settings)
+        divergence = torch.where(flat.mask, divergence, 0.0)
+        if algorithm.k3_max is not None:
+            metrics["kl/capped"] = float((divergence[flat.mask] >= algorithm.k3_max).float().mean())
         metrics["kl/reference"] = float(divergence[flat.mask].mean())
         divergence = kl_coefficient * divergence
     arrays: dict[str, torch.Tensor] = {}
@@ -131,6 +136,7 @@ def _of_samples(scores: torch.Tensor, answered: Sequence[Answered], algorithm: A
     offered: dict[str, Any] = {
         "lengths": torch.tensor([len(a.completion.token_ids) for a in answered]),
         "normalize_by_std": algorithm.normalize_by_std,
+        "lone_sample": algorithm.lone_sample,
         "k": algorithm.pass_k,
         "passes": torch.tensor([a.reward.answer_correct for a in answered]),
     }
@@ -265,7 +271,13 @@ def assign_token_weights(
 ) -> list[TrainingSequence]:
     """The sequences of one update with their token weights: what each token's loss counts in the whole batch."""
     flat = _Flat(sequences)
-    weights = token_weights(flat.cu_seqlens, flat.mask, algorithm.aggregation, constant_length=constant_length)
+    weights = token_weights(
+        flat.cu_seqlens,
+        flat.mask,
+        algorithm.aggregation,
+        constant_length=constant_length,
+        count_masked_sequences=algorithm.count_masked_sequences,
+    )
     return flat.with_arrays(token_weights=weights)
 
 

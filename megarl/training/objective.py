@@ -46,14 +46,16 @@ def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossA
 def policy_objective(config: AlgorithmConfig) -> Objective:
     """The policy loss a recipe names, corrected, with its KL to the reference and its entropy bonus where it has them.
 
-    Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss.
+    Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss, with
+    algorithm.k3_max `kl/capped`, 1 on tokens whose estimate is held there.
     """
     policy_loss: Callable[..., LossAndMetrics] = POLICY_LOSSES[config.policy_loss]
     settings = supported_kwargs(
         policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio"})
     )
     is_of_sequences = "cu_seqlens" in signature(policy_loss).parameters
-    estimate = KL_ESTIMATORS[config.kl_estimator]
+    estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
+    estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
         policy_logprobs, entropies = output
@@ -67,9 +69,11 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             loss = loss * weights
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
         if config.kl_placement == "loss" and config.kl_coefficient:
-            divergence = estimate(policy_logprobs, known["reference_logprobs"])
+            divergence = estimate(policy_logprobs, known["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * divergence
             metrics["kl/reference"] = divergence
+            if config.k3_max is not None:
+                metrics["kl/capped"] = (divergence >= config.k3_max).float()
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
         if (is_supervised := known.get("supervised")) is not None:

@@ -154,3 +154,40 @@ def test_whitened_values_have_mean_0_and_variance_1_where_the_mask_is():
     )
     assert whiten(torch.full((3,), 0.1), torch.ones(3, dtype=torch.bool)).tolist() == [0.0] * 3
     assert whiten(values, mask & False).tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("advantages", "lone"),
+    [
+        pytest.param(lambda r, g, **lone: grpo(r, g, **lone), [3 / 1.000001, -ROOT_HALF, ROOT_HALF], id="grpo"),
+        pytest.param(lambda r, g, **lone: grpo(r, g, normalize_by_std=False, **lone), [3, -1, 1], id="dr_grpo"),
+        pytest.param(rloo, [3, -2, 2], id="rloo"),
+        pytest.param(
+            lambda r, g, **lone: opo(r, g, torch.tensor([4, 1, 3]), **lone), [3, -1.5, 0.5], id="opo: baseline 6.5"
+        ),
+        pytest.param(
+            # Centred: 3, -1, 1, whose mean is 1 and whose deviation from zero is sqrt(11 / 2).
+            reinforce_plus_plus_baseline,
+            [3 / 5.5**0.5, -1 / 5.5**0.5, 1 / 5.5**0.5],
+            id="reinforce_plus_plus_baseline",
+        ),
+    ],
+)
+def test_a_lone_sample_keeps_its_reward_where_asked(advantages, lone):
+    rewards, groups = torch.tensor([3.0, 5.0, 7.0]), torch.tensor([1, 0, 0])
+    found = advantages(rewards, groups, lone_sample="reward")
+    torch.testing.assert_close(found, torch.tensor(lone, dtype=torch.float32), rtol=3e-6, atol=0)
+    assert advantages(rewards, groups)[0] == 0
+
+
+def test_verls_reinforce_plus_plus_baseline_is_whitened_over_tokens():
+    # Groups {1, 0} and {4, 2, 0}: centred 0.5, -0.5, 2, 0, -2, on 1, 2, 1, 1, 2 tokens: their mean
+    # is -2.5 / 7, their unbiased variance (12.75 - 2.5^2 / 7) / 6 = 1.9761905.
+    centred = reinforce_plus_plus_baseline(
+        torch.tensor([1.0, 0.0, 4.0, 2.0, 0.0]), torch.tensor([0, 0, 1, 1, 1]), normalize_by_std=False
+    )
+    assert centred.tolist() == [0.5, -0.5, 2.0, 0.0, -2.0]
+    tokens = torch.repeat_interleave(centred, torch.tensor([1, 2, 1, 1, 2]))
+    found = whiten(tokens, torch.ones(7, dtype=torch.bool))
+    expected = [0.6097317, -0.1016220, -0.1016220, 1.6767623, 0.2540549, -1.1686525, -1.1686525]
+    assert found.tolist() == pytest.approx(expected, abs=2e-7)

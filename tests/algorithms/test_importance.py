@@ -20,6 +20,8 @@ OLD = torch.tensor([100.0, math.log(2), math.log(1 / 8), math.log(3 / 2), math.l
         pytest.param("sequence_tis", 0.0, 0.75, [0, 1 / 4, 1 / 4, 0.75, 0.75], id="sequence_tis"),
         pytest.param("sequence_rejection", 0.3, 1.1, [0, 0, 0, 1, 1], id="sequence_rejection"),
         pytest.param("sequence_rejection", 0.2, 0.9, [0, 1, 1, 0, 0], id="other sequence"),
+        pytest.param("sequence_mask", 0.3, 1.1, [0, 0, 0, 1, 1], id="sequence_mask: one is above, one below"),
+        pytest.param("sequence_mask", 0.0, 0.75, [0, 1 / 4, 1 / 4, 0, 0], id="sequence_mask keeps the ratio"),
         pytest.param("geometric_rejection", 0.4, 1.1, [0, 1, 1, 1, 1], id="geometric: root of 1/4 is within"),
         pytest.param("geometric_rejection", 0.6, 1.1, [0, 0, 0, 1, 1], id="geometric_rejection"),
     ],

@@ -60,3 +60,14 @@ def test_the_coefficient_follows_the_divergence(divergence, after):
     assert adapted(0.1, divergence, target=0.2, horizon=512, num_samples=512) == pytest.approx(after)
     assert adapted(0.1, divergence, target=0.2, horizon=1024, num_samples=512) == pytest.approx((after + 0.1) / 2)
     assert adapted(0.1, divergence, target=0.2, horizon=1, num_samples=512) == pytest.approx(after)
+
+
+def test_k3_is_held_at_its_bound():
+    policy = torch.tensor([0.0, 0.0, -30.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([math.log(2), -11.0, 0.0], dtype=torch.float64)
+    # 2 - 1 - log 2; exp(-11) - 1 + 11; exp(20) - 1 - 20, the log-ratio being held at 20.
+    found = k3(policy, reference, k3_max=10.0)
+    assert found.tolist() == pytest.approx([0.30685281944, 10.0, 10.0], rel=1e-9)
+    found.sum().backward()
+    assert policy.grad is not None and policy.grad.tolist() == pytest.approx([-1.0, 0.0, 0.0])
+    assert k3(policy, reference)[1].item() == pytest.approx(10.0000167017, rel=1e-9)

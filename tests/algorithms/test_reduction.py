@@ -27,6 +27,21 @@ def test_weights(mode, by_sequence):
 
 
 @pytest.mark.parametrize(
+    ("mode", "by_sequence"),
+    [
+        pytest.param("token_mean", [1 / 6, 0, 1 / 6, 1 / 6], id="token_mean has no sequences"),
+        pytest.param("sequence_mean_token_mean", [1 / 8, 0, 1 / 12, 1 / 4], id="sequence_mean_token_mean"),
+        pytest.param("sequence_mean_token_sum", [1 / 4, 0, 1 / 4, 1 / 4], id="sequence_mean_token_sum"),
+        pytest.param("constant_length", [1 / 32, 0, 1 / 32, 1 / 32], id="constant_length_of_8"),
+        pytest.param("sample_level", [1 / 8, 0, 1 / 12, 1 / 4], id="sample_level always does"),
+    ],
+)
+def test_masked_sequences_are_counted_where_asked(mode, by_sequence):
+    weights = token_weights(CU_SEQLENS, MASK, mode, constant_length=8, count_masked_sequences=True)
+    torch.testing.assert_close(weights, torch.tensor(by_sequence).repeat_interleave(torch.tensor([3, 2, 4, 1])) * MASK)
+
+
+@pytest.mark.parametrize(
     ("mode", "loss"),
     [
         pytest.param("token_mean", (3 + 5 + 17 + 19 + 23 + 29) / 6, id="token_mean"),

@@ -111,6 +111,11 @@ CENTRED = {"normalize_by_std": False}
         ),
         pytest.param(CENTRED | {"advantage": "opo"}, [[2.0], [-1.0, -1.0], [-0.5], [0.5]], id="opo takes lengths"),
         pytest.param({"advantage": "pass_at_k", "pass_k": 1}, [[1.0], [-1.0, -1.0], [0.0], [0.0]], id="pass at 1"),
+        pytest.param(
+            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "advantage", "kl_estimator": "k3", "k3_max": 0.05},
+            [[1.45], [-1.55, -1.55], [-0.55], [0.45]],
+            id="k3 of exp(1/2) - 3/2 is held",
+        ),
         pytest.param(CENTRED | {"whiten_advantages": True}, None, id="whitened"),
     ],
 )
@@ -324,3 +329,15 @@ def test_conversations_make_their_share_of_the_loss() -> None:
     # All sequences of a row carry the same arrays.
     assert second[1].advantages is not None and second[1].advantages.tolist() == [0] * 6
     assert second[1].old_logprobs is None
+
+
+def test_a_lone_sample_and_masked_sequences_count_as_the_recipe_says() -> None:
+    answers = [answered(0, 3.0, 1), answered(1, 4.0, 2, "length")]
+    changed = recipe(algorithm={"lone_sample": "reward", "normalize_by_std": False, "mask_truncated": True})
+    sequences = to_sequences(answers, changed, 1)
+    found, _ = add_advantages(sequences, answers, changed, 0.0)
+    assert [s.advantages.tolist() for s in found if s.advantages is not None] == [[0, 0, 3], [0, 0, 0, 0]]
+    counted = AlgorithmConfig(aggregation="constant_length", count_masked_sequences=True)
+    for algorithm, of_a_token in ((counted, 1 / 20), (AlgorithmConfig(aggregation="constant_length"), 1 / 10)):
+        [first, _] = assign_token_weights(found, algorithm, 10)
+        assert first.token_weights is not None and first.token_weights.tolist() == pytest.approx([0, 0, of_a_token])
