@@ -1,31 +1,37 @@
-"""Model families: which Hugging Face tensors make up which Megatron parameter, one page of data each.
+"""Model families: a page each, with what config.json calls it and which Hugging Face tensors make up its parameters.
 
-`rules.py` is the grammar. The tables are read in both directions: to load, to export, and to reshard into the engine.
-A new family is one file and one line of FAMILIES.
+`rules.py` is the grammar of the tables, which are read in both directions: to load, to export, and to reshard into the
+engine. `family.py` is what a page defines, `shape.py` reads the sizes. A new family is one file and one line of
+FAMILIES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from megarl.families import llama, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megarl.families import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megarl.families.family import Family
 from megarl.families.names import TensorName, in_order
 from megarl.families.rules import Rule
-from megarl.families.shape import ModelShape
 
-FAMILIES: dict[str, Callable[[ModelShape], tuple[Rule, ...]]] = {
-    "llama": llama.rules,
-    "mistral": llama.rules,
-    "qwen2": qwen2.rules,
-    "qwen2_moe": qwen2_moe.rules,
-    "qwen3": qwen3.rules,
-    "qwen3_moe": qwen3_moe.rules,
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
 }
+"""The families by the `model_type` of config.json."""
 
 
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     """The rules of a model's family. Raises ValueError if two rules describe one Megatron parameter."""
-    rules = FAMILIES[model.family](model)
+    rules = FAMILIES[model.family].rules(model)
     names = [rule.parameter for rule in rules]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"family {model.family} has two rules for {', '.join(doubled)}")

@@ -1,9 +1,14 @@
-"""Llama and Mistral: pre-norm blocks of grouped-query attention and a gated feed-forward. Qwen adds to it."""
+"""Llama: pre-norm blocks of grouped-query attention and a gated feed-forward. Others add to it."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from megarl.families.family import Family
 from megarl.families.rules import Rule, gate_up, query_groups, replicated, row, vocabulary
-from megarl.families.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -50,3 +55,6 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
         replicated("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "last_stage"),
         head,
     )
+
+
+FAMILY = Family("LlamaForCausalLM", rules)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megarl.families import llama
+from megarl.families.family import Family
 from megarl.families.rules import Rule, query_groups
-from megarl.families.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
     """Megatron's parameters of a Qwen2."""
     q, k, v = (f"{llama.LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
     return (*llama.rules(model), query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ()))
+
+
+FAMILY = Family("Qwen2ForCausalLM", rules, qkv_bias=True, ignored_fields=frozenset({"attention_bias", "mlp_bias"}))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megarl.families import qwen2
+from megarl.families.family import Family
 from megarl.families.llama import DECODER, LAYER
 from megarl.families.rules import Rule, gate_up, replicated, row, with_experts
-from megarl.families.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
@@ -22,3 +27,6 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
         gate_up(here + "linear_fc1.weight", gate, up, (shared, hidden)),
         row(here + "linear_fc2.weight", down, (hidden, shared)),
     )
+
+
+FAMILY = Family("Qwen2MoeForCausalLM", rules, qkv_bias=True, has_experts=True)

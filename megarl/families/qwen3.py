@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megarl.families import llama
+from megarl.families.family import Family
 from megarl.families.rules import Rule, replicated
-from megarl.families.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
@@ -20,3 +25,6 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
             for letter in "qk"
         ),
     )
+
+
+FAMILY = Family("Qwen3ForCausalLM", rules, qk_norm=True)

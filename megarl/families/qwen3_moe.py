@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megarl.families import qwen3
+from megarl.families.family import Family
 from megarl.families.rules import Rule, with_experts
-from megarl.families.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
     """Megatron's parameters of a Qwen3-MoE."""
     return with_experts(qwen3.rules(model), model)
+
+
+FAMILY = Family("Qwen3MoeForCausalLM", rules, qk_norm=True, has_experts=True)

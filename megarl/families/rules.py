@@ -9,9 +9,10 @@ one after another. This one sentence covers column, row and vocabulary splits, M
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megarl.families.shape import ModelShape
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
 
 Place = Literal["first_stage", "every_layer", "last_stage", "last_of_several_stages"]
 """Where a parameter lives in the pipeline."""

@@ -8,19 +8,10 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from megarl.families import FAMILIES
 from megarl.files.model_folder import missing_folder, read_object
 from megarl.files.strict_json import shortened
 from megarl.types import DataError
-
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
-"""Architecture of config.json -> family of `weights.families`; each also with a value head in its last place."""
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -101,9 +92,12 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         )
     architecture = architectures[0]
     has_value_head = architecture.endswith(VALUE_HEAD)
-    family = ARCHITECTURES.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
-    if family is None:
-        raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}.")
+    architectures_of_families = {family.architecture: name for name, family in FAMILIES.items()}
+    name = architectures_of_families.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
+    if name is None:
+        supported = ", ".join(architectures_of_families)
+        raise DataError(f"architecture {architecture} is not supported; supported are {supported}.")
+    family = FAMILIES[name]
     labels = len(_mapping(config, "id2label")) or 2
     if has_value_head and labels != 1:
         raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
@@ -115,9 +109,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     layer_types = config.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise DataError(f"layer_types is {_shown(layer_types)}; it must be a list. {_COPY_AGAIN}")
-    # Mistral's window is on unless the file says null; Qwen's has a switch.
-    windowed = config.get("sliding_window", 4096) if family == "mistral" else config.get("use_sliding_window")
-    if windowed or "sliding_attention" in layer_types:
+    if family.has_windows(config) or "sliding_attention" in layer_types:
         raise DataError(
             "sliding-window attention is not supported; set use_sliding_window to false (Mistral: sliding_window null)."
         )
@@ -128,11 +120,11 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     if rope_type not in ("default", "llama3"):
         raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
     if rope_type == "llama3":
-        for name, expected in LLAMA3_ROPE.items():
-            if rope.get(name, expected) != expected:
-                raise DataError(f"rope parameter {name} {rope[name]} is not supported; only {expected} is.")
+        for parameter, expected in LLAMA3_ROPE.items():
+            if rope.get(parameter, expected) != expected:
+                raise DataError(f"rope parameter {parameter} {rope[parameter]} is not supported; only {expected} is.")
     for bias in ("attention_bias", "mlp_bias"):
-        if config.get(bias) and family != "qwen2":
+        if config.get(bias) and bias not in family.ignored_fields:
             raise DataError(f"{bias} is not supported for {architecture}.")
     num_heads = _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads", num_heads)
@@ -140,9 +132,9 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         raise DataError(
             f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}. {_COPY_AGAIN}"
         )
-    experts = _expert_sizes(config) if family.endswith("_moe") else {}
+    experts = _expert_sizes(config) if family.has_experts else {}
     shape = ModelShape(
-        family=family,
+        family=name,
         hidden_size=_size(config, "hidden_size"),
         intermediate_size=_size(config, "intermediate_size"),
         num_layers=_size(config, "num_hidden_layers"),
@@ -151,8 +143,8 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         head_dim=_size(config, "head_dim", _size(config, "hidden_size") // num_heads),
         vocab_size=_size(config, "vocab_size"),
         tie_word_embeddings=_flag(config, "tie_word_embeddings"),
-        qkv_bias=family in ("qwen2", "qwen2_moe"),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         norm_epsilon=_positive(config, "rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=rope if rope_type == "llama3" else None,
@@ -185,7 +177,7 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
     padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
     text = padding.get("content") if isinstance(padding, dict) else padding
     added = read_object(Path(folder) / "tokenizer.json").get("added_tokens") or ()
-    [language_model] = (name for name, family in ARCHITECTURES.items() if family == model.family)
+    language_model = FAMILIES[model.family].architecture
     ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]
     fields = {
         "architectures": [language_model.replace("ForCausalLM", VALUE_HEAD)],

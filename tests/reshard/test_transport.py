@@ -343,8 +343,9 @@ def test_tables_name_what_transformers_saves(tiny_model: Callable[..., Path], fa
 
 def test_two_rules_for_a_parameter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
-    monkeypatch.setitem(FAMILIES, "qwen3", lambda model: (*rules, rules[-1]))
-    rules = FAMILIES["llama"](model)
+    rules = FAMILIES["llama"].rules(model)
+    doubled = dataclasses.replace(FAMILIES["qwen3"], rules=lambda model: (*rules, rules[-1]))
+    monkeypatch.setitem(FAMILIES, "qwen3", doubled)
     with pytest.raises(ValueError, match=r"family qwen3 has two rules for output_layer\.weight"):
         rules_of(model)
 
