@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.local import LocalGroup
 from megarl.platform import rendezvous
 
 _LOAD_SECONDS = 600.0
@@ -38,7 +38,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         self.world_size = world_size
         self._environment = {"OMP_NUM_THREADS": "1", **(environment or {})}
         self._runner = asyncio.Runner()
-        self._group: ProcessGroup | None = None
+        self._group: LocalGroup | None = None
         self._logs = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
 
     def run(
@@ -47,7 +47,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         """Call `function(*args)` on the first `world_size` ranks, or all; results by rank.
 
         The function is one of a module's own (it travels as file and name); arguments and results are picklable.
-        Errors are those of `ProcessGroup.call`, a time-out among them.
+        Errors are those of `WorkerGroup.call`, a time-out among them.
         """
         if "<" in function.__qualname__:
             raise ValueError(f"{function.__qualname__} is local: ranks can only run functions of a module's own")
@@ -59,7 +59,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float, world_size: int
     ) -> list[Any]:
         if self._group is None:
-            self._group = await ProcessGroup.start(
+            self._group = await LocalGroup.start(
                 "megarl.testing:FunctionRunner",
                 {},
                 world_size=self.world_size,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.tracking.metrics import Metric, merge
@@ -18,7 +18,7 @@ from megarl.types import TrainingSequence
 class TrainerRanks:
     """The trainer as the driver sees it: one call for the whole batch."""
 
-    group: ProcessGroup
+    group: WorkerGroup
     layout: ParallelConfig
     max_tokens_per_microbatch: int
     row_multiple: int = 1

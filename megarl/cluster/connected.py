@@ -1,8 +1,8 @@
 """A worker group whose ranks, wherever they were started, connect back to the driver.
 
 Both ends of a connection prove that they know a key (`handshake`). How processes are started, and
-what tells that they ended, is the launcher's part: `srun_group`, `ray_group`. A process says where it stands in the
-network and is told its rank: nodes of one switch get ranks that follow each other.
+what tells that they ended, is the launcher's part: `srun.SrunGroup`, `ray.RayGroup`. A process says where it stands
+in the network and is told its rank: nodes of one switch get ranks that follow each other.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.cluster.handshake import StrangerError, admit, introduce, receive_json, send_json
-from megarl.cluster.local import ProcessGroup, RankHandle, log_tail
 from megarl.cluster.rank import serve
+from megarl.cluster.rank_handle import RankHandle, log_tail
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.platform import rendezvous
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.rendezvous import Rendezvous
@@ -61,8 +62,8 @@ class _RemoteHandle(RankHandle):
         return f"on node {self.node} ended or lost its connection"
 
 
-class ConnectedGroup(ProcessGroup):
-    """A `ProcessGroup` of processes that a launcher starts on several nodes."""
+class ConnectedGroup(WorkerGroup):
+    """A `WorkerGroup` of processes that a launcher starts on several nodes."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
@@ -83,7 +84,7 @@ class ConnectedGroup(ProcessGroup):
         """Have the launcher kill what still runs; may be called again."""
 
     def show_stacks(self) -> None:
-        """Have the processes write to their logs where each of their threads is, if the launcher can reach them."""
+        """Nothing, unless the launcher can reach the processes."""
 
     def host(self) -> str:
         """How other nodes reach this one."""

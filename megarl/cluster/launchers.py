@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.local import LocalGroup
 from megarl.cluster.srun import SrunGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.platform import device
 from megarl.platform.shared_memory import check_shared_memory
@@ -14,14 +15,14 @@ from megarl.rewards.scoring import MakeScorer
 from megarl.rewards.worker import RewardWorker
 
 
-async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> ProcessGroup:
-    """The ranks of a cluster with a `NodeReport` on each, until another worker comes; see `ProcessGroup.start`.
+async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> WorkerGroup:
+    """The ranks of a cluster with a `NodeReport` on each, until another worker comes; see `WorkerGroup.start`.
 
     Raises ConfigError or DiskFullError if this machine is to run them and its shared memory cannot be written.
     """
     if cluster.launcher == "local":
         check_shared_memory()
-    launcher: type[ProcessGroup] = ProcessGroup
+    launcher: type[WorkerGroup] = LocalGroup
     settings: dict[str, Any] = {}
     if cluster.launcher == "slurm":
         launcher, settings = SrunGroup, {"options": cluster.srun_options}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.bandwidth import slow_links, summary
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.platform import transformer_engine
 from megarl.platform.shared_memory import check_shared_memory
@@ -90,7 +90,7 @@ def gpus() -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-async def inspect(ranks: ProcessGroup, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
+async def inspect(ranks: WorkerGroup, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
     """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and what else is to be said of them.
 
     The group's worker must be a `NodeReport`; another may be put in its place.

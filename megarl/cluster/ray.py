@@ -60,7 +60,7 @@ def join(address: str) -> None:
 
 
 class RayGroup(ConnectedGroup):
-    """A `ProcessGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
+    """A `WorkerGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
 
     The ranks of a node are consecutive. Nodes that the cluster lacks are waited for; raises ConfigError where they do
     not come, saying what there is.

@@ -18,7 +18,7 @@ from megarl.platform.processes import die_with
 
 
 class SrunGroup(ConnectedGroup):
-    """A `ProcessGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
+    """A `WorkerGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
 
     The key goes over standard input, which srun hands to every task: no other user sees it, and no file holds it.
     """

@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
 from megarl.checkpoint.torch_dist_reader import check_harmless
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
@@ -38,7 +38,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: ProcessGroup, inputs: Mapping[str, Any]
+        self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup, inputs: Mapping[str, Any]
     ) -> None:
         """`inputs` tells of models and data; a resume compares it with its own."""
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 
 from megarl.cluster.batching import TrainerRanks
 from megarl.cluster.launchers import reward_workers, start_ranks
-from megarl.cluster.local import ProcessGroup
 from megarl.cluster.node_checks import inspect
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
@@ -49,7 +49,7 @@ def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None = None,
 
 
 async def _prepare(
-    ranks: ProcessGroup, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
+    ranks: WorkerGroup, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
 ) -> None:
     """Put a `Worker` on each rank. Raises ConfigError naming nodes that are not fit."""
     if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:

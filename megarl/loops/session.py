@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.cluster.batching import TrainerRanks
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.preferences import scored
@@ -37,7 +37,7 @@ class Session:
     folder: RunFolder
     tracker: Tracker
     tokenizer: Tokenizer
-    ranks: ProcessGroup
+    ranks: WorkerGroup
     trainer: TrainerRanks
     respondents: Respondents
     validation: Mapping[str, list[Problem]]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import Failure
@@ -57,7 +57,7 @@ class Answered:
 class Respondents:
     """Engines and reward processes together: problems in, answered problems out, scored while others are sampled."""
 
-    group: ProcessGroup
+    group: WorkerGroup
     layout: ParallelConfig
     tokenizer: Tokenizer
     rewards: RewardPool

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.types import Completion, Request
 
@@ -16,7 +16,7 @@ class AbandonedError(Exception):
 
 
 async def sample(
-    group: ProcessGroup,
+    group: WorkerGroup,
     layout: ParallelConfig,
     requests: Iterable[Request],
     *,

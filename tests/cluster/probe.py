@@ -1,4 +1,4 @@
-"""A worker whose methods do what the tests of the process group need of them."""
+"""A worker whose methods do what the tests of worker groups need of them."""
 
 import atexit
 import os

@@ -4,13 +4,13 @@ import contextlib
 import tempfile
 from pathlib import Path
 
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.local import LocalGroup
 
 
 @contextlib.asynccontextmanager
 async def started(world_size=2, *, log_folder=None, kwargs=None, **options):
     with tempfile.TemporaryDirectory() as folder:
-        group = await ProcessGroup.start(
+        group = await LocalGroup.start(
             "probe:Probe", kwargs or {}, world_size=world_size, log_folder=log_folder or Path(folder), **options
         )
         try:

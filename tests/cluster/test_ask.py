@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from megarl.cluster.local import RankFailedError
+from megarl.cluster.worker_group import RankFailedError
 from megarl.types import PeerLostError
 from tests.cluster.started import started
 

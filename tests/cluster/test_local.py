@@ -1,4 +1,4 @@
-"""The process group against ranks that raise, die, hang: every failure is bounded, named, and leaves nothing."""
+"""A worker group against ranks that raise, die, hang: every failure is bounded, named, and leaves nothing."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster.local import ProcessGroup, RankFailedError, log_tail
+from megarl.cluster.local import LocalGroup
+from megarl.cluster.rank_handle import log_tail
+from megarl.cluster.worker_group import RankFailedError
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.cluster.started import started
 
@@ -400,7 +402,7 @@ def start_seconds(tmp_path_factory):
     """How long three interpreters take to start here and now."""
 
     async def drive():
-        group = await ProcessGroup.start(
+        group = await LocalGroup.start(
             "probe:Probe", {}, world_size=3, log_folder=tmp_path_factory.mktemp("start"), environment={}
         )
         await group.close()
@@ -434,10 +436,10 @@ def test_ranks_die_with_the_driver(tmp_path):
     script.write_text(
         "import asyncio, sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from megarl.cluster.local import ProcessGroup\n"
+        "from megarl.cluster.local import LocalGroup\n"
         "async def drive():\n"
         "    from pathlib import Path\n"
-        f"    group = await ProcessGroup.start('probe:Probe', {{}}, world_size=2, log_folder=Path({str(tmp_path)!r}))\n"
+        f"    group = await LocalGroup.start('probe:Probe', {{}}, world_size=2, log_folder=Path({str(tmp_path)!r}))\n"
         "    print(*await group.call('pid'), flush=True)\n"
         "    await group.call('sleep', 60)\n"
         "asyncio.run(drive())\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from report import machine, metric_line, print_line, versions
 
-from megarl.cluster.local import ProcessGroup
+from megarl.cluster.local import LocalGroup
 
 
 class Worker:
@@ -32,7 +32,7 @@ class Worker:
 async def call_times(num_ranks: int, num_calls: int) -> list[float]:
     """Milliseconds of each call."""
     with tempfile.TemporaryDirectory() as folder:
-        group = await ProcessGroup.start("calls:Worker", {}, world_size=num_ranks, log_folder=Path(folder))
+        group = await LocalGroup.start("calls:Worker", {}, world_size=num_ranks, log_folder=Path(folder))
         try:
             found = []
             for _ in range(num_calls):

@@ -1,0 +1,115 @@
+"""The driver's end of one rank: its connection, its log, and how its process ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import re
+import signal
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.rank import HEAD
+from megarl.terminal import printable
+
+_REPORT_GRACE_SECONDS = 1.0
+_LOG_TAIL_LINES = 60
+_NOISE = re.compile(
+    r"^(?:"
+    r"\S+\.py:\d+: \w*Warning: .*\n(?:  .*\n)?"  # Python's warnings, and the line of code below
+    r"|(?:\(\w+ pid=\d+\) )?(?:DEBUG|INFO|WARNING) \d\d-\d\d .*\n"  # vLLM's logger
+    r"|\[Gloo\] .*\n"
+    r"|\[[WI]\d.*\.(?:cpp|h|cu):\d+\] .*\n"  # torch's logger
+    r")",
+    re.MULTILINE,
+)
+"""What other libraries write to a rank's log that tells nothing of how the rank ended."""
+
+
+class RankError(Exception):
+    """One rank's report; `echo` if it only tells that another rank broke a collective."""
+
+    def __init__(
+        self, handle: RankHandle, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None
+    ) -> None:
+        self.handle, self.at, self.echo, self.report = handle, at, echo, report
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a rank's log, without what other libraries warn of or note."""
+    if not log.exists():
+        return f"{log} was not written."
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+        text = _NOISE.sub("", file.read().decode(errors="replace"))
+    lines = printable(text).splitlines()[-_LOG_TAIL_LINES:]
+    return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} tells nothing."
+
+
+def log_since(log: Path, start: int) -> str:
+    """What was written to a log after so many bytes."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+class RankHandle(ABC):
+    """The driver's end of one rank: its connection, its log. `died` is done when its process is known to have ended.
+
+    `asked` names a signal that the rank was sent to have the run stop.
+    """
+
+    socket: socket.socket
+    asked: str | None = None
+
+    def __init__(self, rank: int, log: Path) -> None:
+        self.rank, self.log = rank, log
+        self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def ask(self, message: bytes) -> Any:
+        """Send one command and return what the rank answers.
+
+        Raises `RankError` if the method raised or the process is gone.
+        """
+        try:
+            await asyncio.get_running_loop().sock_sendall(self.socket, message)
+            (size,) = HEAD.unpack(await self._read(HEAD.size))
+            answered, content, self.asked = pickle.loads(await self._read(size))
+        except (OSError, EOFError):
+            await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
+            raise RankError(self, self.died.result() if self.died.done() else time.time()) from None
+        if not answered:
+            raise RankError(self, content["time"], echo=content["echo"], report=content)
+        return content
+
+    async def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            received = await asyncio.get_running_loop().sock_recv_into(self.socket, rest)
+            if not received:
+                raise EOFError
+            rest = rest[received:]
+        return data
+
+    @abstractmethod
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal the rank and its children, if it still lives."""
+
+    def release(self) -> None:
+        """Give back what the handle holds."""
+        self.socket.close()
+
+    @abstractmethod
+    def exit_reason(self, is_dead: bool) -> str:
+        """What became of the rank, in words that follow its name; `is_dead` if its process ended by itself."""
+
+    def log_tail(self) -> str:
+        return log_tail(self.log)

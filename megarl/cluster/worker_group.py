@@ -1,0 +1,304 @@
+"""A worker group: the driver's calls to its ranks, and the one end that every failure leads to.
+
+Who starts the processes, and how a rank is reached, is its kinds' part: `local.LocalGroup`, `srun.SrunGroup`,
+`ray.RayGroup`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from megarl import types
+from megarl.cluster.rank import pack
+from megarl.cluster.rank_handle import RankError, RankHandle, log_since
+from megarl.cluster.rank_queues import RankQueues
+from megarl.cluster.stacks import waits_in_collective
+from megarl.platform.rendezvous import Rendezvous
+
+_REPORT_GRACE_SECONDS = 1.0
+_LEAVE_SECONDS = 10.0
+_KILL_SECONDS = 10.0
+
+
+class RankFailedError(types.MegarlError):
+    """A rank raised an error that nobody foresaw; the message names the rank and the cause, a note has the traceback.
+
+    Its exit code is that of an internal error: started again, the run would most likely meet it again.
+    """
+
+    def __init__(self, rank: int, cause: str, details: str = "") -> None:
+        super().__init__(cause)
+        self.rank = rank
+        self.cause = cause
+        if details:
+            self.add_note(details.rstrip())
+
+
+class RankLostError(RankFailedError, types.PeerLostError):
+    """A rank died, fell silent, or lost its device or its peers; a note has the end of its log or its traceback."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """A call that is under way: what its ranks were asked, and how long they may take."""
+
+    method: str
+    timeout_seconds: float | None
+    answers: Mapping[RankHandle, asyncio.Task[Any]]
+
+    def silent(self) -> list[RankHandle]:
+        """The ranks that have not answered."""
+        return [handle for handle, answer in self.answers.items() if not answer.done()]
+
+    def errors(self) -> list[Exception]:
+        """Why there is no answer of those that failed; a cancelled one has not failed."""
+        ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
+        return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
+
+
+def _ranks(handles: Sequence[RankHandle]) -> str:
+    return f"rank{'s' * (len(handles) > 1)} {', '.join(str(handle.rank) for handle in handles)}"
+
+
+class WorkerGroup(ABC):
+    """`world_size` ranks that execute the driver's commands, whoever starts their processes. Make one with `start`.
+
+    A rank executes one command at a time, in the order in which the calls were made; calls to disjoint ranks run at
+    the same time (`RankQueues`), and the event loop stays free meanwhile. The first failure kills the group: a
+    `MegarlError` of a rank keeps its class, a full disk is a DiskFullError, a rank that is gone raises `RankLostError`,
+    anything else `RankFailedError`, in all calls that are under way, now and ever after. So does a call that is
+    cancelled half-way; one that is cancelled while it waits for its ranks harms nothing.
+
+    `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
+    a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `topology` which node that is
+    and which switches are above it, nearest first.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.hosts: list[str] = []
+        self.topology: list[tuple[str, ...]] = []
+        self._key = secrets.token_bytes(32)
+        self.start_timeout_seconds = 300.0
+        self.answer_timeout_seconds: float | None = None
+        self._handles: list[RankHandle] = []
+        self._queues = RankQueues(world_size)
+        self._calls: set[_Call] = set()
+        self._ending: asyncio.Task[Exception] | None = None
+        self.on_asked: Callable[[str], object] = lambda signal_name: None
+
+    @classmethod
+    async def start(
+        cls,
+        worker: str,
+        kwargs: Mapping[str, Any],
+        *,
+        world_size: int,
+        log_folder: Path,
+        start_timeout_seconds: float = 300.0,
+        environment: Mapping[str, str] | None = None,
+        **launcher: Any,
+    ) -> Self:
+        """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each.
+
+        `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
+        `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, which goes when the group ends, to that. Output goes
+        to `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's
+        settings. `start_timeout_seconds` is how long the interpreters may take to answer, and then this worker to be
+        made.
+        """
+        group = cls(world_size, **launcher)
+        try:
+            log_folder.mkdir(parents=True, exist_ok=True)
+            group.start_timeout_seconds = group.answer_timeout_seconds = start_timeout_seconds
+            await group._start_processes(log_folder, environment or {})
+            everyone = range(world_size)
+            ports = await group._exchange("start", everyone, [b""] * world_size)  # each rank answers once unasked
+            meeting = pack(("__settle__", (group._rendezvous(ports[0]),), {}))
+            await group._exchange("settle", everyone, [meeting] * world_size)
+            await group.construct(worker, kwargs)
+            group.answer_timeout_seconds = None
+        except BaseException as error:
+            await group._end_once(partial(group._abandon, "start", error))
+            raise
+        return group
+
+    async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
+        """Put a worker in place on every rank; see `start`. One that was there before is left to the collector."""
+        await self.call("__init__", list(sys.path), worker, dict(kwargs))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the worker's method with the same arguments on every rank; answers by rank."""
+        message = pack((method, args, kwargs))
+        return await self._exchange(method, range(self.world_size), [message] * self.world_size)
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        """Call the worker's method with `per_rank[rank]` as first argument on every rank; answers by rank."""
+        if len(per_rank) != self.world_size:
+            raise ValueError(
+                f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
+            )
+        return await self.ask(range(self.world_size), method, per_rank, *args)
+
+    async def ask(self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        """Call the worker's method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
+
+        Answers in the order of `ranks`. The other ranks are free for other calls meanwhile.
+        """
+        if len(per_rank) != len(ranks):
+            raise ValueError(f"ask of {method} needs {len(ranks)} arguments, one per rank: got {len(per_rank)}")
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.world_size)):
+            raise ValueError(
+                f"ask of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
+                f"got {list(ranks)}"
+            )
+        return await self._exchange(method, ranks, [pack((method, (first, *args), {})) for first in per_rank])
+
+    @abstractmethod
+    def show_stacks(self) -> None:
+        """Have the ranks write to their logs where each of their threads is, and go on, if they can be reached."""
+
+    async def close(self) -> None:
+        """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
+        await self._end_once(self._leave)
+
+    @abstractmethod
+    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
+        """Start the ranks and set `_handles`, `hosts` and `topology`."""
+
+    @abstractmethod
+    def _rendezvous(self, port: int) -> Rendezvous:
+        """Where the ranks meet; `port` is that of rank 0's store, if it keeps one."""
+
+    async def _exchange(self, method: str, ranks: Sequence[int], messages: Sequence[bytes]) -> list[Any]:
+        """Send each rank its message when the turn of all has come; the answers in the order of `ranks`."""
+        async with self._queues.turn(ranks):
+            if self._ending is not None:
+                raise await asyncio.shield(self._ending)
+            handles = [self._handles[rank] for rank in ranks]
+            sent = zip(handles, messages, strict=True)
+            answers = {handle: asyncio.create_task(handle.ask(message)) for handle, message in sent}
+            call = _Call(method, self.answer_timeout_seconds, answers)
+            self._calls.add(call)
+            try:
+                await asyncio.wait(answers.values(), timeout=call.timeout_seconds, return_when=asyncio.FIRST_EXCEPTION)
+                if call.errors() or call.silent() or any(answer.cancelled() for answer in answers.values()):
+                    raise await self._end_once(partial(self._diagnose, call))
+            except BaseException as error:
+                # A call abandoned half-way leaves its ranks in no known state.
+                await self._end_once(partial(self._abandon, method, error))
+                raise
+            finally:
+                self._calls.remove(call)
+            if asked := next((handle.asked for handle in handles if handle.asked), None):
+                self.on_asked(asked)
+            return [answer.result() for answer in answers.values()]
+
+    async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
+        """End the group in this way, unless it is ending already; the error of every call from now on."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(end())
+        # However many calls wait for the end, and whichever of them is cancelled, the end is reached.
+        return await asyncio.shield(self._ending)
+
+    async def _leave(self) -> Exception:
+        """Let idle ranks leave by themselves."""
+        if not self._calls:
+            for handle in self._handles:
+                with contextlib.suppress(OSError):
+                    handle.socket.shutdown(socket.SHUT_WR)
+            if self._handles:
+                await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
+        await self._end()
+        return types.PeerLostError("the worker group is closed")
+
+    async def _abandon(self, method: str, error: BaseException) -> Exception:
+        await self._end()
+        return types.PeerLostError(f"`{method}` was abandoned: {error!r}")
+
+    async def _diagnose(self, call: _Call) -> Exception:
+        """End the group because a rank failed or did not answer in time; the error that names the first cause.
+
+        After a failure the other ranks, those of other calls too, have a moment to tell of an earlier one.
+        """
+        calls = list(self._calls)
+        if not call.errors():
+            what = f"did not answer `{call.method}` within {call.timeout_seconds:g} s"
+            return await self._fall_silent(what, call.silent())
+        answers = [answer for other in calls for answer in other.answers.values()]
+        await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
+        failures: list[tuple[RankError, _Call]] = []
+        for other in calls:
+            for error in other.errors():
+                if not isinstance(error, RankError):  # an answer that the driver cannot read
+                    await self._end()
+                    return error
+                failures.append((error, other))
+        first, failed = min(failures, key=lambda failure: (failure[0].echo, failure[0].at))
+        # Ranks that gave up a collective wait for one that did not come to it.
+        if first.echo and (stopped := await self._stopped(failed.silent())):
+            return await self._fall_silent(f"did not come to a collective of `{failed.method}`", stopped)
+        return await self._fail(failed.method, first)
+
+    async def _fail(self, method: str, first: RankError) -> Exception:
+        """End the group and return the error that names the first cause."""
+        handle, report, is_dead = first.handle, first.report, first.handle.died.done()
+        await self._end()
+        where = f"rank {handle.rank} of {self.world_size}"
+        if report is None:
+            return RankLostError(
+                handle.rank, f"{where} {handle.exit_reason(is_dead)} during `{method}`", handle.log_tail()
+            )
+        if report["megarl_class"]:
+            error = getattr(types, report["megarl_class"])(report["message"])
+            error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
+            return error
+        cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
+        kind = RankLostError if report["lost"] else RankFailedError
+        return kind(handle.rank, cause, report["traceback"])
+
+    async def _fall_silent(self, what: str, silent: Sequence[RankHandle]) -> Exception:
+        """End the group and return the error that names the ranks that stopped, and shows where each stood.
+
+        Those that only wait for them in a collective are said to.
+        """
+        stopped = await self._stopped(silent) or list(silent)
+        await self._end()
+        cause = f"{_ranks(stopped)} of {self.world_size} {what}"
+        if waiting := [handle for handle in silent if handle not in stopped]:
+            cause += f"; {_ranks(waiting)} waited in a collective"
+        return RankLostError(stopped[0].rank, cause, "\n".join(handle.log_tail() for handle in stopped))
+
+    async def _stopped(self, silent: Sequence[RankHandle]) -> list[RankHandle]:
+        """Those of the silent ranks that are not in a collective, by the stacks that they are made to write."""
+        ends = {handle: handle.log.stat().st_size if handle.log.exists() else 0 for handle in silent}
+        for handle in silent:
+            handle.kill(signal.SIGABRT)  # the rank's fault handler writes the stacks of all its threads to the log
+        if silent:
+            await asyncio.wait([handle.died for handle in silent], timeout=_REPORT_GRACE_SECONDS)
+        return [handle for handle in silent if not waits_in_collective(log_since(handle.log, ends[handle]))]
+
+    async def _end(self) -> None:
+        """Kill what still lives and release everything."""
+        handles, self._handles = self._handles, []
+        if answers := [answer for call in self._calls for answer in call.answers.values()]:
+            for answer in answers:
+                answer.cancel()
+            await asyncio.wait(answers)  # none reads a connection that is closed under it
+        for handle in handles:
+            handle.kill()
+        if handles:
+            await asyncio.wait([handle.died for handle in handles], timeout=_KILL_SECONDS)
+        for handle in handles:
+            handle.release()
