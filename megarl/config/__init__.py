@@ -241,6 +241,9 @@ class Recipe(Section):
     """Decides data order, sampling and initialisation."""
     runs_folder: str = "runs"
     """Where run folders are made; relative to the current folder, as all paths here."""
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where metrics and samples go beside metrics.jsonl and samples/ of the run folder: names of
+    `tracking.trackers.TRACKERS`, or package.module:Class of your own."""
     samples_every_steps: PositiveInt = 1
     """Write prompts, completions and rewards to samples/ at each such step."""
     model: ModelConfig

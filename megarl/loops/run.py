@@ -69,7 +69,9 @@ async def _prepare(
 async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin: Origin, stacks: StackRequest) -> None:
     stop = StopRequest()
     async with AsyncExitStack() as stack:
-        tracker = Tracker(folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps)
+        tracker = Tracker(
+            folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps, trackers=recipe.trackers
+        )
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = load_tokenizer(recipe.model.path)

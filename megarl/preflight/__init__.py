@@ -55,6 +55,7 @@ def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
     wrong += [*learning.sampling(recipe), *learning.unused(recipe), *learning.evaluation_only(recipe)]
+    wrong += learning.trackers(recipe)
     incomplete = check_model_folder(recipe.model.path)
     broken = [*incomplete, *data_files(recipe)]
     if Path(recipe.model.path).is_dir():

@@ -86,6 +86,16 @@ def unused(recipe: Recipe) -> Iterator[str]:
             yield f"{field}: is used in {needs} only; leave it out"
 
 
+def trackers(recipe: Recipe) -> Iterator[str]:
+    from megarl.tracking.trackers import locate
+
+    for name in recipe.trackers:
+        try:
+            locate(name)
+        except ConfigError as error:
+            yield str(error)
+
+
 def rewards(recipe: Recipe) -> Iterator[str]:
     from megarl.rewards import locate
 

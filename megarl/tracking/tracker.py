@@ -1,10 +1,9 @@
-"""One step, written to all who read along: TensorBoard, metrics.jsonl, the console, sample texts."""
+"""One step, written to all who read along: metrics.jsonl, the console, sample texts, the recipe's trackers."""
 
 from __future__ import annotations
 
 import json
 import math
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from rich.text import Text
 
 from megarl.files.atomic import append_whole, disk_full_named, sync
 from megarl.terminal import Terminal
-from megarl.tracking.event_file import EventFile
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.trackers import RunTracker, start
+from megarl.types import DiskFullError
 
 
 class Tracker:
@@ -34,15 +34,19 @@ class Tracker:
         *,
         headlines: Sequence[str] = (),
         steps: int | None = None,
+        trackers: Sequence[str] = ("tensorboard",),
         console: rich.console.Console | None = None,
     ) -> None:
-        """`headlines` are the metrics of the console line, beside held-out accuracy; `steps` is the run's length."""
+        """`trackers` are names of `trackers.TRACKERS` or import paths, `headlines` the metrics of the console line,
+        beside held-out accuracy, and `steps` is the run's length."""
         self._folder = folder
         self._headlines = tuple(headlines)
         self._steps = steps
         self._console = console or Terminal(highlight=False)
         append_whole(folder.metrics_file, b"")
-        self._tensorboard = self._open_tensorboard()
+        self._trackers: dict[str, RunTracker] = {}
+        for name in trackers:
+            self._start(name)
         self._phase_seconds: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._first_logged: tuple[int, float] | None = None
@@ -67,57 +71,52 @@ class Tracker:
         row = {name: float(value) for name, value in {**scalars, **timing}.items()}
         self._phase_seconds, self._step_started = {}, now
         append_whole(self._folder.metrics_file, _json_line({"step": step, **row}))
-        self._to_tensorboard(lambda events: events.add_scalars(row, step))
+        self._to_trackers(lambda tracker: tracker.log(step, row))
         self._first_logged = self._first_logged or (step, now)
         self._last_step = step
         self._print(step, row, now)
 
-    def samples(self, step: int, records: Sequence[Mapping[str, Any]], shown: int = 4) -> None:
-        """Add records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl; TensorBoard gets the first `shown`.
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl; the trackers get them too.
 
         `set` of a record says whose it is: a validation set's, or, where it is left out, training's.
         """
         path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
-        append_whole(path, b"".join(map(_json_line, records)))
-
-        def write(events: EventFile) -> None:
-            for place, record in enumerate(records[:shown]):
-                events.add_text(f"samples/{record.get('set', 'train')}/{place}", _markdown(record), step)
-
-        self._to_tensorboard(write)
+        plain = [_plain(record) for record in records]
+        append_whole(path, b"".join(map(_json_line, plain)))
+        self._to_trackers(lambda tracker: tracker.samples(step, plain))
 
     def flush(self) -> None:
         """Have what was logged outlive a crash of the machine, as far as files do."""
         sync(self._folder.metrics_file)
-        self._to_tensorboard(EventFile.sync)
+        self._to_trackers(lambda tracker: tracker.sync())
 
     def close(self) -> None:
         """Let go of the files."""
-        self._to_tensorboard(EventFile.close)
+        self._to_trackers(lambda tracker: tracker.close())
+        self._trackers = {}
 
-    def _open_tensorboard(self) -> EventFile | None:
-        # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
-        purge_step = self._folder.resumed_step + 1 if self._folder.resumed_step else None
+    def _start(self, name: str) -> None:
         try:
-            with disk_full_named(self._folder.tensorboard_folder):
-                return EventFile(self._folder.tensorboard_folder, purge_step=purge_step)
+            with disk_full_named(self._folder.path):
+                self._trackers[name] = start(name, self._folder.path, self._folder.resumed_step)
         except OSError as error:
-            self._warn_of_tensorboard(error)
-            return None
+            self._give_up(name, error)
 
-    def _to_tensorboard(self, write: Callable[[EventFile], object]) -> None:
-        """Curves are not worth a run: on the first failure say so, and go on without.
+    def _to_trackers(self, tell: Callable[[RunTracker], object]) -> None:
+        """Tell every tracker. Curves are not worth a run: one that fails is given up, said once.
 
         Raises DiskFullError: where curves have no room, neither has anything else.
         """
-        if self._tensorboard is None:
-            return
-        try:
-            with disk_full_named(self._folder.tensorboard_folder):
-                write(self._tensorboard)
-        except OSError as error:
-            self._tensorboard = None
-            self._warn_of_tensorboard(error)
+        for name, tracker in list(self._trackers.items()):
+            try:
+                with disk_full_named(self._folder.path):
+                    tell(tracker)
+            except DiskFullError:
+                raise
+            except Exception as error:
+                del self._trackers[name]
+                self._give_up(name, error)
 
     def tell(self, text: str) -> None:
         """Say a line to the person at the terminal."""
@@ -127,9 +126,9 @@ class Tracker:
         """Tell the person at the terminal what they might not expect."""
         self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
 
-    def _warn_of_tensorboard(self, error: OSError) -> None:
+    def _give_up(self, name: str, error: Exception) -> None:
         self.notice(
-            f"{self._folder.tensorboard_folder}: cannot be written ({error}); going on without TensorBoard, "
+            f"tracker {name} fails ({type(error).__name__}: {error}); going on without it, "
             f"{self._folder.metrics_file} has the same numbers"
         )
 
@@ -165,9 +164,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-
-def _markdown(record: Mapping[str, Any]) -> str:
-    """A record as TensorBoard renders it: each field a heading and, untouched, its text."""
-    fields = ((name, value if isinstance(value, str) else repr(value)) for name, value in _plain(record).items())
-    return "\n\n".join(f"**{name}**\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in fields)

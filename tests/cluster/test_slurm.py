@@ -307,8 +307,8 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_without_slurm_s_commands_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl import slurm
+    from megarl.cluster import sbatch
 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="sbatch: not found"):
-        slurm.submit("#!/bin/sh\n", [])
+        sbatch.submit("#!/bin/sh\n", [])

@@ -69,6 +69,11 @@ PPO = {"preset": "ppo"}
 RANKS_4 = {"ranks_per_node": 4}
 WRONG = [
     pytest.param(
+        {"trackers": ["tensorbord"]},
+        ["trackers: unknown tracker 'tensorbord'", "Did you mean 'tensorboard'?"],
+        id="tracker",
+    ),
+    pytest.param(
         {"cluster": RANKS_4, "trainer": {"tp": 1, "pp": 3}},
         ["trainer.tp = 1, trainer.pp = 3", "does not divide the 4 ranks", "tp * pp 1, 2 or 4, or have 3 or 6 ranks"],
         id="world",

@@ -3,8 +3,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megarl.config import Recipe
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.tensorboard import TensorBoard
 from megarl.tracking.tracker import Tracker
+from megarl.types import ConfigError
 
 
 @pytest.fixture
@@ -141,19 +144,70 @@ def test_without_tensorboard_a_run_goes_on_with_one_warning(folder: RunFolder) -
     tracker.close()
     assert [row["train/loss"] for row in rows(folder.metrics_file)] == [2.0, 3.0]
     assert text.getvalue().count("warning: ") == 1
-    assert "going on without TensorBoard" in text.getvalue()
+    assert "tracker tensorboard fails (" in text.getvalue()
 
 
 def test_tensorboard_that_fails_later_does_not_stop_the_run(folder: RunFolder) -> None:
     console, text = plain_console()
     tracker = Tracker(folder, console=console)
     tracker.log(1, {"train/loss": 2.0})
-    events = tracker._tensorboard
-    assert events is not None
+    tensorboard = tracker._trackers["tensorboard"]
+    assert isinstance(tensorboard, TensorBoard)
     with open(os.devnull) as not_writable:
-        os.dup2(not_writable.fileno(), events.file.fileno())
+        os.dup2(not_writable.fileno(), tensorboard.events.file.fileno())
     tracker.log(2, {"train/loss": 3.0})
     tracker.log(3, {"train/loss": 5.0})
     tracker.close()
     assert [row["train/loss"] for row in rows(folder.metrics_file)] == [2.0, 3.0, 5.0]
     assert text.getvalue().count("warning: ") == 1
+
+
+class Recorder:
+    """A tracker as a user would write one."""
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        self.lines = [f"{folder.name} from {resumed_step}"]
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        if step == 3:
+            raise ConnectionError("the server is away")
+        self.lines.append(f"step {step}: {scalars['train/loss']}")
+
+    def samples(self, step: int, records: Sequence[Mapping[str, object]]) -> None:
+        self.lines.append(f"samples {step}: {records}")
+
+    def sync(self) -> None:
+        self.lines.append("sync")
+
+    def close(self) -> None:
+        self.lines.append("close")
+
+
+def test_a_tracker_of_one_s_own_hears_everything_until_it_fails(folder: RunFolder) -> None:
+    console, text = plain_console()
+    tracker = Tracker(folder, trackers=(f"{__name__}:Recorder",), console=console)
+    recorder = tracker._trackers[f"{__name__}:Recorder"]
+    assert type(recorder).__name__ == "Recorder"
+    tracker.log(1, {"train/loss": 2.0})
+    tracker.samples(1, [{"completion": np.int64(7)}])
+    tracker.flush()
+    for step in (3, 4):
+        tracker.log(step, {"train/loss": 3.0})
+    tracker.close()
+    assert recorder.lines == ["small from 0", "step 1: 2.0", "samples 1: [{'completion': 7}]", "sync"]  # type: ignore[attr-defined]
+    assert [row["step"] for row in rows(folder.metrics_file)] == [1, 3, 4]
+    assert text.getvalue().count("fails (ConnectionError: the server is away)") == 1
+    assert not folder.tensorboard_folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensorbord", "unknown tracker 'tensorbord'. Did you mean 'tensorboard'?"),
+        ("no_such_module:Class", "cannot import no_such_module"),
+        ("json:Class", "module json has no class 'Class'"),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_named(folder: RunFolder, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Tracker(folder, trackers=(name,), console=plain_console()[0])

@@ -1,0 +1,43 @@
+"""A run's curves and sample texts in TensorBoard."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.tracking.event_file import EventFile
+
+_SAMPLES_SHOWN = 4
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run folder; see `trackers.RunTracker`."""
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
+        self.events = EventFile(folder / "tensorboard", purge_step=resumed_step + 1 if resumed_step else None)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a step's scalars by name."""
+        self.events.add_scalars(scalars, step)
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Show the first records of each call as text under `samples/SET/NUMBER`."""
+        for number, record in enumerate(records[:_SAMPLES_SHOWN]):
+            self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
+
+    def sync(self) -> None:
+        """Have the disk hold what was added."""
+        self.events.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.events.close()
+
+
+def _markdown(record: Mapping[str, Any]) -> str:
+    """A record as TensorBoard renders it: each field a heading and, untouched, its text."""
+    fields = ((name, value if isinstance(value, str) else repr(value)) for name, value in record.items())
+    return "\n\n".join(f"**{name}**\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in fields)
