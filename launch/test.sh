@@ -1,22 +1,45 @@
 #!/usr/bin/env bash
-# Passes all tests that this machine can run: style, types, floors, then pytest. Arguments go to pytest.
-# Takes about 37 minutes on two quiet cores. The last lines say which tests are left out here and why; pytest's own
-# closing line is the very last.
+# Passes all tests that this machine can run: style, types, floors, then pytest.
+#   launch/test.sh [--install-slurm] [--tier fast|distributed|end_to_end|cluster] [arguments of pytest]
+# All tiers take about 37 minutes on two quiet cores, `--tier fast` two after the types. Nothing is installed outside
+# .venv unless --install-slurm asks for it: Slurm, and shellcheck for the scripts (Debian, Ubuntu; as root).
+# The last lines say which tests are left out here and why; pytest's own closing line is the very last.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+installs_slurm="" tier=all arguments=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --install-slurm) installs_slurm=yes ;;
+        --tier=*) tier="${1#*=}" ;;
+        --tier)
+            tier="${2-}"
+            [ $# -eq 1 ] || shift
+            ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
+done
+case "$tier" in
+    all | fast | distributed | end_to_end | cluster) ;;
+    *) echo "launch/test.sh: --tier is one of all, fast, distributed, end_to_end, cluster; it was '$tier'" >&2 && exit 2 ;;
+esac
+
 launch/setup.sh dev
 export PATH="$PWD/.venv/bin:$PATH"
 # The tests start hundreds of interpreters: each would compile torch and vLLM anew.
 unset PYTHONDONTWRITEBYTECODE
 
-# The tests of Slurm bring up a cluster of their own. Where its programs are missing and cannot be installed, they say so.
-if ! command -v sbatch >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+# The tests of Slurm bring up a cluster of their own.
+if [ -n "$installs_slurm" ] && ! command -v sbatch >/dev/null && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
     (timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive timeout 240 apt-get install -qq -y --no-install-recommends \
-        slurm-wlm munge iproute2 shellcheck) >/dev/null 2>&1 || echo "no Slurm here: its tests are left out"
+        slurm-wlm munge iproute2 shellcheck) >/dev/null 2>&1 || echo "launch/test.sh: Slurm could not be installed"
 fi
+command -v sbatch >/dev/null ||
+    echo "launch/test.sh: no Slurm here: the tests marked slurm are left out; --install-slurm installs it (as root, by apt-get)"
 
 ruff check .
 ruff format --check .
 pyright
 lint-imports
-pytest "$@"
+pytest --tier "$tier" "${arguments[@]}"

@@ -25,8 +25,10 @@ import pytest
 from megarl.platform.private_folder import PrivateFolder
 from megarl.testing import RankPool
 from tests.session_watch import Watch
+from tests.tiers import TIERS, needs_slurm, tier_of
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
+INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
 WATCH = pytest.StashKey[Watch]()
 _is_interrupted = False
 
@@ -44,6 +46,7 @@ def load_tool(name: str) -> ModuleType:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often the run of end_to_end/test_resume.py is killed")
     parser.addoption("--leftover-seconds", type=float, default=20.0, help="how long processes may take to end at last")
+    parser.addoption("--tier", choices=["all", *TIERS], default="all", help="which tests are run: tests/tiers.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,6 +59,20 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each test the marker of its tier, and keep those of the tier that is asked for."""
+    for item in items:
+        if needs_slurm(item):
+            item.add_marker("slurm")
+        item.add_marker(tier_of(item))
+    asked = config.getoption("--tier")
+    left_out = [item for item in items if asked != "all" and item.get_closest_marker(asked) is None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker(asked)]
+
+
 def pytest_keyboard_interrupt() -> None:
     global _is_interrupted
     _is_interrupted = True
@@ -63,11 +80,14 @@ def pytest_keyboard_interrupt() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The tests that this machine cannot run, and why."""
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     if reasons:
         terminalreporter.section("left out on this machine")
     for reason, count in sorted(reasons.items()):
         terminalreporter.line(f"{count} test{'s' * (count > 1)}: {reason}")
+    if any("slurm" in report.keywords for report in skipped):
+        terminalreporter.line(f"for those marked slurm: {INSTALLS_SLURM}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,55 @@
+"""Which tier a test belongs to, by what it uses. A test that carries the marker of a tier is of that one."""
+
+from __future__ import annotations
+
+import pytest
+
+TIERS = ("end_to_end", "cluster", "distributed", "fast")
+"""What each is, pyproject.toml says. Runs start ranks, too: the first that fits counts, and `fast` is what is left."""
+
+FOLDERS = {"end_to_end": "end_to_end"}
+
+FIXTURES = {"ranks": "distributed", "pool": "distributed", "pool_of": "distributed", "cluster": "cluster"}
+"""Used by the test itself or by another of its fixtures."""
+
+NAMES = {"RankPool": "distributed"}
+"""Read by the test's own lines."""
+
+FILES = {
+    "test_local.py": "distributed",
+    "test_connected.py": "distributed",
+    "test_bench_reshard.py": "distributed",
+    "test_session_watch.py": "distributed",
+    "test_doctor.py": "distributed",
+    "test_scripts.py": "distributed",
+}
+"""Where ranks start in no fixture, or programs that load torch and vLLM."""
+
+TESTS = {
+    "test_nodes_and_doctor_report_it": "distributed",
+    "test_plan_needs_nothing_but_a_config": "distributed",
+    "test_a_job_is_checked_before_it_is_submitted": "distributed",
+    "test_a_dry_run_tries_the_rewards": "distributed",
+    "test_dry_run_prints_the_sizes_and_starts_nothing": "distributed",
+}
+"""The same, in files whose other tests start none."""
+
+
+def needs_slurm(item: pytest.Item) -> bool:
+    """Whether the test is left out where Slurm is not installed."""
+    reasons = [str(mark.kwargs.get("reason")) for mark in item.iter_markers("skipif")]
+    return any(reason.startswith("needs Slurm") for reason in reasons)
+
+
+def tier_of(item: pytest.Item) -> str:
+    own = next((tier for tier in TIERS if item.get_closest_marker(tier)), None)
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    found = {
+        *(FOLDERS.get(part) for part in item.path.parent.parts),
+        *(FIXTURES.get(name) for name in getattr(item, "fixturenames", ())),
+        *(NAMES.get(name) for name in (code.co_names if code else ())),
+        FILES.get(item.path.name),
+        TESTS.get(getattr(item, "originalname", item.name)),
+        "cluster" if item.get_closest_marker("slurm") else None,
+    }
+    return own or next((tier for tier in TIERS if tier in found), "fast")
