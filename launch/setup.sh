@@ -9,7 +9,8 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then extra
 extras="$extra${1:+,$1}"
 
 # What was installed is stamped by what it was made from, so that an unchanged checkout installs nothing.
-stamp="$(cat pyproject.toml launch/setup.sh | sha256sum | cut -c1-16) $extra"
+shopt -s nullglob
+stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt | sha256sum | cut -c1-16) $extra"
 for made in ".venv/.installed-$extra,dev" ".venv/.installed-$extras"; do
     if [ -x .venv/bin/python ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 done
@@ -26,6 +27,11 @@ CHECK
 export VIRTUAL_ENV="$PWD/.venv"
 uv=(.venv/bin/uv pip install --quiet)
 
+# The versions of launch/lock.sh hold where it found them; elsewhere uv takes the newest that fit pyproject.toml.
+locked=("${uv[@]}")
+platform="$(uname -sm) $(.venv/bin/python -c 'import sys; print(*sys.version_info[:2], sep=".")')"
+if [ "$platform" = "Linux x86_64 3.11" ]; then locked+=(-c "launch/requirements-$extra.txt"); fi
+
 if [ "$extra" = cpu ]; then
     torch="$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)"
     if ! .venv/bin/python -c "import sys, importlib.metadata as m; sys.exit('$torch' != 'torch==' + m.version('torch').split('+')[0])" 2>/dev/null; then
@@ -33,14 +39,14 @@ if [ "$extra" = cpu ]; then
             "${uv[@]}" --torch-backend cpu "$torch"
     fi
     # The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they break transformers.
-    "${uv[@]}" --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$extras]"
+    "${locked[@]}" --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$extras]"
 else
     # The registry's metadata of Transformer Engine asks for the core of CUDA 12 beside a torch of CUDA 13, and its torch
     # extension would be compiled against the newest torch: the first is left out, the second built here.
-    "${uv[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') -e ".[$extras]"
+    "${locked[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') -e ".[$extras]"
     engine="$(sed -n 's/^gpu = .*"transformer-engine\[[^]]*\]==\([^"]*\)".*/\1/p' pyproject.toml)"
     if ! .venv/bin/python -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
-        "${uv[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
+        "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
         packages="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
         nvidia="$packages/nvidia"
         # The compiler and the headers are those of the wheels that torch itself came with.
