@@ -115,11 +115,11 @@ def make_dataset(
     `settings` are fields of the task's reasoning-gym config, over those chosen here.
     """
     settings = SETTINGS.get(task, {}) | dict(settings or {})
-    pairs = iter(distinct_questions(task, settings, sft + train + heldout, seed))
+    questions = iter(distinct_questions(task, settings, sft + train + heldout, seed))
 
     def take(count: int) -> Iterator[tuple[dict[str, str], str]]:
         for _ in range(count):
-            question, answer = next(pairs)
+            question, answer = next(questions)
             yield {"role": "user", "content": question}, answer
 
     generator = random.Random(seed)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -28,10 +29,10 @@ def accuracies(steps: list[dict[str, float]]) -> list[float]:
     return [value for step in steps for name, value in step.items() if name.startswith("val/") and "/accuracy" in name]
 
 
-def phase_seconds(steps: list[dict[str, float]]) -> Counter[str]:
+def phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
     """Seconds by phase over a run; what no phase counts is `other`."""
     phases = ("start", "rollout", "logprobs", "train", "reshard", "evaluation")
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for step in steps:
         for phase in phases:
             seconds[phase] += step.get(f"time/{phase}_seconds", 0.0)
@@ -47,7 +48,7 @@ def answer(model_folder: Path, prompts: list[str], max_new_tokens: int = 64) -> 
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True)
     answers = []
     for prompt in prompts:
         inputs = tokenizer.apply_chat_template(

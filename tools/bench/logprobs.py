@@ -72,10 +72,10 @@ def worker(options: argparse.Namespace) -> None:
     got = run(options.way, small, options.chunk, True)
     if options.check:
         exact = run("naive", [t.double() if t.is_floating_point() else t for t in small], 0, True)
-        for name, value in exact.items():
-            scale = 1.0 if name in ("logprob", "entropy") else value.abs().max().item()
-            found[name] = (got[name].double() - value).abs().max().item() / scale
-        del exact, value
+        for name in exact:
+            scale = 1.0 if name in ("logprob", "entropy") else exact[name].abs().max().item()
+            found[name] = (got[name].double() - exact[name]).abs().max().item() / scale
+        del exact
     del got, small
     if not options.check:
         before = resident("VmRSS")

@@ -142,7 +142,7 @@ def judge(packing: Packing, lengths: list[int], ratio: float, max_tokens: int) -
 
 def timed(packer: Packer, lengths: list[int], max_tokens: int, repeats: int) -> tuple[Packing, float, float]:
     """Its packing and its quickest of some runs: seconds of the clock and of the processor."""
-    wall, processor = [], []
+    packing, wall, processor = [], [], []
     for _ in range(repeats):
         given = deepcopy(lengths)
         before = time.perf_counter(), time.process_time()
