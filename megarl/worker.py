@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.checkpoint import peft, safetensors
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.engine.engine import RolloutEngine
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
@@ -28,7 +30,8 @@ from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
 from megarl.training.engine import TrainingEngine
-from megarl.training.model import FrozenModel, ModelShard, Row
+from megarl.training.model import FrozenModel, ModelShard
+from megarl.training.replica import Replica
 from megarl.types import Completion, Request
 
 Model = TypeVar("Model", bound=ModelShard)
@@ -42,6 +45,7 @@ class Worker:
     ) -> None:
         self.recipe, self.layout, self.rank, self.topology = recipe, layout, rank, topology
         device.init_world(recipe.cluster.collective_timeout_seconds)
+        self.replica = Replica(layout)
         # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
         # building the models takes as much.
         self.engine = self._build_engine() if recipe.has_engine else None
@@ -83,8 +87,9 @@ class Worker:
             self.engine.sleep()
         self.trainer.onload()
 
-    def forward(self, rows: Sequence[Row], model: str) -> list[list[np.ndarray]] | None:
-        """Log-probs or values of this replica's rows; see `ModelShard.forward`."""
+    def forward(self, rows: Sequence[TokenBatch] | None, model: str) -> list[NDArray[np.float32]] | None:
+        """Log-probs or values of this replica's rows, which its first rank is given; see `ModelShard.forward`."""
+        rows = self.replica.share(rows)
         if model in self.frozen:
             return self.frozen[model].forward(rows)
         if model == "reference":
@@ -93,9 +98,14 @@ class Worker:
             return engine.forward(rows)
 
     def update(
-        self, rows: Sequence[Row], model: str, kl_coefficient: float | None = None, kto_kl: float | None = None
+        self,
+        rows: Sequence[TokenBatch] | None,
+        model: str,
+        kl_coefficient: float | None = None,
+        kto_kl: float | None = None,
     ) -> dict[str, Metric]:
-        """One optimizer step; see `TrainingEngine.update`."""
+        """One optimizer step on this replica's rows, which its first rank is given; see `TrainingEngine.update`."""
+        rows = self.replica.share(rows)
         with self._learning(model) as engine:
             return engine.update(rows, kl_coefficient, kto_kl)
 
@@ -241,4 +251,5 @@ class Worker:
         """End the engine and leave the world."""
         if self.engine:
             self.engine.close()
+        self.replica.close()
         dist.destroy_process_group()

@@ -205,6 +205,7 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
     import torch.distributed as dist
 
     from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
+    from megarl.data.batch import TokenBatch
     from megarl.data.packing import pack
     from megarl.training.objective import (
         critic_objective,
@@ -240,7 +241,8 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
                 rows_multiple=layout.rows_multiple,
                 together=together,
             )
-            rows = [[sequences[i] for i in row] for row in packed[at.dp]]
+            batch = TokenBatch.from_sequences(sequences)
+            rows = [batch.select(row) for row in packed[at.dp]]
             metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient))
         results[objective] = metrics, cut_out(pieces, engine.parameters)
     return results

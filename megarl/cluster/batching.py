@@ -1,4 +1,4 @@
-"""The driver's side of the trainer: sequences out to its replicas in packed rows, results back in order."""
+"""The driver's side of the trainer: a batch out to its replicas in packed rows, results back in order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
 from megarl.tracking.metrics import Metric, merge
 from megarl.types import TrainingSequence
@@ -16,7 +18,10 @@ from megarl.types import TrainingSequence
 
 @dataclass(frozen=True, slots=True)
 class TrainerRanks:
-    """The trainer as the driver sees it: one call for the whole batch."""
+    """The trainer as the driver sees it: one call for the whole batch.
+
+    A replica's rows go to the first of its ranks alone, which hands them to the others.
+    """
 
     group: WorkerGroup
     layout: ParallelConfig
@@ -38,37 +43,38 @@ class TrainerRanks:
 
         `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`.
         """
-        rows = self._pack(sequences)
-        shares = [[[sequences[i] for i in row] for row in rank] for rank in rows]
-        results = await self._scatter("update", shares, model, kl_coefficient, kto_kl)
+        batch = TokenBatch.from_sequences(sequences)
+        rows = [[batch.select(row) for row in replica] for replica in self._pack(batch.lengths)]
+        results = await self._scatter("update", rows, model, kl_coefficient, kto_kl)
         return merge(part for replica in results for part in replica)
 
-    async def forward(self, sequences: Sequence[TrainingSequence], model: str = "policy") -> list[np.ndarray]:
-        """What a model says of every token: float32 [tokens] per sequence, in order.
+    async def forward(self, sequences: Sequence[TrainingSequence], model: str = "policy") -> list[NDArray[np.float32]]:
+        """A model's value of every token: float32 [tokens] per sequence, in order.
 
         Log-probs of the `policy` or the `reference`; values, before each token, of the `critic` or the `reward` model.
         """
-        asked = len(sequences)
+        batch = TokenBatch.from_sequences(sequences)
         # So many that every rank has as many rows, none of them empty.
         unit = self.layout.dp * self.layout.rows_multiple * self.together
-        sequences = [*sequences, *list(sequences[-self.together :]) * (-asked % unit // self.together)]
-        rows = self._pack(sequences)
-        results = await self._scatter(
-            "forward", [[[sequences[i] for i in row] for row in rank] for rank in rows], model
-        )
-        found = {
-            index: values
-            for rank, (result, *_) in zip(rows, results, strict=True)
-            for row, row_values in zip(rank, result, strict=True)
-            for index, values in zip(row, row_values, strict=True)
-        }
-        return [found[index] for index in range(asked)]
+        missing = -batch.num_sequences % unit
+        last = np.arange(batch.num_sequences)[-self.together :]
+        sent = np.concatenate([np.arange(batch.num_sequences), np.tile(last, missing // self.together)])
+        packed = self._pack(batch.lengths[sent])
+        rows = [[batch.select(sent[row]) for row in replica] for replica in packed]
+        results = await self._scatter("forward", rows, model)
+        values = np.zeros(len(batch.token_ids), np.float32)
+        for replica, (result, *_) in zip(packed, results, strict=True):
+            for row, row_values in zip(replica, result, strict=True):
+                # Repeated sequences only fill rows.
+                is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
+                values[batch.tokens_of(sent[row])[is_asked]] = row_values[is_asked]
+        return np.split(values, batch.cu_seqlens[1:-1])
 
-    def _pack(self, sequences: Sequence[TrainingSequence]) -> list[list[list[int]]]:
+    def _pack(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
         """Indices of the sequences in each row of each data-parallel replica."""
         layout, multiple = self.layout, self.row_multiple
         return pack(
-            [len(sequence) for sequence in sequences],
+            lengths,  # type: ignore[arg-type]
             max_tokens=self.max_tokens_per_microbatch // multiple * multiple,
             num_ranks=layout.dp,
             multiple=layout.sequence_multiple,
@@ -77,10 +83,12 @@ class TrainerRanks:
             together=self.together,
         )
 
-    async def _scatter(self, method: str, per_replica: Sequence[object], *args: object) -> list[list]:
-        """Give every rank its replica's share; what the ranks of each replica report, by context part."""
+    async def _scatter(self, method: str, per_replica: Sequence[Sequence[TokenBatch]], *args: object) -> list[list]:
+        """Give the first rank of every replica its rows; the results of each replica, by context part."""
         layout = self.layout
-        per_rank = [per_replica[layout.coordinates(rank).dp] for rank in range(layout.world_size)]
+        per_rank: list[Sequence[TokenBatch] | None] = [None] * layout.world_size
+        for replica, rows in enumerate(per_replica):
+            per_rank[layout.replica_ranks(replica)[0]] = rows
         results = await self.group.scatter(method, per_rank, *args)
         return [
             [results[layout.rank(tp=0, cp=part, dp=replica, pp=layout.pp - 1)] for part in range(layout.cp)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
@@ -98,6 +99,13 @@ class ParallelConfig:
     def rank_of_part(self) -> tuple[int, ...]:
         """Which rank plays each part of the trainer's order."""
         return tuple(sorted(range(self.world_size), key=self.part))
+
+    def replica_ranks(self, dp: int) -> tuple[int, ...]:
+        """The ranks of one data-parallel replica, tp * pp * cp of them; the first is its tp 0, cp 0, pp 0."""
+        first = self.rank(tp=0, dp=dp, pp=0)
+        places = product(range(self.tp), range(self.pp), range(self.cp))
+        others = {self.rank(tp=tp, dp=dp, pp=pp, cp=cp) for tp, pp, cp in places} - {first}
+        return (first, *sorted(others))
 
     def leaders(self) -> tuple[int, ...]:
         """The ranks that own an engine's scheduler: the first of each vLLM group."""

@@ -16,6 +16,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from megarl.data.batch import ranges
+
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 """Types that the variable-length flash kernel takes."""
 
@@ -96,8 +98,8 @@ class PackedRow(PackedSeqParams):
             of_rank = [_zigzag(starts, chunk, cp, rank) for rank in range(cp)]
             local, place = of_rank[cp_rank], np.argsort(np.concatenate(of_rank))
             halves = (cp_rank, 2 * cp - 1 - cp_rank)
-            queries = [_ranges((starts // cp) + chunk * back, chunk) for back in (0, 1)]
-            keys = [place[_ranges(starts, chunk * (half + 1))] for half in halves]
+            queries = [ranges((starts // cp) + chunk * back, chunk) for back in (0, 1)]
+            keys = [place[ranges(starts, chunk * (half + 1))] for half in halves]
             parts = tuple(
                 _part(q, k, chunk, chunk * (half + 1), device) for q, k, half in zip(queries, keys, halves, strict=True)
             )
@@ -121,13 +123,7 @@ class PackedRow(PackedSeqParams):
 def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
     """The places in the row of one rank's tokens: of every sequence a chunk from the front and one from the back."""
     firsts = np.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], axis=1)
-    return _ranges(firsts.flatten(), chunk.repeat(2))
-
-
-def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """[start, start + size) of each, one after the other."""
-    before = sizes.cumsum() - sizes
-    return np.arange(sizes.sum()) + (starts - before).repeat(sizes)
+    return ranges(firsts.flatten(), chunk.repeat(2))
 
 
 def _from_zero(sizes: np.ndarray, device: torch.device) -> Tensor:

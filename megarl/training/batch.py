@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.data.batch import TokenBatch, borders, ranges
 from megarl.models.attention import PackedRow
-from megarl.types import PER_TOKEN, TrainingSequence
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """One packed row. All tensors are [tokens] but `input_ids` and `labels`, [1, tokens].
 
-    Position t of a sequence predicts its token t + 1, so what is known of that token is found at t. The last
+    Position t of a sequence predicts its token t + 1, so the values that belong to that token stand at t. The last
     position of a sequence and the padding predict nothing: their mask is False and their weight zero.
     """
 
@@ -28,17 +29,17 @@ class Microbatch:
     labels: Tensor
     row: PackedRow
     mask: Tensor
-    known: dict[str, Tensor]
+    per_token: dict[str, Tensor]
     """`token_weights`, `advantages`, `old_logprobs`, ... : what the sequences carried."""
-    lengths: Sequence[int]
-    padded: Sequence[int]
-    """Tokens of each sequence of the whole row, and what they take in it."""
+    lengths: NDArray[np.int64]
+    padded: NDArray[np.int64]
+    """[sequences]: tokens of each sequence of the whole row, and what they take in it."""
     routes: Tensor | None = None
     """[tokens, layers, top_k]: the experts of each token, where the sequences say."""
 
 
 def pack_row(
-    sequences: Sequence[TrainingSequence],
+    batch: TokenBatch,
     *,
     multiple: int,
     qkv_format: str,
@@ -46,66 +47,75 @@ def pack_row(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> Microbatch:
-    """The row of these sequences, or a context-parallel rank's part of it.
+    """The row of a batch's sequences, or a context-parallel rank's part of it.
 
     With cp > 1 each sequence is padded to a multiple of 2 * cp; the last one, so that the tokens of the row are a
     multiple of cp * `multiple`.
     """
-    lengths = [len(sequence) for sequence in sequences]
+    lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
-    row = PackedRow.from_lengths(padded, device, qkv_format, cp=cp, cp_rank=cp_rank)
+    row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
     assert row.local is not None
     local = row.local.cpu().numpy()
+    places, is_predicted = _places_in_row(lengths, padded), _is_predicted(batch.cu_seqlens)
 
-    def join(arrays: Sequence[np.ndarray]) -> Tensor:
-        whole = np.zeros((sum(padded), *arrays[0].shape[1:]), arrays[0].dtype)
-        for start, array in zip(np.cumsum([0, *padded]), arrays, strict=False):
-            whole[start : start + len(array)] = array
+    def own_part(values: np.ndarray, at: np.ndarray) -> Tensor:
+        whole = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
+        whole[at] = values
         return torch.from_numpy(whole[local]).to(device)
 
-    def next_token(arrays: Sequence[np.ndarray]) -> Tensor:
-        return join([array[1:] for array in arrays])
+    def own_tokens(values: np.ndarray) -> Tensor:
+        return own_part(values, places)
 
-    known: dict[str, Tensor] = {}
-    for name in PER_TOKEN:
-        arrays = [getattr(sequence, name) for sequence in sequences]
-        if arrays[0] is not None:
-            known[name] = next_token(arrays)
+    def own_predictions(values: np.ndarray) -> Tensor:
+        return own_part(values[is_predicted], places[is_predicted] - 1)
+
     routes = None
-    if (first := sequences[0].routed_experts) is not None:
+    if (experts := batch.routed_experts) is not None:
         # Padding goes to as many experts as a token; sequences count from the first of them.
-        unused = np.arange(first.shape[-1], dtype=first.dtype)
-        routes = join([s.routed_experts - unused for s in sequences]).long() + torch.from_numpy(unused).to(device)  # type: ignore[operator]
+        unused = np.arange(experts.shape[-1], dtype=experts.dtype)
+        routes = own_tokens(experts - unused).long() + torch.from_numpy(unused).to(device)
     return Microbatch(
         lengths=lengths,
         padded=padded,
         routes=routes,
-        input_ids=join([sequence.token_ids for sequence in sequences])[None],
-        labels=next_token([sequence.token_ids for sequence in sequences])[None],
+        input_ids=own_tokens(batch.token_ids)[None],
+        labels=own_predictions(batch.token_ids)[None],
         row=row,
-        mask=next_token([sequence.loss_mask for sequence in sequences]),
-        known=known,
+        mask=own_predictions(batch.loss_mask),
+        per_token={name: own_predictions(values) for name, values in batch.per_token.items()},
     )
 
 
-def padded_lengths(lengths: Sequence[int], *, cp: int, multiple: int) -> list[int]:
-    """What the sequences of a row take in it; see `pack_row`."""
+def _places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each token of the sequences stands in the padded row: [tokens]."""
+    return ranges(padded.cumsum() - padded, lengths)
+
+
+def _is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[tokens]: False on the first token of each sequence, which nothing predicts."""
+    predicted = np.ones(cu_seqlens[-1], np.bool_)
+    predicted[cu_seqlens[:-1]] = False
+    return predicted
+
+
+def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
+    """The tokens that the sequences of a row take in it; see `pack_row`."""
     each = 2 * cp if cp > 1 else 1
-    padded = [-(-length // each) * each for length in lengths]
+    padded = -(-np.asarray(lengths, np.int64) // each) * each
     # A chunk of the last sequence grows on every rank alike, by as much as makes the ranks' tokens divide.
     whole = math.lcm(each, cp * multiple)
-    padded[-1] += -sum(padded) % whole
+    padded[-1] += -padded.sum() % whole
     return padded
 
 
-def unpack_row(values: Tensor, lengths: Sequence[int], padded: Sequence[int]) -> list[np.ndarray]:
-    """Per-token values of a whole row back to one float32 array per sequence; a sequence's first entry is zero."""
-    flat = values.float().cpu().numpy()
-    starts = np.cumsum([0, *padded])
-    return [
-        np.concatenate([np.zeros(1, np.float32), flat[start : start + length - 1]])
-        for start, length in zip(starts, lengths, strict=False)
-    ]
+def unpack_row(values: Tensor, lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Per-token values of a whole padded row back in a batch's order: float32 [tokens], zero on first tokens."""
+    row_values = values.float().cpu().numpy()
+    is_predicted = _is_predicted(borders(lengths))
+    unpacked = np.zeros(len(is_predicted), np.float32)
+    unpacked[is_predicted] = row_values[_places_in_row(lengths, padded)[is_predicted] - 1]
+    return unpacked
 
 
 def whole_row(values: Tensor, row: PackedRow) -> Tensor:

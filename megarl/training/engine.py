@@ -11,11 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.algorithms.importance import gap_moments
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.families.adapters import LINEARS
 from megarl.families.shape import ModelShape
 from megarl.models import adapters
@@ -23,7 +25,7 @@ from megarl.models.policy import PackedModel
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 from megarl.training.batch import Microbatch
 from megarl.training.merged import MergedWeights
-from megarl.training.model import LoadWeights, ModelShard, Row
+from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.objective import (
     Objective,
     StepNumbers,
@@ -161,13 +163,13 @@ class TrainingEngine(ModelShard):
         """Within, `weights` hold the model of now, adapters merged in."""
         return self._merged.merged_lora()
 
-    def forward_frozen(self, rows: Sequence[Row]) -> list[list[np.ndarray]] | None:
+    def forward_frozen(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
         """`forward` of the model that training started from: without adapters, and choosing its experts itself."""
         with adapters.running(self.chunks, on=False, drops=False):
-            return self.forward([[replace(sequence, routed_experts=None) for sequence in row] for row in rows])
+            return self.forward([replace(row, routed_experts=None) for row in rows])
 
     def update(
-        self, rows: Sequence[Row], kl_coefficient: float | None = None, kto_kl: float | None = None
+        self, rows: Sequence[TokenBatch], kl_coefficient: float | None = None, kto_kl: float | None = None
     ) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
@@ -235,17 +237,17 @@ def _weighted_loss(
     """
     per_token, metrics = objective(output, batch, numbers)
     # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
-    loss = (torch.where(batch.mask, per_token, 0.0) * batch.known["token_weights"]).sum()
+    loss = (torch.where(batch.mask, per_token, 0.0) * batch.per_token["token_weights"]).sum()
     count = int(batch.mask.sum())
     of_policy = batch.mask
     logged: dict[str, Metric] = {"train/loss": Sum(loss.item()), "train/tokens": Sum(float(count))}
-    if (is_supervised := batch.known.get("supervised")) is not None:
+    if (is_supervised := batch.per_token.get("supervised")) is not None:
         of_policy = batch.mask & (is_supervised == 0)
         logged["train/ptx_loss"] = _mean(-output[0].detach()[batch.mask & (is_supervised > 0)])
     for name, values in metrics.items():
         # What is not per token is per pair.
         logged[name] = _mean(values.detach()[of_policy] if len(values) == len(of_policy) else values.detach())
-    if (rollout_logprobs := batch.known.get("rollout_logprobs")) is not None:
+    if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is not None:
         trainer_logprobs = output[0].detach() if starts_from_engine else old_logprobs_of(output[0], batch)
         logged |= _gap(trainer_logprobs[of_policy], rollout_logprobs[of_policy])
     return loss, torch.ones((), dtype=torch.int, device=loss.device), logged

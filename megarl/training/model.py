@@ -13,10 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_attr_wrapped_model
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.families.shape import ModelShape
 from megarl.models.configuration import transformer_config
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel
@@ -24,9 +26,7 @@ from megarl.platform import device
 from megarl.platform.megatron_ranks import permuted_ranks
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
-from megarl.types import TrainingSequence
 
-Row = Sequence[TrainingSequence]
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
 """Fills a model's parameters, given by name, in place."""
 
@@ -98,10 +98,10 @@ class ModelShard:
         """Whether this rank holds results of its replica: the last stage's first tensor rank, of every context part."""
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def forward(self, rows: Sequence[Row]) -> list[list[np.ndarray]] | None:
+    def forward(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
         """Log-probs of every token of this replica's rows, or the values before each, as the model stands.
 
-        Returns, on the ranks that report, one float32 [tokens] array per sequence of each row; elsewhere None.
+        Returns, on the ranks that report, a float32 array [tokens of the row] per row; elsewhere None.
         """
         outputs = self._run(rows, lambda output, batch: (output[0], batch), forward_only=True)
         if not self.reports:
@@ -114,7 +114,7 @@ class ModelShard:
         return self.layout.tp if self.sequence_parallel else 1
 
     def _run(
-        self, rows: Sequence[Row], reduce: Callable[[Tensor, Microbatch], Any], *, forward_only: bool
+        self, rows: Sequence[TokenBatch], reduce: Callable[[Tensor, Microbatch], Any], *, forward_only: bool
     ) -> list[Any]:
         """Run Megatron's schedule over the rows; on the last stage, one result of `reduce` a row."""
         batches = [
@@ -165,7 +165,7 @@ class FrozenModel(ModelShard):
         for chunk in self.chunks:
             chunk.cpu()
 
-    def forward(self, rows: Sequence[Row]) -> list[list[np.ndarray]] | None:
+    def forward(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
         """As of any model."""
         for chunk in self.chunks:
             chunk.to(self.device)

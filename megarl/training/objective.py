@@ -59,24 +59,24 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
         policy_logprobs, entropies = output
-        known = batch.known
-        arguments = policy_logprobs, old_logprobs_of(policy_logprobs, batch), known["advantages"]
+        given = batch.per_token
+        arguments = policy_logprobs, old_logprobs_of(policy_logprobs, batch), given["advantages"]
         if is_of_sequences:
             loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
         else:
             loss, metrics = policy_loss(*arguments, **settings)
-        if (weights := known.get("importance_weights")) is not None:
+        if (weights := given.get("importance_weights")) is not None:
             loss = loss * weights
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
         if config.kl_placement == "loss" and config.kl_coefficient:
-            divergence = estimate(policy_logprobs, known["reference_logprobs"], **estimate_settings)
+            divergence = estimate(policy_logprobs, given["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * divergence
             metrics["kl/reference"] = divergence
             if config.k3_max is not None:
                 metrics["kl/capped"] = (divergence >= config.k3_max).float()
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
-        if (is_supervised := known.get("supervised")) is not None:
+        if (is_supervised := given.get("supervised")) is not None:
             loss = torch.where(is_supervised > 0, -policy_logprobs, loss)
         return loss, metrics
 
@@ -89,8 +89,8 @@ def old_logprobs_of(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     The batch's `old_logprobs`; where they are NaN, or absent, those of this forward pass.
     """
     own = policy_logprobs.detach()
-    known = batch.known.get("old_logprobs")
-    return own if known is None else torch.where(known.isnan(), own, known)
+    given = batch.per_token.get("old_logprobs")
+    return own if given is None else torch.where(given.isnan(), own, given)
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:
@@ -111,7 +111,8 @@ def critic_objective(config: CriticConfig) -> Objective:
     """The loss of a critic. Metrics: `train/clipped`, the share of tokens whose value is held back."""
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
-        loss, metrics = clipped_values(output[0], batch.known["values"], batch.known["returns"], clip=config.clip)
+        given = batch.per_token
+        loss, metrics = clipped_values(output[0], given["values"], given["returns"], clip=config.clip)
         return loss, {f"train/{name}": value for name, value in metrics.items()}
 
     return objective
@@ -124,9 +125,9 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
         per_token = output[0]
         row, own = batch.row, batch.row.local
         assert own is not None
-        cu_seqlens = torch.tensor([0, *batch.padded], device=own.device).cumsum(0)
+        cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=own.device).cumsum(0)
         mask = whole_row(batch.mask.float(), row) > 0
-        reference = batch.known.get("reference_logprobs", torch.zeros_like(per_token))
+        reference = batch.per_token.get("reference_logprobs", torch.zeros_like(per_token))
         sums, held, lengths = (
             sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
             for values in (per_token, reference, torch.ones_like(per_token))
@@ -134,7 +135,7 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
         sums.requires_grad_()
         if preference_loss is kto:
             assert numbers.kto_kl is not None
-            desirable = sequence_sums(whole_row(batch.known["desirable"], row), cu_seqlens, mask) > 0
+            desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
             losses, rewards = preference_loss(sums, held, desirable, kl=numbers.kto_kl, **settings)
             share = losses.detach() / lengths
             metrics = _judged(rewards, desirable, config.beta * numbers.kto_kl)
@@ -186,6 +187,6 @@ def _on_whole_row(
     # Of the whole row this rank's tokens carry gradient: no token's reaches another's log-prob.
     policy_logprobs = policy_logprobs.index_copy(0, own, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
-    cu_seqlens = torch.tensor([0, *batch.padded], device=own.device).cumsum(0)
+    cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=own.device).cumsum(0)
     loss, metrics = policy_loss(policy_logprobs, *others, cu_seqlens, mask, **settings)
     return loss[own], {name: value[own] for name, value in metrics.items()}

@@ -1,8 +1,9 @@
-"""What the ranks are given: whole sets of sequences, no row empty; answers come back in order."""
+"""Rows for the trainer's replicas: whole sets of sequences, no row empty; results come back in order."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,24 +11,50 @@ import pytest
 
 from megarl.cluster.batching import TrainerRanks
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
+from megarl.tracking.metrics import Sum
 from megarl.types import TrainingSequence
+
+LENGTHS = [5, 2, 9, 4, 7, 3, 8, 6]
+LAYOUTS = [
+    pytest.param(ParallelConfig(1, 1, 1, 1), id="one rank"),
+    pytest.param(ParallelConfig(2, 1, 2, 1), id="tp2 dp2"),
+    pytest.param(ParallelConfig(2, 2, 2, 1), id="tp2 pp2 dp2"),
+    pytest.param(ParallelConfig(1, 2, 2, 1, vpp=2), id="pp2 vpp2 dp2"),
+    pytest.param(ParallelConfig(1, 2, 2, 1, cp=2, rank_permutation=(2, 4)), id="pp2 cp2 dp2, permuted"),
+]
 
 
 class Ranks:
-    """Answers `forward` with each sequence's tokens, negated, and keeps the rows that each rank was given."""
+    """The ranks of a replica have its first rank's rows: those that report answer with half of each token's id."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.rows: list[list[list[TrainingSequence]]] = []
+    def __init__(self, layout: ParallelConfig) -> None:
+        self.layout, self.world_size = layout, layout.world_size
+        self.calls: list[tuple[str, Sequence[Any], tuple[Any, ...]]] = []
 
-    async def scatter(self, method: str, per_rank: Any, *args: Any) -> list[Any]:
-        assert method == "forward" and args == ("policy",) and len(per_rank) == self.world_size
-        self.rows = list(per_rank)
-        return [[[-sequence.token_ids for sequence in row] for row in rows] for rows in per_rank]
+    @property
+    def rows(self) -> list[list[TokenBatch]]:
+        """What each replica was given last."""
+        return [rows for rows in self.calls[-1][1] if rows is not None]
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        self.calls.append((method, per_rank, args))
+        results: list[Any] = []
+        for rank in range(self.world_size):
+            at = self.layout.coordinates(rank)
+            reports = at.tp == 0 and at.pp == self.layout.pp - 1
+            rows = per_rank[self.layout.rank(tp=0, dp=at.dp, pp=0)]
+            if method == "forward":
+                results.append([(row.token_ids / 2).astype(np.float32) for row in rows] if reports else None)
+            else:
+                results.append({"train/tokens": Sum(sum(len(row.token_ids) for row in rows))} if reports else {})
+        return results
 
 
-def sequences(count: int) -> list[TrainingSequence]:
-    return [TrainingSequence(np.full(10 + i, i), np.ones(10 + i, bool)) for i in range(count)]
+def sequences(lengths: Sequence[int]) -> list[TrainingSequence]:
+    """Token ids count on from sequence to sequence."""
+    ends = np.cumsum(lengths)
+    return [TrainingSequence(np.arange(end - n, end), np.ones(n, bool)) for n, end in zip(lengths, ends, strict=True)]
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -35,14 +62,43 @@ def sequences(count: int) -> list[TrainingSequence]:
 @pytest.mark.parametrize("count", [2, 4, 6, 10, 14])
 def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, together: int) -> None:
     layout = ParallelConfig(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
-    ranks = Ranks(layout.world_size)
+    ranks = Ranks(layout)
     trainer = TrainerRanks(ranks, layout, 64, together=together)  # type: ignore[arg-type]
-    found = asyncio.run(trainer.forward(sequences(count)))
-    assert [values.tolist() for values in found] == [[-i] * (10 + i) for i in range(count)]
+    asked = [TrainingSequence(np.full(10 + i, i), np.ones(10 + i, bool)) for i in range(count)]
+    found = asyncio.run(trainer.forward(asked))
+    assert [values.tolist() for values in found] == [[i / 2] * (10 + i) for i in range(count)]
     assert len({len(rows) for rows in ranks.rows}) == 1 and len(ranks.rows[0]) % layout.rows_multiple == 0
     for row in (row for rows in ranks.rows for row in rows):
-        numbers = [int(sequence.token_ids[0]) for sequence in row]
-        assert numbers and sum(map(len, row)) <= 64
+        numbers = row.token_ids[row.cu_seqlens[:-1]].tolist()
+        assert numbers and len(row.token_ids) <= 64
         for start in range(0, len(numbers), together):
             first, *others = numbers[start : start + together]
             assert first % together == 0 and others == list(range(first + 1, first + together))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
+    ranks = Ranks(layout)
+    trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)  # type: ignore[arg-type]
+    got = asyncio.run(trainer.forward(sequences(LENGTHS), model="reference"))
+    assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences(LENGTHS)]
+    updated = asyncio.run(trainer.update(sequences(LENGTHS)))
+    assert updated == {"train/tokens": Sum(sum(LENGTHS) * layout.cp)}
+    (first, given, args), (second, _, none) = ranks.calls
+    assert (first, args, second, none) == ("forward", ("reference",), "update", ("policy", None, None))
+    holders = [rank for rank, rows in enumerate(given) if rows is not None]
+    assert holders == sorted(layout.rank(tp=0, dp=replica, pp=0) for replica in range(layout.dp))
+    for row in (row for rows in ranks.rows for row in rows):
+        padded = -(-row.lengths // layout.sequence_multiple) * layout.sequence_multiple
+        assert -(-padded.sum() // layout.tp) * layout.tp <= 14
+    assert len({len(rows) for rows in ranks.rows}) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_part_the_ranks(layout: ParallelConfig) -> None:
+    replicas = [layout.replica_ranks(replica) for replica in range(layout.dp)]
+    assert sorted(rank for ranks in replicas for rank in ranks) == list(range(layout.world_size))
+    for replica, ranks in enumerate(replicas):
+        assert {layout.coordinates(rank).dp for rank in ranks} == {replica}
+        at = layout.coordinates(ranks[0])
+        assert (at.tp, at.pp, at.cp) == (0, 0, 0)

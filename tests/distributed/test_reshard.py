@@ -17,6 +17,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 
@@ -68,13 +69,15 @@ def update(worker: Any, layout: ParallelConfig) -> None:
     rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
     trained = np.arange(17) > 0
     rows = [
-        [
-            TrainingSequence(
-                token_ids=rng.integers(0, worker.trainer.shape.vocab_size, 17),
-                loss_mask=trained,
-                token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
-            )
-        ]
+        TokenBatch.from_sequences(
+            [
+                TrainingSequence(
+                    token_ids=rng.integers(0, worker.trainer.shape.vocab_size, 17),
+                    loss_mask=trained,
+                    token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
+                )
+            ]
+        )
         for _ in range(2)
     ]
     worker.trainer.onload()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
 from megarl.training.batch import pack_row
@@ -69,7 +70,10 @@ def logits_and_logprobs(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
 
     model = build(folder, ParallelConfig(1, 1, 1, 1))
     batch = pack_row(
-        sequences(model.num_local_tokens), multiple=1, qkv_format=model.qkv_format, device=torch.device("cpu")
+        TokenBatch.from_sequences(sequences(model.num_local_tokens)),
+        multiple=1,
+        qkv_format=model.qkv_format,
+        device=torch.device("cpu"),
     )
     inputs = {"position_ids": None, "attention_mask": None, "packed_seq_params": batch.row}
     logprobs = model(batch.input_ids, labels=batch.labels, **inputs)
@@ -84,7 +88,8 @@ def split_logprobs(folder: str, layout: ParallelConfig) -> torch.Tensor | None:
 
     model = build(folder, layout)
     vocab_size = read_model_shape(folder).vocab_size
-    batch = pack_row(sequences(vocab_size), multiple=layout.tp, qkv_format=model.qkv_format, device=torch.device("cpu"))
+    row = TokenBatch.from_sequences(sequences(vocab_size))
+    batch = pack_row(row, multiple=layout.tp, qkv_format=model.qkv_format, device=torch.device("cpu"))
     if not parallel_state.is_pipeline_first_stage():
         tokens = batch.input_ids.numel() // layout.tp
         hidden = torch.empty(tokens, 1, model.config.hidden_size)

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.batching import TrainerRanks
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.worker import Failure, Scored
 from megarl.rollout.evaluate import Answered, Respondents, accuracy, failure_metrics
 from megarl.rollout.pool import AbandonedError, sample
-from megarl.tracking.metrics import Sum
-from megarl.types import Completion, MegarlError, Problem, Request, Reward, SamplingSettings, TrainingSequence
+from megarl.types import Completion, MegarlError, Problem, Request, Reward, SamplingSettings
 
 SAMPLING = SamplingSettings(max_new_tokens=8)
 
@@ -207,61 +205,3 @@ def test_completions_that_could_not_be_scored_are_counted_and_end_a_run_where_th
     assert caught.value.exit_code == 70
     for words in ("3 of 6 completions", "reward/errors 2, reward/timeouts 1", "reward.max_failed_fraction = 0.05"):
         assert words in str(caught.value)
-
-
-class Trainers:
-    """Ranks that answer with what they were given, on the rank of each replica that reports; None elsewhere."""
-
-    def __init__(self, layout: ParallelConfig) -> None:
-        self.layout, self.world_size = layout, layout.world_size
-        self.calls: list[tuple[str, Sequence[Any], tuple[Any, ...]]] = []
-
-    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
-        self.calls.append((method, per_rank, args))
-        results: list[Any] = []
-        for rank, rows in enumerate(per_rank):
-            at = self.layout.coordinates(rank)
-            reports = at.tp == 0 and at.pp == self.layout.pp - 1
-            if method == "forward":
-                results.append([[s.token_ids / 2 for s in row] for row in rows] if reports else None)
-            else:
-                results.append({"train/tokens": Sum(sum(len(s) for row in rows for s in row))} if reports else {})
-        return results
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        raise AssertionError(method)
-
-    async def close(self) -> None:
-        raise AssertionError
-
-
-LENGTHS = [5, 2, 9, 4, 7, 3, 8, 6]
-
-
-def sequences() -> list[TrainingSequence]:
-    ends = np.cumsum(LENGTHS)
-    return [TrainingSequence(np.arange(end - n, end), np.ones(n, bool)) for n, end in zip(LENGTHS, ends, strict=True)]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(ParallelConfig(1, 1, 1, 1), id="one rank"),
-        pytest.param(ParallelConfig(2, 1, 2, 1), id="tp2 dp2"),
-        pytest.param(ParallelConfig(2, 2, 2, 1), id="tp2 pp2 dp2"),
-        pytest.param(ParallelConfig(1, 2, 2, 1, vpp=2), id="pp2 vpp2 dp2"),
-    ],
-)
-def test_trainer_ranks(layout: ParallelConfig) -> None:
-    ranks = Trainers(layout)
-    trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)
-    got = asyncio.run(trainer.forward(sequences(), model="reference"))
-    assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences()]
-    assert asyncio.run(trainer.update(sequences())) == {"train/tokens": Sum(sum(LENGTHS))}
-    (first, given, args), (second, _, none) = ranks.calls
-    assert (first, args, second, none) == ("forward", ("reference",), "update", ("policy", None))
-    for rank, rows in enumerate(given):
-        at = layout.coordinates(rank)
-        assert rows is given[layout.rank(tp=0, dp=at.dp, pp=0)], "ranks of one replica get the same rows"
-        assert all(-(-sum(len(s) for s in row) // layout.tp) * layout.tp <= 14 for row in rows)
-    assert len({len(rows) for rows in given}) == 1

@@ -20,6 +20,7 @@ from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rounding import MARGIN, allowed_error
+from tests.token_batches import by_sequence, row_batches
 from tests.training.test_engine import distance, make_updates, recipe_of, whole
 from tools.check_invariance import cut_out
 
@@ -80,11 +81,11 @@ def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSeq
     engine, _, layouts = build(recipe, layout)
     pieces, base = layouts[dist.get_rank()], base_of(engine)
     indices = rows_of(recipe, layout, updates[0])
-    first = [[updates[0][i] for i in row] for row in indices]
+    first = row_batches(updates[0], indices)
     result: dict[str, Any] = {"indices": indices, "before": engine.forward(first), "metrics": []}
     result["reference"] = engine.forward_frozen(first)
     for sequences in updates:
-        rows = [[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)]
+        rows = row_batches(sequences, rows_of(recipe, layout, sequences))
         result["metrics"].append(engine.update(rows))
         if "gradient" not in result and not recipe.trainer.distributed_optimizer:
             grads = {n: p.main_grad for n, p in engine.parameters.items() if ".adapter." in n}
@@ -101,12 +102,7 @@ def trained(ranks: RankPool, recipe: Recipe, sizes: Mapping[str, int]) -> dict[s
     results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
     assert all(r["base"] for r in results), "a frozen weight changed"
     logprobs = {
-        name: {
-            i: value
-            for r in results
-            for row, row_values in zip(r["indices"], r[name] or (), strict=False)
-            for i, value in zip(row, row_values, strict=True)
-        }
+        name: {i: value for r in results for i, value in by_sequence(updates[0], r["indices"], r[name]).items()}
         for name in ("before", "reference", "after")
     }
     reported = [[part for part in step if part] for step in zip(*(r["metrics"] for r in results), strict=True)]

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
+from tests.token_batches import by_sequence, row_batches
 from tests.training.test_adapters import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
 from tests.training.test_engine import make_updates
 
@@ -33,7 +35,7 @@ def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
 
 
 def update(engine: Any, recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> dict[str, Any]:
-    return engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
+    return engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
 
 
 def export(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Path) -> tuple[Any, Any, bool]:
@@ -52,7 +54,7 @@ def export(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Pat
     config = peft.adapter_config(cuts, recipe.model.path, alpha=recipe.lora.alpha, dropout=0.0)
     peft.export(folder / "adapter", config, cuts, rank, engine.parameters, **settings)
     rows = rows_of(recipe, layout, updates[0])
-    logprobs = engine.forward([[updates[0][i] for i in row] for row in rows])
+    logprobs = engine.forward(row_batches(updates[0], rows))
     return rows, logprobs, all(torch.equal(base[n], p) for n, p in base_of(engine).items())
 
 
@@ -61,12 +63,11 @@ def assert_same_logprobs(model: Any, sequences: list[TrainingSequence], results:
     seen = set()
     for rows, logprobs, stayed in results:
         assert stayed
-        for row, row_values in zip(rows, logprobs or (), strict=False):
-            for index, mine in zip(row, row_values, strict=True):
-                tokens = torch.from_numpy(sequences[index].token_ids)
-                theirs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-                np.testing.assert_allclose(mine[1:], theirs.detach().numpy(), rtol=0, atol=2e-5)
-                seen.add(index)
+        for index, mine in by_sequence(sequences, rows, logprobs).items():
+            tokens = torch.from_numpy(sequences[index].token_ids)
+            theirs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            np.testing.assert_allclose(mine[1:], theirs.detach().numpy(), rtol=0, atol=2e-5)
+            seen.add(index)
     assert len(seen) == len(sequences)
 
 
@@ -124,7 +125,7 @@ def test_transformers_and_peft_compute_what_the_trainer_does(
 def starting(recipe: Recipe, layout: ParallelConfig, updates: Updates) -> dict[str, Any]:
     """Log-probs of a new model with and without its adapters, and whether merging changes a bit."""
     engine, _, _ = build(recipe, layout, filled=False)
-    rows = [[updates[0][i] for i in row] for row in rows_of(recipe, layout, updates[0])]
+    rows = row_batches(updates[0], rows_of(recipe, layout, updates[0]))
     with engine.merged():
         equal = all(torch.equal(engine.parameters[name], value) for name, value in engine.weights.items())
         others = sum(value is not engine.parameters[name] for name, value in engine.weights.items())
@@ -137,26 +138,27 @@ def test_new_adapters_change_no_bit(ranks: RankPool, folder: Callable[..., Path]
     for result in ranks.run(starting, recipe, layout, updates, world_size=2):
         assert result["equal"] and result["merged"] == 4 * 4
         for mine, theirs in zip(result["policy"] or (), result["reference"] or (), strict=True):
-            assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+            assert np.array_equal(mine, theirs)
 
 
-def replaying(recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> list[list[np.ndarray]]:
+def replaying(recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> list[np.ndarray]:
     """Log-probs of the frozen model before and after a pass whose tokens went to the first experts."""
     engine, _, _ = build(recipe, layout)
     numbers = np.tile(np.arange(engine.shape.top_k), (engine.shape.num_layers, 1)).astype(np.int16)
-    routed = [replace(s, routed_experts=np.tile(numbers, (len(s), 1, 1))) for s in sequences]
+    batch = TokenBatch.from_sequences(sequences)
+    routed = replace(batch, routed_experts=np.tile(numbers, (len(batch.token_ids), 1, 1)))
     before = engine.forward_frozen([routed])
     policy = engine.forward([routed])
-    return [*before, *engine.forward_frozen([routed[1:]]), *policy, *engine.forward([sequences])]
+    later = routed.select(range(1, len(sequences)))
+    return [*before, *engine.forward_frozen([later]), *policy, *engine.forward([batch])]
 
 
 def test_the_frozen_model_chooses_its_experts_itself(ranks: RankPool, folder: Callable[..., Path]) -> None:
     recipe = lora_recipe(folder(family="qwen2_moe"), router_replay=True)
     sequences = make_updates(recipe, 431)[0][:4]
     (before, after, replayed, free), *_ = ranks.run(replaying, recipe, layout_of({}), sequences, world_size=1)
-    for mine, theirs in zip(before[1:], after, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
-    assert not np.allclose(replayed[0], free[0], atol=1e-2)
+    np.testing.assert_allclose(before[len(sequences[0]) :], after, rtol=0, atol=1e-5)
+    assert not np.allclose(replayed, free, atol=1e-2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -22,6 +22,7 @@ from megarl.rollout.batches import assign_token_weights
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
+from tests.token_batches import row_batches
 
 Sizes = tuple[int, int, int]
 
@@ -72,7 +73,7 @@ def update(engine: Any, layout: ParallelConfig, step: int) -> dict[str, Any]:
     )
     tokens = engine.recipe.trainer.max_tokens_per_microbatch
     rows = pack([len(s) for s in sequences], max_tokens=tokens, num_ranks=layout.dp, multiple=layout.tp)
-    return engine.update([[sequences[i] for i in row] for row in rows[layout.coordinates(dist.get_rank()).dp]])
+    return engine.update(row_batches(sequences, rows[layout.coordinates(dist.get_rank()).dp]))
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from megarl.rollout.batches import add_corrections, update_metrics
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
 from megarl.types import TrainingSequence
+from tests.token_batches import by_sequence, row_batches
 from tests.training.test_engine import build, cut_out, distance, rows_of, whole
 
 VOCABULARY, PROMPT = 431, (7, 19, 5)
@@ -62,7 +63,7 @@ class Aged:
 
     def update(self, recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> Any:
         """This rank's part of the gradient, and its metrics."""
-        metrics = self.engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
+        metrics = self.engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
         return cut_out(self.pieces, {name: p.main_grad for name, p in self.engine.parameters.items()}), metrics
 
 
@@ -78,12 +79,9 @@ def aged(recipe: Recipe, layout: ParallelConfig) -> Aged:
 
     def logprobs() -> list[np.ndarray]:
         indices = rows_of(recipe, layout, bare)
-        found = engine.forward([[bare[i] for i in row] for row in indices])
-        by_index = {
-            i: v for row, values in zip(indices, found or (), strict=False) for i, v in zip(row, values, strict=True)
-        }
+        found = engine.forward(row_batches(bare, indices))
         shared: list[Any] = [None] * layout.world_size
-        torch.distributed.all_gather_object(shared, by_index)
+        torch.distributed.all_gather_object(shared, by_sequence(bare, indices, found))
         together = {i: v for part in shared for i, v in part.items()}
         return [together[i] for i in range(VOCABULARY)]
 

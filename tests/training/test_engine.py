@@ -20,6 +20,7 @@ from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import MegarlError, TrainingSequence
 from tests.rounding import MARGIN
+from tests.token_batches import by_sequence, row_batches
 from tools.check_invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
@@ -124,10 +125,10 @@ def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSeq
     """One rank's metrics of every update, gradient of the first, parameters at the end, and log-probs."""
     engine, reference, pieces = build(recipe, layout)
     indices = rows_of(recipe, layout, updates[0])
-    first = [[updates[0][i] for i in row] for row in indices]
+    first = row_batches(updates[0], indices)
     result: dict[str, Any] = {"indices": indices, "before": engine.forward(first), "metrics": []}
     for sequences in updates:
-        rows = [[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)]
+        rows = row_batches(sequences, rows_of(recipe, layout, sequences))
         result["metrics"].append(engine.update(rows))
         if "gradient" not in result:
             result["gradient"] = cut_out(pieces, {n: p.main_grad for n, p in engine.parameters.items()})
@@ -150,12 +151,7 @@ def trained(ranks: RankPool, recipe: Recipe, sizes: tuple[int, int, int]) -> dic
     results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
     reporting = [results[layout.rank(0, replica, pp - 1)] for replica in range(dp)]
     logprobs = {
-        name: {
-            i: value
-            for r in reporting
-            for row, row_values in zip(r["indices"], r[name] or (), strict=False)
-            for i, value in zip(row, row_values, strict=True)
-        }
+        name: {i: value for r in reporting for i, value in by_sequence(updates[0], r["indices"], r[name]).items()}
         for name in ("before", "after", "reference")
     }
     return {
@@ -341,7 +337,7 @@ def poisoned(
     skipped, stayed = [], True
     try:
         for batch in (sequences, sound, sequences, sequences):
-            metrics = engine.update([[batch[i] for i in row] for row in rows_of(recipe, layout, batch)])
+            metrics = engine.update(row_batches(batch, rows_of(recipe, layout, batch)))
             skipped.append(metrics["train/update_skipped"].number)
             if len(skipped) == 1:
                 stayed = all(torch.equal(before[name], value) for name, value in engine.parameters.items())
@@ -371,7 +367,7 @@ def offloading(recipe: Recipe, layout: ParallelConfig, updates: list[list[Traini
     stayed = 0
     for sequences in updates:
         engine.onload()
-        engine.update([[sequences[i] for i in row] for row in rows_of(recipe, layout, sequences)])
+        engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
         engine.offload()
         held = [*engine.parameters.values(), *engine._gradients(), *engine._optimizer_state()]
         stayed += sum(tensor.untyped_storage().nbytes() for tensor in held)

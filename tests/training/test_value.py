@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DataError, TrainingSequence
 from tests.rounding import allowed_error
+from tests.token_batches import by_sequence, row_batches
 
 LENGTHS = (5, 12, 7, 9)
 ROLES = ("policy", "critic")
@@ -107,12 +107,12 @@ def train_and_export(
 
     engine, layouts = build(recipe, layout, folder, "critic")
     indices = own_rows(sequences, layout)
-    rows = [[sequences[i] for i in row] for row in indices]
+    rows = row_batches(sequences, indices)
     before = engine.forward(rows)
     updates = [engine.update(rows) for _ in range(2)]
     ends = [scored(sequence) for sequence in sequences]
     end_indices = own_rows(ends, layout)
-    after = engine.forward([[ends[i] for i in row] for row in end_indices])
+    after = engine.forward(row_batches(ends, end_indices))
     safetensors.export(
         out,
         folder,
@@ -123,12 +123,8 @@ def train_and_export(
         dtype=torch.float32,
         bucket_bytes=1 << 20,
     )
-    zeros = before is None or all((part == 0).all() for row in before for part in row)
-    last = {
-        index: float(found[-1])
-        for row, found_row in zip(end_indices, after or (), strict=False)
-        for index, found in zip(row, found_row, strict=True)
-    }
+    zeros = before is None or all((row == 0).all() for row in before)
+    last = {index: float(found[-1]) for index, found in by_sequence(ends, end_indices, after).items()}
     return {"before_is_zero": zeros, "updates": updates, "scores": last}
 
 
@@ -243,8 +239,11 @@ def save_or_restore(
     policy, critic = (build(recipe, layout, folder, role)[0] for folder, role in zip(folders, ROLES, strict=True))
     engines = {"": policy, "critic": critic}
     sequences = answers(recipe_vocab(folders[0]))
-    rows = [[sequences[i] for i in row] for row in own_rows(sequences, layout)]
-    policy_rows = [[replace(s, values=None, advantages=s.returns, returns=None) for s in row] for row in rows]
+    rows = row_batches(sequences, own_rows(sequences, layout))
+    policy_rows = [
+        row.with_arrays({name: row.per_token[of] for name, of in (("token_weights",) * 2, ("advantages", "returns"))})
+        for row in rows
+    ]
 
     def update() -> list[dict[str, Any]]:
         return [policy.update(policy_rows), critic.update(rows)]

@@ -153,16 +153,17 @@ class Peer:
         parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters) if adam else torch.optim.SGD(parameters, lr=1e-6)
 
-    def logprobs(self, row: Sequence[Any]) -> torch.Tensor:
-        ids = torch.from_numpy(np.concatenate([s.token_ids for s in row]))[None].to(device())
-        positions = torch.from_numpy(np.concatenate([np.arange(len(s)) for s in row]))[None].to(device())
+    def logprobs(self, row: Any) -> torch.Tensor:
+        ids = torch.from_numpy(row.token_ids)[None].to(device())
+        positions = np.concatenate([np.arange(length) for length in row.lengths])
+        positions = torch.from_numpy(positions)[None].to(device())
         logits = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
 
-    def step(self, rows: Sequence[Sequence[Any]]) -> None:
+    def step(self, rows: Sequence[Any]) -> None:
         self.model.train()
         for row in rows:
-            weights = np.concatenate([s.token_weights * s.advantages for s in row])[1:]
+            weights = (row.per_token["token_weights"] * row.per_token["advantages"])[1:]
             (-self.logprobs(row) * torch.from_numpy(weights).to(device())).sum().backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -227,7 +228,7 @@ def folder_of(config: dict[str, Any]) -> Iterator[Path]:
 
 
 def own_steps(
-    config: dict[str, Any], batches: list[list[Any]], options: argparse.Namespace, dtype: str, adam: bool
+    config: dict[str, Any], batches: list[Any], options: argparse.Namespace, dtype: str, adam: bool
 ) -> tuple[Any, dict[str, torch.Tensor], list[float], int]:
     """Log-probs and weights before the first step, seconds of steps, and their peak bytes."""
     with folder_of(config) as folder:
@@ -242,6 +243,7 @@ def own_steps(
 
 def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], versions: dict[str, str]) -> bool:
     """All lines of one shape; False if the log-probs of both differ."""
+    from megarl.data.batch import TokenBatch
     from megarl.data.packing import pack
 
     config, adam = COMMON | SHAPES[name], name != "qwen3-8b"
@@ -258,7 +260,8 @@ def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], ver
     lengths = lengths_of(options.tokens, options.row)
     sequences = make_sequences(lengths, config["vocab_size"])
     (rows,) = pack(lengths, max_tokens=options.row, num_ranks=1)
-    batches = [[sequences[i] for i in indices] for indices in rows]
+    batch = TokenBatch.from_sequences(sequences)
+    batches = [batch.select(indices) for indices in rows]
     own, weights, taken, peak = own_steps(config, batches, options, dtype, adam)
     shares = [flops(config, lengths) / t / ceiling for t in taken]
     line("train_step", shares, "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run")
@@ -267,8 +270,8 @@ def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], ver
     peer = Peer(config, {key: value.to(device()) for key, value in weights.items()}, adam)
     with torch.no_grad():
         theirs = peer.logprobs(batches[0]).cpu().numpy()
-    within = np.concatenate([np.arange(len(s)) > 0 for s in batches[0]])[1:]
-    gap = float(np.abs(np.concatenate(own[0])[1:] - theirs)[within].mean())
+    within = np.concatenate([np.arange(length) > 0 for length in batches[0].lengths])[1:]
+    gap = float(np.abs(own[0][1:] - theirs)[within].mean())
     line("logprob_gap", [gap], "nats, mean", f"<= {GAP_LIMIT}", f"transformers, {peer.kind}")
     if gap > GAP_LIMIT:
         return False

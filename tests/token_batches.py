@@ -1,0 +1,27 @@
+"""Packed rows of sequences, and what a model returns of them, sequence by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.batch import TokenBatch
+from megarl.types import TrainingSequence
+
+
+def row_batches(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[int]]) -> list[TokenBatch]:
+    """A batch for each row of sequences' numbers."""
+    return [TokenBatch.from_sequences([sequences[number] for number in row]) for row in rows]
+
+
+def by_sequence(
+    sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[int]], found: Sequence[NDArray[np.float32]] | None
+) -> dict[int, NDArray[np.float32]]:
+    """Each sequence's values [tokens], by its number; nothing on a rank that reports nothing."""
+    values: dict[int, NDArray[np.float32]] = {}
+    for row, row_values in zip(rows, found or (), strict=False):
+        ends = np.cumsum([len(sequences[number]) for number in row])
+        values |= dict(zip(row, np.split(row_values, ends[:-1]), strict=True))
+    return values
