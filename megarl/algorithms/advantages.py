@@ -42,7 +42,7 @@ def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tenso
     return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
-def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, *, lone_sample: str = "zero") -> Tensor:
+def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = "zero") -> Tensor:
     """Reward minus the mean of its group weighted by `lengths` [samples], completion tokens.
 
     Source: On-Policy RL with Optimal reward baseline (arXiv 2505.23585).

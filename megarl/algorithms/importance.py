@@ -8,15 +8,18 @@ ratios.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import on_tokens, sequence_means, sequence_sums
 
 
-def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Each token's ratio, at most `high`; `low` does not matter.
+def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
+    """Each token's ratio, at most `high`.
 
     Source: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     RL training"; cap 2).
@@ -33,8 +36,8 @@ def icepop(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, 
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
 
 
-def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """The product of a sequence's ratios, at most `high`, on all its tokens; `low` does not matter.
+def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
+    """The product of a sequence's ratios, at most `high`, on all its tokens.
 
     Source: sequence-level importance sampling (Liu et al. 2025, "When speed kills stability").
     """
@@ -69,13 +72,16 @@ def importance_weights(
     rollout_logprobs: Tensor,
     cu_seqlens: Tensor,
     mask: Tensor,
-    *,
-    low: float,
-    high: float,
+    **settings: float,
 ) -> Tensor:
-    """The weights of a named correction: [tokens], zero where the mask is False; all tensors but `cu_seqlens` too."""
+    """The weights of a named correction: [tokens], zero where the mask is False; all tensors but `cu_seqlens` too.
+
+    Of the settings those that the correction takes count.
+    """
+    correction: Callable[..., Tensor] = IMPORTANCE_SAMPLING[name]
     log_ratios = log_ratio(old_logprobs, rollout_logprobs).detach()
-    return torch.where(mask, IMPORTANCE_SAMPLING[name](log_ratios, cu_seqlens, mask, low=low, high=high), 0.0)
+    weights = correction(log_ratios, cu_seqlens, mask, **supported_kwargs(correction, settings))
+    return torch.where(mask, weights, 0.0)
 
 
 def gap_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

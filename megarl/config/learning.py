@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from megarl.config.formulas import either, formulas
 from megarl.config.section import Section
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _formula(field: str) -> AfterValidator:
+    """A name of the table of `megarl.algorithms` that belongs to a field."""
+
+    def known(name: str) -> str:
+        if name in formulas(field):
+            return name
+        near = difflib.get_close_matches(name, formulas(field), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        choices = either([repr(known) for known in formulas(field)])
+        raise PydanticCustomError("formula", "must be {choices}{hint}", {"choices": choices, "hint": hint})
+
+    return AfterValidator(known)
+
+
+Advantage = Annotated[str, _formula("algorithm.advantage")]
+PolicyLoss = Annotated[str, _formula("algorithm.policy_loss")]
+ImportanceSampling = Annotated[str, _formula("algorithm.importance_sampling")]
+PreferenceLoss = Annotated[str, _formula("preference.loss")]
 
 
 class LoraConfig(Section):
@@ -100,10 +132,7 @@ class AlgorithmConfig(Section):
         | None
     ) = None
     """A published method's values of these fields, where the recipe gives none of its own."""
-    advantage: Literal[
-        "grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "global_baseline", "pass_at_k",
-        "gae",
-    ] = "grpo"  # fmt: skip
+    advantage: Advantage = "grpo"
     """Advantage estimator of `algorithms.advantages`; gae trains a critic beside the policy (PPO)."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """What a reward counts one token earlier (gae)."""
@@ -118,7 +147,7 @@ class AlgorithmConfig(Section):
     """Samples of which one shall pass (advantage pass_at_k)."""
     whiten_advantages: bool = False
     """Bring the advantages of all tokens of a step to mean 0 and variance 1."""
-    policy_loss: Literal["policy_gradient", "clipped", "gspo", "gmpo", "cispo", "sapo"] = "clipped"
+    policy_loss: PolicyLoss = "clipped"
     """Per-token loss of `algorithms.policy_losses`."""
     clip_low: PositiveFloat = 0.2
     """The ratio counts down to 1 - clip_low (gmpo: its logarithm down to -clip_low)."""
@@ -145,9 +174,7 @@ class AlgorithmConfig(Section):
     """Adapt the coefficient so that the KL stays near this many nats a token; left out, it is constant."""
     kl_horizon: PositiveFloat = 10000.0
     """Samples in which an adapted coefficient changes by a fifth at most."""
-    importance_sampling: (
-        Literal["tis", "icepop", "sequence_tis", "sequence_rejection", "sequence_mask", "geometric_rejection"] | None
-    ) = None
+    importance_sampling: ImportanceSampling | None = None
     """Correction of `algorithms.importance` for the gap between trainer and engine; left out, none."""
     importance_sampling_low: NonNegativeFloat = 0.5
     """Lowest ratio of trainer to engine that a band or rejection accepts."""
@@ -179,12 +206,16 @@ class AlgorithmConfig(Section):
     ptx_conversations: PositiveInt = 32
     """Conversations of data.ptx in one step."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _with_preset(cls, given: Any) -> Any:
-        if isinstance(given, dict) and isinstance(preset := given.get("preset"), str):
-            return PRESETS.get(preset, {}) | given
-        return given
+    def _with_preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        preset = given.get("preset") if isinstance(given, dict) else None
+        if not isinstance(preset, str):
+            return validate(given)
+        made = validate(PRESETS.get(preset, {}) | given)
+        # A preset's values are not the recipe's own: they may do nothing (`config.effects`).
+        made.model_fields_set.intersection_update(given)
+        return made
 
 
 class CriticConfig(Section):
@@ -202,7 +233,7 @@ class CriticConfig(Section):
 
 
 class PreferenceConfig(Section):
-    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    loss: PreferenceLoss = "dpo"
     """Loss of `algorithms.preference_losses`; dpo, ipo and kto load a reference model, kto takes single answers."""
     beta: PositiveFloat = 0.1
     """How hard the reference holds (dpo, ipo, kto), scale of the rewards (simpo: 2), weight of the odds (orpo)."""

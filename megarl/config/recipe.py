@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import io
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     from pydantic import ValidationError
 
     from megarl.config import Recipe
+    from megarl.config.effects import idle_fields, value_at
     from megarl.config.secrets import literal_secrets
 
     values, references = _merged(Path(path), overrides)
@@ -42,6 +43,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         for found in error.errors(include_url=False):
             problems.append(_explain(found["type"], found["loc"], found["input"], found["msg"], references))
         raise ConfigError(error_page(path, problems)) from None
+    known = dict(_fields(Recipe))
+    for field, reason in idle_fields(recipe):
+        place = tuple(field.split("."))
+        value = _reference_around(place, references) or _printable(value_at(recipe, field), place, references)
+        problems.append(f"{field} = {textwrap.shorten(repr(value), 80)}: {reason}. {_doc(known[field])}")
     if problems:
         raise ConfigError(error_page(path, problems))
     return recipe.with_references(references)
@@ -55,18 +61,23 @@ def error_page(title: str | Path, problems: Sequence[str]) -> str:
 
 
 def to_yaml(recipe: Recipe, comments: bool = False) -> str:
-    """The recipe with all its fields as YAML that `load` reads back.
+    """The recipe as YAML that `load` reads back: all fields that have an effect under its loop and algorithm.
 
     What was read from the environment stays a reference to it; a secret in clear is hidden. With `comments` each field
     comes after its description.
     """
-    return _section_yaml(recipe, (), recipe.references, comments)
+    from megarl.config.effects import unmet
+
+    def has_effect(place: Place) -> bool:
+        return unmet(recipe, ".".join(map(str, place))) is None
+
+    return _section_yaml(recipe, (), recipe.references, has_effect, comments)
 
 
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """`field: old -> new` for each field whose value is not what it was in an earlier recipe, read from its YAML.
 
-    What the earlier recipe does not know counts as what it is by default.
+    A field that the earlier recipe does not have, since it was not known or did nothing, counts as its default.
     """
     import yaml
 
@@ -74,8 +85,9 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
     required = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
     defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
-    before = _settings(yaml.safe_load(to_yaml(defaults))) | _settings(earlier)
     now = _settings(yaml.safe_load(to_yaml(recipe)))
+    known = _settings(defaults.model_dump(mode="json"))
+    before = {field: value for field, value in known.items() if field in now} | _settings(earlier)
     absent = "(not set)"
     return [
         f"{field}: {before.get(field, absent)} -> {now.get(field, absent)}"
@@ -89,21 +101,29 @@ def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {rest[1:]: value for rest, value in _leaves(recipe) if value != {}}
 
 
-def _section_yaml(section: Section, place: Place, references: Mapping[Place, str], comments: bool) -> str:
+def _section_yaml(
+    section: Section,
+    place: Place,
+    references: Mapping[Place, str],
+    has_effect: Callable[[Place], bool],
+    comments: bool,
+) -> str:
     import yaml
 
     parts = []
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if comments:
-            doc = " ".join((field.description or "").split())
-            parts.append(textwrap.fill(doc, 110, initial_indent="# ", subsequent_indent="# ") + "\n")
-        if hasattr(value, "model_fields_set") and (*place, name) not in references:
-            inner = _section_yaml(value, (*place, name), references, comments)
-            parts.append(f"{name}:\n{textwrap.indent(inner, '  ')}")
+        value, own = getattr(section, name), (*place, name)
+        if hasattr(value, "model_fields_set") and own not in references:
+            inner = _section_yaml(value, own, references, has_effect, comments)
+            text = f"{name}:\n{textwrap.indent(inner, '  ')}" if inner else ""
+        elif hasattr(value, "model_fields_set") or has_effect(own):
+            plain = {name: _printable(value, own, references)}
+            text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)
         else:
-            plain = {name: _printable(value, (*place, name), references)}
-            parts.append(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6))
+            text = ""
+        if text and comments:
+            text = textwrap.fill(_doc(field), 110, initial_indent="# ", subsequent_indent="# ") + "\n" + text
+        parts.append(text)
     return "".join(parts)
 
 

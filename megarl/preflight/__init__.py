@@ -54,7 +54,7 @@ def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
-    wrong += [*learning.sampling(recipe), *learning.unused(recipe), *learning.evaluation_only(recipe)]
+    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe)]
     wrong += learning.trackers(recipe)
     incomplete = check_model_folder(recipe.model.path)
     broken = [*incomplete, *data_files(recipe)]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config import CriticConfig, LoraConfig, OptimizerConfig, Recipe
+from megarl.config import OptimizerConfig, Recipe
+from megarl.config.effects import unmet
 from megarl.families.shape import ModelShape
 from megarl.types import ConfigError
-
-WITH_LONE_SAMPLE = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
-"""Advantage estimators whose baseline is the sample's group."""
 
 
 def optimizers(recipe: Recipe) -> Iterator[str]:
@@ -61,8 +59,6 @@ def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Of LoRA."""
     lora = recipe.lora
-    if not lora.rank and lora != LoraConfig():
-        yield "lora.rank = 0: means no adapters, but other fields of lora are set; give a rank (16), or remove those"
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
         yield f"lora.rank = {lora.rank}: exceeds the model's narrowest matrix, {narrowest}; lower it"
@@ -70,20 +66,6 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"lora.rank = {lora.rank}: a reward model's new head is trained with all its weights; set lora.rank=0"
     if lora.rank and shape.num_experts and recipe.trainer.megatron.get("moe_shared_expert_overlap"):
         yield "trainer.megatron.moe_shared_expert_overlap: does not pass through adapters; remove it or set lora.rank=0"
-
-
-def unused(recipe: Recipe) -> Iterator[str]:
-    """What is set and would do nothing."""
-    data, is_rl = recipe.data, recipe.loop == "rl"
-    for field, is_set, needs, is_used in (
-        ("data.validation_conversations", bool(data.validation_conversations), "loop: sft", recipe.loop == "sft"),
-        ("data.ptx", bool(data.ptx), "loop: rl", is_rl),
-        ("reward.model", bool(recipe.reward.model), "loop: rl", is_rl),
-        ("train.epochs_per_step", recipe.train.epochs_per_step > 1, "loop: rl", is_rl),
-        ("critic", recipe.critic != CriticConfig(), "loop: rl with algorithm.advantage gae", recipe.has_critic),
-    ):
-        if is_set and not is_used:
-            yield f"{field}: is used in {needs} only; leave it out"
 
 
 def trackers(recipe: Recipe) -> Iterator[str]:
@@ -102,8 +84,6 @@ def rewards(recipe: Recipe) -> Iterator[str]:
     reward = recipe.reward
     if recipe.has_engine and not reward.functions:
         yield "reward.functions = []: something must say what is right; beside a reward model its weight may be 0"
-    if reward.function_weight != 1 and not reward.model:
-        yield f"reward.function_weight = {reward.function_weight}: weighs against reward.model, which is not given"
     for name in {name: None for name in reward.functions if reward.functions.count(name) > 1}:
         yield f"reward.functions = {list(reward.functions)}: {name} is named twice and would count twice; name it once"
     for name in reward.functions:
@@ -152,32 +132,16 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.importance_sampling = {algorithm.importance_sampling}: corrects the engine to the trainer, "
             "but the ratio starts from the engine's log-probs; set algorithm.old_logprobs=trainer"
         )
-    if algorithm.importance_sampling and algorithm.importance_sampling_low >= algorithm.importance_sampling_high:
+    has_low = unmet(recipe, "algorithm.importance_sampling_low") is None
+    if has_low and algorithm.importance_sampling_low >= algorithm.importance_sampling_high:
         yield (
             f"algorithm.importance_sampling_low = {algorithm.importance_sampling_low}: "
             f"set it below algorithm.importance_sampling_high = {algorithm.importance_sampling_high}"
         )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
-    if algorithm.lone_sample != "zero" and algorithm.advantage not in WITH_LONE_SAMPLE:
-        yield f"algorithm.lone_sample = {algorithm.lone_sample}: advantage {algorithm.advantage} has none; leave it out"
-    if algorithm.k3_max is not None and algorithm.kl_estimator != "k3":
-        yield f"algorithm.k3_max = {algorithm.k3_max}: kl_estimator {algorithm.kl_estimator} has none; leave it out"
-    if algorithm.count_masked_sequences and algorithm.aggregation in ("token_mean", "sample_level"):
-        yield (
-            f"algorithm.count_masked_sequences = True: aggregation {algorithm.aggregation} is no mean over trained "
-            "sequences; leave it out"
-        )
-    for name in ("dual_clip", "max_ratio"):
-        if getattr(algorithm, name) is not None and algorithm.policy_loss != "clipped":
-            yield f"algorithm.{name}: policy_loss {algorithm.policy_loss} has none; leave it out"
     if (allowed := algorithm.dynamic_sampling) and not 0 <= allowed[0] < allowed[1] <= 1:
         yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
-    if algorithm.oversampling > 1 and not allowed:
-        yield (
-            f"algorithm.oversampling = {algorithm.oversampling}: "
-            "without algorithm.dynamic_sampling no group is filtered; set both or neither"
-        )
     if bool(algorithm.ptx_coefficient) != bool(recipe.data.ptx):
         yield (
             f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one is nothing "
@@ -195,5 +159,3 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.data.ptx and recipe.trainer.router_replay:
         yield "trainer.router_replay = True: no engine chose experts for the conversations of data.ptx; leave one out"
-    if algorithm.kl_target and not algorithm.kl_coefficient:
-        yield f"algorithm.kl_target = {algorithm.kl_target}: adapts algorithm.kl_coefficient, which is 0; raise that"

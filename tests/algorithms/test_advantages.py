@@ -70,7 +70,7 @@ GROUPS = torch.tensor([7, 3, 7, 3, 7, 3])
     [
         pytest.param(rloo(REWARDS, GROUPS), [-3.0, -15.0, 0.0, 15.0, 3.0, 0.0], id="rloo"),
         # Baselines (2 + 2*4 + 5*6) / 8 = 5 and (10 + 30 + 2*20) / 4 = 20.
-        pytest.param(opo(REWARDS, GROUPS, torch.tensor([1, 1, 2, 1, 5, 2])), [-3, -10, -1, 10, 1, 0], id="opo"),
+        pytest.param(opo(REWARDS, GROUPS, lengths=torch.tensor([1, 1, 2, 1, 5, 2])), [-3, -10, -1, 10, 1, 0], id="opo"),
         pytest.param(global_baseline(REWARDS, GROUPS), [-10, -2, -8, 18, -6, 8], id="global baseline"),
         # Squares of the differences to 12 add up to 592.
         pytest.param(
@@ -163,7 +163,9 @@ def test_whitened_values_have_mean_0_and_variance_1_where_the_mask_is():
         pytest.param(lambda r, g, **lone: grpo(r, g, normalize_by_std=False, **lone), [3, -1, 1], id="dr_grpo"),
         pytest.param(rloo, [3, -2, 2], id="rloo"),
         pytest.param(
-            lambda r, g, **lone: opo(r, g, torch.tensor([4, 1, 3]), **lone), [3, -1.5, 0.5], id="opo: baseline 6.5"
+            lambda r, g, **lone: opo(r, g, lengths=torch.tensor([4, 1, 3]), **lone),
+            [3, -1.5, 0.5],
+            id="opo: baseline 6.5",
         ),
         pytest.param(
             # Centred: 3, -1, 1, whose mean is 1 and whose deviation from zero is sqrt(11 / 2).

@@ -1,35 +1,54 @@
+from ast import unparse
+from inspect import Parameter, signature
 from pathlib import Path
-from types import NoneType
 from typing import get_args
 
 import pytest
 
-from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.advantages import ADVANTAGES, gae
 from megarl.algorithms.importance import IMPORTANCE_SAMPLING
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.reduction import AGGREGATIONS
-from megarl.config import AlgorithmConfig, PreferenceConfig
+from megarl.config import AlgorithmConfig
+from megarl.config.formulas import formulas
 from megarl.config.learning import PRESETS
 
 
 @pytest.mark.parametrize(
     ("field", "table"),
     [
-        ("advantage", [*ADVANTAGES, "gae"]), ("policy_loss", POLICY_LOSSES), ("aggregation", AGGREGATIONS),
-        ("kl_estimator", KL_ESTIMATORS), ("importance_sampling", IMPORTANCE_SAMPLING), ("preset", PRESETS),
+        ("algorithm.advantage", ADVANTAGES | {"gae": gae}),
+        ("algorithm.policy_loss", POLICY_LOSSES),
+        ("algorithm.importance_sampling", IMPORTANCE_SAMPLING),
+        ("preference.loss", PREFERENCE_LOSSES),
     ],
-)  # fmt: skip
+)
+def test_what_the_source_tells_of_a_table_is_what_the_functions_take(field, table):
+    expected = {
+        name: {
+            parameter.name: (str(parameter.annotation), parameter.default is Parameter.empty)
+            for parameter in signature(function).parameters.values()
+            if parameter.kind is Parameter.KEYWORD_ONLY
+        }
+        for name, function in table.items()
+    }
+    found = {
+        name: {keyword: (unparse(told.annotation), told.is_required) for keyword, told in keywords.items()}
+        for name, keywords in formulas(field).items()
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(("field", "table"), [("aggregation", AGGREGATIONS), ("kl_estimator", KL_ESTIMATORS)])
 def test_the_recipe_offers_what_the_table_holds(field, table):
-    kind = AlgorithmConfig.model_fields[field].annotation
-    if NoneType in get_args(kind):
-        kind = next(part for part in get_args(kind) if part is not NoneType)
-    assert set(get_args(kind)) == set(table)
+    assert set(get_args(AlgorithmConfig.model_fields[field].annotation)) == set(table)
 
 
-def test_the_recipe_offers_the_preference_losses():
-    assert set(get_args(PreferenceConfig.model_fields["loss"].annotation)) == set(PREFERENCE_LOSSES)
+def test_the_recipe_offers_the_presets():
+    offered, _ = get_args(AlgorithmConfig.model_fields["preset"].annotation)
+    assert set(get_args(offered)) == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -37,7 +37,8 @@ def ours(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, list
         f"rollout.sampling.max_new_tokens={options.new_tokens}",
         f"train.steps={options.steps}", f"train.prompts_per_step={options.prompts}",
         f"train.samples_per_prompt={options.samples}", f"optimizer.learning_rate={options.learning_rate}",
-        "optimizer.schedule=constant", "optimizer.warmup_steps=0", "samples_every_steps=1000", *options.override,
+        f"optimizer.min_learning_rate={options.learning_rate}", "optimizer.warmup_steps=0",
+        "samples_every_steps=1000", *options.override,
     ]  # fmt: skip
     command = [sys.executable, "-m", "megarl", "train", str(ROOT / "launch/recipes/tiny_rl.yaml"), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)

@@ -1,0 +1,276 @@
+"""Where each field of a recipe has an effect: under which loop, algorithm or other field.
+
+The schema is one model with this table, not a union of models that pydantic would choose by `loop`. Under a union a
+misspelt `loop` hides all other errors, names of fields get the union's tags in front, a condition on the algorithm
+(gae, clipped, kto) would need a model for each combination, and every room that reads `recipe.algorithm` would have to
+narrow the type first. With a table the error says why a field does nothing, and rooms go on reading what is there.
+
+Only what a recipe gives counts as an error: defaults and a preset's values may lie idle. How the machines are described
+(`cluster.*`) is never idle, since one recipe runs under any launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.formulas import either, formulas, is_own, taking
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe, Section
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """A condition on a recipe: `remedy` makes it true, `fields` are those that decide it."""
+
+    fields: tuple[str, ...]
+    remedy: str
+    holds: Callable[[Recipe], bool]
+
+    def state(self, recipe: Recipe) -> str:
+        """The deciding fields as they are: `under loop=sft`, `without reward.model`."""
+        values = {field: value_at(recipe, field) for field in self.fields}
+        absent = [field for field, value in values.items() if value is None or value == {}]
+        present = [f"{field}={value}" for field, value in values.items() if field not in absent]
+        parts = (["under " + " and ".join(present)] if present else []) + [f"without {field}" for field in absent]
+        return " ".join(parts)
+
+
+def value_at(recipe: Recipe, field: str) -> Any:
+    """The value of a field by its dotted name."""
+    value: Any = recipe
+    for part in field.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _one_of(field: str, *values: str) -> Needs:
+    return Needs((field,), f"set {field} to {either(values)}", lambda recipe: value_at(recipe, field) in values)
+
+
+def _given(field: str) -> Needs:
+    return Needs((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)))
+
+
+def _above_zero(field: str) -> Needs:
+    return Needs((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0)
+
+
+def _takes(field: str, keyword: str) -> Needs:
+    """The formula that a field names takes a keyword. The user's own may take any: see `preflight.formulas`."""
+
+    def holds(recipe: Recipe) -> bool:
+        name = value_at(recipe, field)
+        return name is not None and (is_own(name) or keyword in formulas(field)[name])
+
+    return Needs((field,), f"set {field} to {either(taking(field, keyword))}", holds)
+
+
+_ALWAYS = ()
+_RL = _one_of("loop", "rl")
+_RL_SFT = _one_of("loop", "rl", "sft")
+_SFT = _one_of("loop", "sft")
+_PAIRS = _one_of("loop", "preference", "reward_model")
+_PREFERENCE = _one_of("loop", "preference")
+_LOGPROBS = _one_of("loop", "rl", "sft", "preference")
+_SAMPLES = Needs(("data.validation",), "give data.validation", lambda recipe: recipe.has_engine)
+_ENGINE = (_RL_SFT, _SAMPLES)
+_GAE = (_RL, _one_of("algorithm.advantage", "gae"))
+_KL = (_RL, _above_zero("algorithm.kl_coefficient"))
+_LORA = (_LOGPROBS, _above_zero("lora.rank"))
+_FILTER = (_RL, _given("algorithm.dynamic_sampling"))
+_REWARD_MODEL = (_RL, _given("reward.model"))
+_CORRECTION = (_RL, _given("algorithm.importance_sampling"))
+_MARGIN = Needs(
+    ("preference.loss",),
+    f"set preference.loss to {either(taking('preference.loss', 'margin'))}",
+    lambda recipe: recipe.loop == "reward_model" or _takes("preference.loss", "margin").holds(recipe),
+)
+
+
+def _optimizer(section: str, needs: tuple[Needs, ...]) -> dict[str, tuple[Needs, ...]]:
+    falling = _one_of(f"{section}.schedule", "linear", "cosine", "wsd")
+    adam = _one_of(f"{section}.name", "adam")
+    conditions: dict[str, tuple[Needs, ...]] = {
+        "name": _ALWAYS,
+        "learning_rate": _ALWAYS,
+        "schedule": _ALWAYS,
+        "decay_steps": (_one_of(f"{section}.schedule", "wsd"),),
+        "warmup_steps": _ALWAYS,
+        "min_learning_rate": (falling,),
+        "weight_decay": _ALWAYS,
+        "betas": (adam,),
+        "epsilon": (adam,),
+        "clip_grad_norm": _ALWAYS,
+        "max_skipped_updates": _ALWAYS,
+    }
+    return {f"{section}.{name}": (*needs, *own) for name, own in conditions.items()}
+
+
+def _advantage(keyword: str) -> tuple[Needs, ...]:
+    return (_RL, _takes("algorithm.advantage", keyword))
+
+
+def _policy_loss(keyword: str) -> tuple[Needs, ...]:
+    return (_RL, _takes("algorithm.policy_loss", keyword))
+
+
+def _preference(keyword: str) -> tuple[Needs, ...]:
+    return (_PREFERENCE, _takes("preference.loss", keyword))
+
+
+EFFECTS: dict[str, tuple[Needs, ...]] = {
+    "name": _ALWAYS,
+    "loop": _ALWAYS,
+    "seed": _ALWAYS,
+    "runs_folder": _ALWAYS,
+    "samples_every_steps": (_RL,),
+    "trackers": _ALWAYS,
+    "model.path": _ALWAYS,
+    "model.dtype": _ALWAYS,
+    "data.train": _ALWAYS,
+    "data.validation": _ALWAYS,
+    "data.validation_conversations": (_SFT,),
+    "data.ptx": (_RL,),
+    "data.answer_field": _ENGINE,
+    "data.system_prompt": _ALWAYS,
+    "data.max_prompt_tokens": _ENGINE,
+    "data.shuffle": _ALWAYS,
+    "cluster": _ALWAYS,
+    "trainer.tp": _ALWAYS,
+    "trainer.pp": _ALWAYS,
+    "trainer.dp": _ALWAYS,
+    "trainer.vpp": _ALWAYS,
+    "trainer.cp": _ALWAYS,
+    "trainer.ep": _ALWAYS,
+    "trainer.etp": _ALWAYS,
+    "trainer.rank_order": _ALWAYS,
+    "trainer.align_ranks": _ENGINE,
+    "trainer.sequence_parallel": _ALWAYS,
+    "trainer.distributed_optimizer": _ALWAYS,
+    "trainer.router_replay": (_RL,),
+    "trainer.recompute": _ALWAYS,
+    "trainer.offload": _ALWAYS,
+    "trainer.max_tokens_per_microbatch": _ALWAYS,
+    "trainer.logprob_chunk_tokens": (_LOGPROBS,),
+    "trainer.megatron": _ALWAYS,
+    "lora.rank": _ALWAYS,
+    "lora.alpha": _LORA,
+    "lora.dropout": _LORA,
+    "lora.targets": _LORA,
+    "lora.export_adapter": _LORA,
+    **_optimizer("optimizer", _ALWAYS),
+    "rollout.tp": _ENGINE,
+    "rollout.sampling.max_new_tokens": _ENGINE,
+    "rollout.sampling.temperature": (_RL,),
+    "rollout.sampling.top_p": (_RL,),
+    "rollout.sampling.top_k": (_RL,),
+    "rollout.sampling.stop": _ENGINE,
+    "rollout.max_concurrent_requests": _ENGINE,
+    "rollout.kv_cache_gib": _ENGINE,
+    "rollout.vllm": _ENGINE,
+    "reward.functions": _ENGINE,
+    "reward.function_weight": _REWARD_MODEL,
+    "reward.model": (_RL,),
+    "reward.model_weight": _REWARD_MODEL,
+    "reward.model_clip": _REWARD_MODEL,
+    "reward.num_workers": _ENGINE,
+    "reward.timeout_seconds": _ENGINE,
+    "reward.wall_timeout_seconds": _ENGINE,
+    "reward.max_failed_fraction": _ENGINE,
+    "reward.correct_score": _ENGINE,
+    "algorithm.preset": (_RL,),
+    "algorithm.advantage": (_RL,),
+    "algorithm.gamma": _advantage("gamma"),
+    "algorithm.gae_lambda": _advantage("gae_lambda"),
+    "algorithm.normalize_by_std": _advantage("normalize_by_std"),
+    "algorithm.lone_sample": _advantage("lone_sample"),
+    "algorithm.pass_k": _advantage("k"),
+    "algorithm.whiten_advantages": (_RL,),
+    "algorithm.policy_loss": (_RL,),
+    "algorithm.clip_low": _policy_loss("clip_low"),
+    "algorithm.clip_high": _policy_loss("clip_high"),
+    "algorithm.dual_clip": _policy_loss("dual_clip"),
+    "algorithm.max_ratio": _policy_loss("max_ratio"),
+    "algorithm.skip_ratio": (_RL,),
+    "algorithm.entropy_coefficient": (_RL,),
+    "algorithm.kl_coefficient": (_RL,),
+    "algorithm.kl_placement": _KL,
+    "algorithm.kl_estimator": _KL,
+    "algorithm.k3_max": (*_KL, _one_of("algorithm.kl_estimator", "k3")),
+    "algorithm.kl_target": _KL,
+    "algorithm.kl_horizon": (*_KL, _given("algorithm.kl_target")),
+    "algorithm.importance_sampling": (_RL,),
+    "algorithm.importance_sampling_low": (*_CORRECTION, _takes("algorithm.importance_sampling", "low")),
+    "algorithm.importance_sampling_high": (*_CORRECTION, _takes("algorithm.importance_sampling", "high")),
+    "algorithm.aggregation": (_RL_SFT,),
+    "algorithm.count_masked_sequences": (
+        _RL_SFT,
+        _one_of("algorithm.aggregation", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"),
+    ),
+    "algorithm.old_logprobs": (_RL,),
+    "algorithm.dynamic_sampling": (_RL,),
+    "algorithm.max_attempts": _FILTER,
+    "algorithm.oversampling": _FILTER,
+    "algorithm.overlong_buffer": (_RL,),
+    "algorithm.mask_truncated": (_RL,),
+    "algorithm.ptx_coefficient": (_RL,),
+    "algorithm.ptx_conversations": (_RL, _given("data.ptx")),
+    "critic.path": _GAE,
+    **_optimizer("critic.optimizer", _GAE),
+    "critic.clip": _GAE,
+    "critic.warmup_steps": _GAE,
+    "critic.updates_per_step": _GAE,
+    "preference.loss": (_PREFERENCE,),
+    "preference.beta": _preference("beta"),
+    "preference.margin": (_PAIRS, _MARGIN),
+    "preference.label_smoothing": _preference("label_smoothing"),
+    "preference.normalize_by_length": _preference("normalize_by_length"),
+    "preference.desirable_weight": _preference("desirable_weight"),
+    "preference.undesirable_weight": _preference("undesirable_weight"),
+    "train.steps": _ALWAYS,
+    "train.prompts_per_step": _ALWAYS,
+    "train.samples_per_prompt": (_RL,),
+    "train.updates_per_step": (_RL,),
+    "train.epochs_per_step": (_RL,),
+    "evaluation.every_steps": _ALWAYS,
+    "evaluation.max_problems": _ALWAYS,
+    "evaluation.sampling": _ENGINE,
+    "weights.bucket_mib": _ALWAYS,
+    "weights.verify_every": _ENGINE,
+    "checkpoint": _ALWAYS,
+}
+"""A field, or a section whose fields all do alike, to what it needs; all must hold."""
+
+
+def conditions(field: str) -> tuple[Needs, ...]:
+    """The conditions of a field, or of the section around it."""
+    name = field
+    while name not in EFFECTS and "." in name:
+        name = name.rpartition(".")[0]
+    return EFFECTS[name]
+
+
+def unmet(recipe: Recipe, field: str) -> Needs | None:
+    """The first condition of a field that does not hold: the field does nothing. None: it has an effect."""
+    return next((need for need in conditions(field) if not need.holds(recipe)), None)
+
+
+def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
+    """The fields that a recipe gives, by dotted name; not those that a preset sets."""
+    for name in type(section).model_fields:
+        if name in section.model_fields_set:
+            value = getattr(section, name)
+            if hasattr(value, "model_fields_set"):
+                yield from given_fields(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+
+def idle_fields(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Each given field that does nothing, and why, with a remedy."""
+    for field in given_fields(recipe):
+        if (need := unmet(recipe, field)) is not None:
+            yield field, f"does nothing {need.state(recipe)}; leave it out, or {need.remedy}"

@@ -1,0 +1,110 @@
+"""Names and keyword arguments of the formulas in `megarl.algorithms`, read from their source.
+
+A recipe is checked and printed without torch, which an import of the formulas would take. What stands in a table of
+`megarl.algorithms` is a value of the recipe's field and its keywords are settings, without another line here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_ALGORITHMS = Path(__file__).parents[1] / "algorithms"
+
+TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "algorithm.advantage": ("advantages", "ADVANTAGES", ("gae",)),
+    "algorithm.policy_loss": ("policy_losses", "POLICY_LOSSES", ()),
+    "algorithm.importance_sampling": ("importance", "IMPORTANCE_SAMPLING", ()),
+    "preference.loss": ("preference_losses", "PREFERENCE_LOSSES", ()),
+}
+"""Field of the recipe to module, table, and functions that it names beside those of the table."""
+
+FIELDS: dict[str, dict[str, str]] = {
+    "algorithm.advantage": {
+        "normalize_by_std": "algorithm.normalize_by_std",
+        "lone_sample": "algorithm.lone_sample",
+        "k": "algorithm.pass_k",
+        "gamma": "algorithm.gamma",
+        "gae_lambda": "algorithm.gae_lambda",
+    },
+    "algorithm.policy_loss": {
+        "clip_low": "algorithm.clip_low",
+        "clip_high": "algorithm.clip_high",
+        "dual_clip": "algorithm.dual_clip",
+        "max_ratio": "algorithm.max_ratio",
+    },
+    "algorithm.importance_sampling": {
+        "low": "algorithm.importance_sampling_low",
+        "high": "algorithm.importance_sampling_high",
+    },
+    "preference.loss": {
+        "beta": "preference.beta",
+        "margin": "preference.margin",
+        "label_smoothing": "preference.label_smoothing",
+        "normalize_by_length": "preference.normalize_by_length",
+        "desirable_weight": "preference.desirable_weight",
+        "undesirable_weight": "preference.undesirable_weight",
+    },
+}
+"""Keywords that have a field of their own in the recipe."""
+
+MEASURED: dict[str, tuple[str, ...]] = {
+    "algorithm.advantage": ("lengths", "passes", "mask"),
+    "preference.loss": ("kl",),
+}
+"""Keywords that the run gives, from what it has sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """A keyword argument; `annotation` is None where it has none."""
+
+    annotation: ast.expr | None
+    is_required: bool
+
+
+Keywords = Mapping[str, Keyword]
+
+
+@cache
+def formulas(field: str) -> dict[str, Keywords]:
+    """The functions that a field of the recipe may name, and their keyword arguments."""
+    module, table, further = TABLES[field]
+    body = ast.parse((_ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    named: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _target(node) == table:
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                assert isinstance(key, ast.Constant) and isinstance(value, ast.Name)
+                named[str(key.value)] = value.id
+    named |= {name: name for name in further}
+    return {name: _keywords(functions[function].args) for name, function in named.items()}
+
+
+def taking(field: str, keyword: str) -> list[str]:
+    """The functions that a field may name and that take a keyword."""
+    return [name for name, keywords in formulas(field).items() if keyword in keywords]
+
+
+def either(names: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is an import path: `package.module:function` or `path/to/file.py:function`."""
+    return ":" in name
+
+
+def _target(node: ast.Assign) -> str | None:
+    [target] = node.targets
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _keywords(arguments: ast.arguments) -> Keywords:
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {argument.arg: Keyword(argument.annotation, default is None) for argument, default in pairs}

@@ -1,0 +1,182 @@
+"""Fields that would do nothing under a recipe's loop or algorithm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config.learning import PRESETS
+from megarl.config.recipe import load, recipe_changes, to_yaml
+from megarl.types import ConfigError
+
+SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+def failure(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value).splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "reason", "remedy"),
+    [
+        pytest.param(
+            ["algorithm.gamma=0.9"],
+            "algorithm.gamma = 0.9",
+            "under algorithm.advantage=grpo",
+            "algorithm.advantage to gae",
+            id="gamma under grpo",
+        ),
+        pytest.param(
+            ["preference.beta=0.2"], "preference.beta = 0.2", "under loop=rl", "loop to preference", id="beta"
+        ),
+        pytest.param(
+            ["critic.optimizer.betas=[0.9,0.99]"],
+            "critic.optimizer.betas = [0.9, 0.99]",
+            "under algorithm.advantage=grpo",
+            "algorithm.advantage to gae",
+            id="critic without gae",
+        ),
+        pytest.param(
+            ["algorithm.policy_loss=policy_gradient", "algorithm.clip_low=0.1"],
+            "algorithm.clip_low = 0.1",
+            "under algorithm.policy_loss=policy_gradient",
+            "algorithm.policy_loss to clipped, gspo, gmpo or cispo",
+            id="clip",
+        ),
+        pytest.param(
+            ["algorithm.policy_loss=cispo", "algorithm.dual_clip=3"],
+            "algorithm.dual_clip = 3.0",
+            "under algorithm.policy_loss=cispo",
+            "algorithm.policy_loss to clipped",
+            id="clip of another loss",
+        ),
+        pytest.param(
+            ["algorithm.oversampling=2"],
+            "algorithm.oversampling = 2.0",
+            "without algorithm.dynamic_sampling",
+            "give algorithm.dynamic_sampling",
+            id="oversampling",
+        ),
+        pytest.param(
+            ["algorithm.kl_target=0.1"],
+            "algorithm.kl_target = 0.1",
+            "under algorithm.kl_coefficient=0.0",
+            "set algorithm.kl_coefficient above 0",
+            id="KL target",
+        ),
+        pytest.param(
+            ["algorithm.importance_sampling=tis", "algorithm.importance_sampling_low=0.1"],
+            "algorithm.importance_sampling_low = 0.1",
+            "under algorithm.importance_sampling=tis",
+            "to icepop, sequence_rejection,",
+            id="bound of another correction",
+        ),
+        pytest.param(
+            ["algorithm.advantage=rloo", "algorithm.normalize_by_std=true"],
+            "algorithm.normalize_by_std = True",
+            "under algorithm.advantage=rloo",
+            "to grpo, reinforce_plus_plus or",
+            id="deviation",
+        ),
+        pytest.param(["algorithm.pass_k=2"], "algorithm.pass_k = 2", "=grpo", "to pass_at_k", id="pass k"),
+        pytest.param(
+            ["reward.model_clip=5"], "reward.model_clip = 5.0", "without reward.model", "give", id="reward model"
+        ),
+        pytest.param(["lora.alpha=16"], "lora.alpha = 16.0", "under lora.rank=0", "lora.rank above 0", id="lora"),
+        pytest.param(
+            ["optimizer.decay_steps=3"], "optimizer.decay_steps = 3", "schedule=constant", "to wsd", id="decay"
+        ),
+        pytest.param(
+            ["data.validation_conversations.a=b"], "data.validation_conversations = ", "loop=rl", "to sft", id="sft"
+        ),
+        pytest.param(
+            ["loop=sft", "train.epochs_per_step=2"], "train.epochs_per_step = 2", "=sft", "loop to rl", id="passes"
+        ),
+        pytest.param(["loop=sft", "rollout.tp=2"], "rollout.tp = 2", "without data.validation", "give", id="no engine"),
+        pytest.param(
+            ["loop=sft", "algorithm.preset=dapo"], "algorithm.preset = 'dapo'", "=sft", "loop to rl", id="preset"
+        ),
+        pytest.param(
+            ["loop=preference", "preference.loss=kto", "preference.margin=1"],
+            "preference.margin = 1.0",
+            "under preference.loss=kto",
+            "preference.loss to dpo or simpo",
+            id="margin of kto",
+        ),
+        pytest.param(
+            ["loop=reward_model", "preference.loss=ipo"],
+            "preference.loss = 'ipo'",
+            "=reward_model",
+            "to preference",
+            id="loss of a reward model",
+        ),
+        pytest.param(
+            ["loop=preference", "weights.verify_every=3"], "weights.verify_every", "=preference", "rl", id="reshard"
+        ),
+    ],
+)
+def test_a_field_that_does_nothing_is_named_with_reason_and_remedy(
+    small: Path, overrides: list[str], field: str, reason: str, remedy: str
+) -> None:
+    [line] = failure(small, *overrides)
+    assert line.startswith(f"  {field}")
+    assert "does nothing " in line
+    assert reason in line
+    assert "; leave it out, or " in line
+    assert remedy in line
+
+
+def test_the_value_that_is_the_default_counts_where_it_is_given(small: Path) -> None:
+    assert failure(small, "algorithm.gamma=1.0")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_values_of_a_preset_may_lie_idle(small: Path, preset: str) -> None:
+    """rloo's placement of the KL without its KL; cispo's clip without cispo."""
+    load(small, [f"algorithm.preset={preset}", "algorithm.kl_coefficient=0", "algorithm.policy_loss=policy_gradient"])
+
+
+def test_a_margin_is_for_reward_models_too(small: Path) -> None:
+    assert load(small, ["loop=reward_model", "preference.margin=1"]).preference.margin == 1
+
+
+def test_what_is_printed_has_an_effect_and_reads_back(small: Path) -> None:
+    for overrides, kept, left_out in (
+        ([], ("kl_coefficient", "clip_low", "normalize_by_std"), ("gamma", "kl_estimator", "critic", "preference")),
+        (["algorithm.preset=ppo"], ("gamma", "kl_estimator", "critic"), ("normalize_by_std", "max_attempts")),
+        (["loop=preference"], ("beta", "label_smoothing"), ("desirable_weight", "rollout", "algorithm", "reward")),
+        (["loop=sft"], ("aggregation",), ("advantage", "rollout", "answer_field")),
+    ):
+        recipe = load(small, overrides)
+        for comments in (False, True):
+            text = to_yaml(recipe, comments=comments)
+            names = {line.strip().partition(":")[0] for line in text.splitlines()}
+            assert set(kept) <= names
+            assert not names & set(left_out)
+            again = small.with_name("again.yaml")
+            again.write_text(text)
+            assert to_yaml(load(again)) == to_yaml(recipe)
+
+
+def test_a_field_that_begins_to_count_has_not_changed(small: Path) -> None:
+    """What the earlier recipe left out, since it did nothing, was its default."""
+    earlier = yaml.safe_load(to_yaml(load(small)))
+    now = load(small, ["algorithm.advantage=gae", "algorithm.gamma=0.9"])
+    assert recipe_changes(earlier, now) == [
+        "algorithm.advantage: grpo -> gae",
+        "algorithm.gamma: 1.0 -> 0.9",
+        "algorithm.normalize_by_std: True -> (not set)",
+        "algorithm.lone_sample: zero -> (not set)",
+    ]
