@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
 from megarl.platform import rendezvous
 
@@ -67,9 +68,9 @@ class RankPool(AbstractContextManager["RankPool"]):
                 environment=self._environment,
             )
         try:
-            self._group.answer_timeout_seconds = _LOAD_SECONDS
+            self._group.deadlines = Deadlines.same(_LOAD_SECONDS)
             await self._group.call("load", *address)
-            self._group.answer_timeout_seconds = timeout_seconds
+            self._group.deadlines = Deadlines.same(timeout_seconds)
             return (await self._group.call("run", args, timeout_seconds, world_size))[:world_size]
         except BaseException:
             await self._group.close()

@@ -9,7 +9,13 @@ TIERS = ("end_to_end", "cluster", "distributed", "fast")
 
 FOLDERS = {"end_to_end": "end_to_end"}
 
-FIXTURES = {"ranks": "distributed", "pool": "distributed", "pool_of": "distributed", "cluster": "cluster"}
+FIXTURES = {
+    "ranks": "distributed",
+    "worker_module": "distributed",
+    "pool": "distributed",
+    "pool_of": "distributed",
+    "cluster": "cluster",
+}
 """Used by the test itself or by another of its fixtures."""
 
 NAMES = {"RankPool": "distributed"}

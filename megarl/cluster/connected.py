@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import signal
 import socket
 import struct
 import tempfile
@@ -52,11 +51,8 @@ class _RemoteHandle(RankHandle):
         self.socket = connected
         self.socket.setblocking(False)
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        if number == signal.SIGABRT:
-            self._group.show_stacks()
-        else:
-            self._group.end_processes()
+    def kill(self) -> None:
+        self._group.end_processes()
 
     def exit_reason(self, is_dead: bool) -> str:
         return f"on node {self.node} ended or lost its connection"

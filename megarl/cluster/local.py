@@ -52,11 +52,11 @@ class _LocalHandle(RankHandle):
         with contextlib.suppress(OSError):  # a child of the rank may hold the other end open: no end of file would come
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self) -> None:
         # The process is not reaped before, so the group id is still its own.
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def show_stacks(self) -> None:
         """Have the rank's fault handler write the stacks of all its threads to the log."""

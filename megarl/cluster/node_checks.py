@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.bandwidth import slow_links, summary
+from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.platform import transformer_engine
@@ -97,7 +98,7 @@ async def inspect(ranks: WorkerGroup, recipe: Recipe, run_folder: Path) -> tuple
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
-    ranks.answer_timeout_seconds = cluster.start_timeout_seconds
+    ranks.deadlines = Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds")
     nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))
     reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}

@@ -6,7 +6,6 @@ import asyncio
 import os
 import pickle
 import re
-import signal
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -49,6 +48,11 @@ def log_tail(log: Path) -> str:
         text = _NOISE.sub("", file.read().decode(errors="replace"))
     lines = printable(text).splitlines()[-_LOG_TAIL_LINES:]
     return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} tells nothing."
+
+
+def log_size(log: Path) -> int:
+    """Bytes; 0 of a log that is not there."""
+    return log.stat().st_size if log.exists() else 0
 
 
 def log_since(log: Path, start: int) -> str:
@@ -100,8 +104,8 @@ class RankHandle(ABC):
         return data
 
     @abstractmethod
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal the rank and its children, if it still lives."""
+    def kill(self) -> None:
+        """Kill the rank and its children, if it still lives."""
 
     def release(self) -> None:
         """Give back what the handle holds."""

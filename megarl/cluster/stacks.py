@@ -1,15 +1,55 @@
-"""What the stacks that a rank's fault handler wrote tell of where it stands."""
+"""What the stacks that the ranks' fault handlers wrote tell of where they stand."""
 
 from __future__ import annotations
 
 import linecache
 import re
+from collections.abc import Mapping, Sequence
 
 _HEADING = "(most recent call first):"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
+_OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
+_MOST_FRAMES = 12
+_MOST_STACKS = 8
+
+
+def is_whole(stacks: str) -> bool:
+    """Whether they are written to their end: the frame in which the main thread began, or the last that is shown."""
+    _, heading, main_thread = stacks.rpartition(_HEADING)
+    return bool(heading) and _OUTERMOST.search(main_thread) is not None
+
+
+def summary(stacks: Mapping[int, str]) -> str:
+    """Where the main thread of each rank stands, the innermost frames first; ranks that stand alike together."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in stacks.items():
+        _, heading, main_thread = text.rpartition(_HEADING)
+        frames = [line for line in main_thread.splitlines() if _FRAME.search(line)] if heading else []
+        shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
+        alike.setdefault("\n".join(shown or ["  wrote no stack"]), []).append(rank)
+    # First those that stand apart: most ranks wait for them.
+    kinds = sorted(alike.items(), key=lambda kind: len(kind[1]))
+    lines = ["Where the ranks stood; their logs have all threads:"]
+    for frames, ranks in kinds[:_MOST_STACKS]:
+        lines += [ranks_named(ranks), frames]
+    if rest := sorted(rank for _, ranks in kinds[_MOST_STACKS:] for rank in ranks):
+        lines.append(f"{ranks_named(rest)}: elsewhere")
+    return "\n".join(lines)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Ranks, in ascending order, in words: `rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(told)}"
 
 
 def waits_in_collective(stacks: str) -> bool:

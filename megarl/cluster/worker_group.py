@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import signal
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +20,18 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl import types
+from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.rank import pack
-from megarl.cluster.rank_handle import RankError, RankHandle, log_since
+from megarl.cluster.rank_handle import RankError, RankHandle, log_since, log_size
 from megarl.cluster.rank_queues import RankQueues
-from megarl.cluster.stacks import waits_in_collective
+from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
 from megarl.platform.rendezvous import Rendezvous
 
 _REPORT_GRACE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
+_STACKS_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
 
 
 class RankFailedError(types.MegarlError):
@@ -54,7 +57,7 @@ class _Call:
     """A call that is under way: what its ranks were asked, and how long they may take."""
 
     method: str
-    timeout_seconds: float | None
+    limit: Limit
     answers: Mapping[RankHandle, asyncio.Task[Any]]
 
     def silent(self) -> list[RankHandle]:
@@ -68,7 +71,7 @@ class _Call:
 
 
 def _ranks(handles: Sequence[RankHandle]) -> str:
-    return f"rank{'s' * (len(handles) > 1)} {', '.join(str(handle.rank) for handle in handles)}"
+    return ranks_named([handle.rank for handle in handles])
 
 
 class WorkerGroup(ABC):
@@ -80,9 +83,9 @@ class WorkerGroup(ABC):
     anything else `RankFailedError`, in all calls that are under way, now and ever after. So does a call that is
     cancelled half-way; one that is cancelled while it waits for its ranks harms nothing.
 
-    `answer_timeout_seconds` is how long a call may wait for its slowest rank; None waits for ever. `on_asked` hears of
-    a signal to stop that reached a rank. By rank, `hosts` says how others reach its node, `topology` which node that is
-    and which switches are above it, nearest first.
+    `deadlines` are how long a call may wait for its slowest rank, by verb: a rank that misses its own is lost, and is
+    named with where all ranks stood. `on_asked` hears of a signal to stop that reached a rank. By rank, `hosts` says
+    how others reach its node, `topology` which node that is and which switches are above it, nearest first.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -91,7 +94,7 @@ class WorkerGroup(ABC):
         self.topology: list[tuple[str, ...]] = []
         self._key = secrets.token_bytes(32)
         self.start_timeout_seconds = 300.0
-        self.answer_timeout_seconds: float | None = None
+        self.deadlines = Deadlines.same(self.start_timeout_seconds)
         self._handles: list[RankHandle] = []
         self._queues = RankQueues(world_size)
         self._calls: set[_Call] = set()
@@ -115,20 +118,20 @@ class WorkerGroup(ABC):
         `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
         `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, which goes when the group ends, to that. Output goes
         to `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's
-        settings. `start_timeout_seconds` is how long the interpreters may take to answer, and then this worker to be
-        made.
+        settings. `start_timeout_seconds` is how long the interpreters may take to answer, then this worker to be made,
+        and then every call until the group has other `deadlines`.
         """
         group = cls(world_size, **launcher)
         try:
             log_folder.mkdir(parents=True, exist_ok=True)
-            group.start_timeout_seconds = group.answer_timeout_seconds = start_timeout_seconds
+            group.start_timeout_seconds = start_timeout_seconds
+            group.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
             await group._start_processes(log_folder, environment or {})
             everyone = range(world_size)
             ports = await group._exchange("start", everyone, [b""] * world_size)  # each rank answers once unasked
             meeting = pack(("__settle__", (group._rendezvous(ports[0]),), {}))
             await group._exchange("settle", everyone, [meeting] * world_size)
             await group.construct(worker, kwargs)
-            group.answer_timeout_seconds = None
         except BaseException as error:
             await group._end_once(partial(group._abandon, "start", error))
             raise
@@ -143,18 +146,24 @@ class WorkerGroup(ABC):
         message = pack((method, args, kwargs))
         return await self._exchange(method, range(self.world_size), [message] * self.world_size)
 
-    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
-        """Call the worker's method with `per_rank[rank]` as first argument on every rank; answers by rank."""
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0) -> list[Any]:
+        """Call the worker's method with `per_rank[rank]` as first argument on every rank; answers by rank.
+
+        `budget_seconds`: see `ask`.
+        """
         if len(per_rank) != self.world_size:
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        return await self.ask(range(self.world_size), method, per_rank, *args)
+        return await self.ask(range(self.world_size), method, per_rank, *args, budget_seconds=budget_seconds)
 
-    async def ask(self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+    async def ask(
+        self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
+    ) -> list[Any]:
         """Call the worker's method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
 
-        Answers in the order of `ranks`. The other ranks are free for other calls meanwhile.
+        Answers in the order of `ranks`. The other ranks are free for other calls meanwhile. A call that works for
+        `budget_seconds`, such as sampling for a while, has its deadline so much later.
         """
         if len(per_rank) != len(ranks):
             raise ValueError(f"ask of {method} needs {len(ranks)} arguments, one per rank: got {len(per_rank)}")
@@ -163,7 +172,8 @@ class WorkerGroup(ABC):
                 f"ask of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
                 f"got {list(ranks)}"
             )
-        return await self._exchange(method, ranks, [pack((method, (first, *args), {})) for first in per_rank])
+        messages = [pack((method, (first, *args), {})) for first in per_rank]
+        return await self._exchange(method, ranks, messages, budget_seconds)
 
     @abstractmethod
     def show_stacks(self) -> None:
@@ -181,7 +191,9 @@ class WorkerGroup(ABC):
     def _rendezvous(self, port: int) -> Rendezvous:
         """Where the ranks meet; `port` is that of rank 0's store, if it keeps one."""
 
-    async def _exchange(self, method: str, ranks: Sequence[int], messages: Sequence[bytes]) -> list[Any]:
+    async def _exchange(
+        self, method: str, ranks: Sequence[int], messages: Sequence[bytes], budget_seconds: float = 0.0
+    ) -> list[Any]:
         """Send each rank its message when the turn of all has come; the answers in the order of `ranks`."""
         async with self._queues.turn(ranks):
             if self._ending is not None:
@@ -189,10 +201,12 @@ class WorkerGroup(ABC):
             handles = [self._handles[rank] for rank in ranks]
             sent = zip(handles, messages, strict=True)
             answers = {handle: asyncio.create_task(handle.ask(message)) for handle, message in sent}
-            call = _Call(method, self.answer_timeout_seconds, answers)
+            limit = self.deadlines.of(method)
+            call = _Call(method, limit._replace(seconds=limit.seconds + budget_seconds), answers)
             self._calls.add(call)
+            begun = time.monotonic()
             try:
-                await asyncio.wait(answers.values(), timeout=call.timeout_seconds, return_when=asyncio.FIRST_EXCEPTION)
+                await asyncio.wait(answers.values(), timeout=call.limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
                 if call.errors() or call.silent() or any(answer.cancelled() for answer in answers.values()):
                     raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
@@ -201,6 +215,7 @@ class WorkerGroup(ABC):
                 raise
             finally:
                 self._calls.remove(call)
+            self.deadlines.note(method, time.monotonic() - begun - budget_seconds)
             if asked := next((handle.asked for handle in handles if handle.asked), None):
                 self.on_asked(asked)
             return [answer.result() for answer in answers.values()]
@@ -234,8 +249,9 @@ class WorkerGroup(ABC):
         """
         calls = list(self._calls)
         if not call.errors():
-            what = f"did not answer `{call.method}` within {call.timeout_seconds:g} s"
-            return await self._fall_silent(what, call.silent())
+            what = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
+            remedy = f"; if it needs longer, raise {call.limit.field}" if call.limit.field else ""
+            return await self._fall_silent(what, call.silent(), await self._stacks(), remedy)
         answers = [answer for other in calls for answer in other.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
         failures: list[tuple[RankError, _Call]] = []
@@ -247,8 +263,10 @@ class WorkerGroup(ABC):
                 failures.append((error, other))
         first, failed = min(failures, key=lambda failure: (failure[0].echo, failure[0].at))
         # Ranks that gave up a collective wait for one that did not come to it.
-        if first.echo and (stopped := await self._stopped(failed.silent())):
-            return await self._fall_silent(f"did not come to a collective of `{failed.method}`", stopped)
+        if first.echo and (silent := failed.silent()):
+            stacks = await self._stacks()
+            if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
+                return await self._fall_silent(f"did not come to a collective of `{failed.method}`", stopped, stacks)
         return await self._fail(failed.method, first)
 
     async def _fail(self, method: str, first: RankError) -> Exception:
@@ -268,26 +286,34 @@ class WorkerGroup(ABC):
         kind = RankLostError if report["lost"] else RankFailedError
         return kind(handle.rank, cause, report["traceback"])
 
-    async def _fall_silent(self, what: str, silent: Sequence[RankHandle]) -> Exception:
-        """End the group and return the error that names the ranks that stopped, and shows where each stood.
+    async def _fall_silent(
+        self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
+    ) -> Exception:
+        """End the group and return the error that names the ranks that stopped, and shows where all ranks stood.
 
         Those that only wait for them in a collective are said to.
         """
-        stopped = await self._stopped(silent) or list(silent)
+        stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         await self._end()
         cause = f"{_ranks(stopped)} of {self.world_size} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {_ranks(waiting)} waited in a collective"
-        return RankLostError(stopped[0].rank, cause, "\n".join(handle.log_tail() for handle in stopped))
+        error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
+        error.add_note("\n".join(handle.log_tail() for handle in stopped))
+        return error
 
-    async def _stopped(self, silent: Sequence[RankHandle]) -> list[RankHandle]:
-        """Those of the silent ranks that are not in a collective, by the stacks that they are made to write."""
-        ends = {handle: handle.log.stat().st_size if handle.log.exists() else 0 for handle in silent}
-        for handle in silent:
-            handle.kill(signal.SIGABRT)  # the rank's fault handler writes the stacks of all its threads to the log
-        if silent:
-            await asyncio.wait([handle.died for handle in silent], timeout=_REPORT_GRACE_SECONDS)
-        return [handle for handle in silent if not waits_in_collective(log_since(handle.log, ends[handle]))]
+    async def _stacks(self) -> dict[int, str]:
+        """What each rank writes of its stacks when it is told to; nothing of one that cannot be reached, or stopped."""
+        ends = {handle: log_size(handle.log) for handle in self._handles}
+        self.show_stacks()
+        stacks: dict[int, str] = {}
+        last_look = time.monotonic() + _STACKS_SECONDS
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            awaited = [handle for handle in ends if not is_whole(stacks.get(handle.rank, ""))]
+            stacks |= {handle.rank: log_since(handle.log, ends[handle]) for handle in awaited}
+            if time.monotonic() > last_look or all(is_whole(stacks[h.rank]) or h.died.done() for h in awaited):
+                return stacks
 
     async def _end(self) -> None:
         """Kill what still lives and release everything."""

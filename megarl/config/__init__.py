@@ -40,6 +40,13 @@ class ClusterConfig(Section):
     """Give up if the ranks are not all connected after this long."""
     build_timeout_seconds: PositiveFloat = 3600.0
     """Give up if the ranks have not built and loaded their models after this long; the rank that hangs is named."""
+    verb_timeout_seconds: PositiveFloat = 300.0
+    """Give up if a rank has not answered a call, such as an update or a reshard, after this long or after ten times
+    the longest that this call has taken so far, whichever is more. A call's first three may take
+    collective_timeout_seconds, and later ones take no more, unless this field is larger. Sampling may take the time
+    that it was given besides. Who is late is named, with the stacks of all ranks."""
+    checkpoint_timeout_seconds: PositiveFloat = 3600.0
+    """Give up if a checkpoint or a model is not written, or a checkpoint not read, after this long."""
     collective_timeout_seconds: PositiveFloat = 1800.0
     """A collective that waits longer than this ends the run."""
     signal_seconds: PositiveInt = 300

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
 from megarl.cluster.batching import TrainerRanks
+from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import reward_workers, start_ranks
 from megarl.cluster.node_checks import inspect
 from megarl.cluster.worker_group import WorkerGroup
@@ -60,10 +61,9 @@ async def _prepare(
             raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
         for line in told:
             tracker.tell(line)
-    ranks.answer_timeout_seconds = recipe.cluster.build_timeout_seconds
+    ranks.deadlines = run_deadlines(recipe.cluster)
     settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
     await ranks.construct("megarl.worker:Worker", settings)
-    ranks.answer_timeout_seconds = recipe.cluster.collective_timeout_seconds
 
 
 async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin: Origin, stacks: StackRequest) -> None:

@@ -44,7 +44,7 @@ async def sample(
             new = tuple(waiting.popleft() for _ in range(min(len(waiting), min(max_running, share) - len(held))))
             per_rank[leader] = (new, ())
             held.update(request.request_id for request in new)
-        results: list[Any] = await group.scatter("advance", per_rank, budget_seconds)
+        results: list[Any] = await group.scatter("advance", per_rank, budget_seconds, budget_seconds=budget_seconds)
         for leader, held in running.items():
             held.difference_update(completion.request_id for completion in results[leader])
             for completion in results[leader]:

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import RankFailedError
 from megarl.types import PeerLostError
 from tests.cluster.started import started
@@ -53,7 +54,7 @@ def test_calls_to_disjoint_ranks_run_at_the_same_time(tmp_path):
 
     async def drive():
         async with started(3) as group:
-            group.answer_timeout_seconds = PATIENCE_SECONDS
+            group.deadlines = Deadlines.same(PATIENCE_SECONDS)
             both = group.ask([0, 2], "meet", [(here, there)] * 2), group.ask([1], "meet", [(there, here)])
             assert await asyncio.gather(*both) == [[None, None], [None]]
 
@@ -65,7 +66,7 @@ def test_a_call_of_the_whole_world_waits_for_those_before_it_and_those_after_wai
 
     async def drive():
         async with started() as group:
-            group.answer_timeout_seconds = PATIENCE_SECONDS
+            group.deadlines = Deadlines.same(PATIENCE_SECONDS)
             first = asyncio.create_task(group.ask([0], "wait_for", [str(go)]))
             await asyncio.sleep(0)
             world = asyncio.create_task(group.call("hear", "world"))
@@ -134,7 +135,7 @@ def test_a_call_that_is_cancelled_while_it_waits_harms_nothing(tmp_path):
 
     async def drive():
         async with started() as group:
-            group.answer_timeout_seconds = PATIENCE_SECONDS
+            group.deadlines = Deadlines.same(PATIENCE_SECONDS)
             first = asyncio.create_task(group.ask([0], "wait_for", [str(go)]))
             waiting = [asyncio.create_task(group.ask([1, 0], "hear", [word] * 2)) for word in ("a", "b", "c")]
             await asyncio.sleep(0.05)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_handle import log_tail
 from megarl.cluster.worker_group import RankFailedError
@@ -226,7 +227,8 @@ def test_a_death_between_calls_is_told_by_the_next():
 def test_a_silent_rank_is_named_with_its_stack(tmp_path):
     async def drive():
         async with started(log_folder=tmp_path) as group:
-            group.answer_timeout_seconds = seconds = await patience(group)
+            seconds = await patience(group)
+            group.deadlines = Deadlines.same(seconds)
             with pytest.raises(RankFailedError) as caught:
                 await group.call("sleep_on", 1, 60)
             assert caught.value.cause == f"rank 1 of 2 did not answer `sleep_on` within {seconds:g} s"
@@ -240,7 +242,7 @@ def test_a_rank_that_hangs_while_it_is_built_is_told_from_those_that_wait_for_it
     async def drive():
         async with started(3, log_folder=tmp_path) as group:
             await group.call("join_gloo")
-            group.answer_timeout_seconds = 0.5
+            group.deadlines = Deadlines.same(0.5)
             with pytest.raises(RankFailedError) as caught:
                 await group.construct("probe:Stuck", {"stuck": 1})
             cause = "rank 1 of 3 did not answer `__init__` within 0.5 s; ranks 0, 2 waited in a collective"
@@ -289,7 +291,7 @@ def test_temporary_files_of_ranks_are_private_and_go_with_the_group():
 def test_a_stopped_rank_is_killed(tmp_path):
     async def drive():
         async with started(log_folder=tmp_path) as group:
-            group.answer_timeout_seconds = await patience(group)
+            group.deadlines = Deadlines.same(await patience(group))
             os.kill((await group.call("pid"))[1], signal.SIGSTOP)
             with pytest.raises(RankFailedError, match="rank 1 of 2 did not answer `product`"):
                 await group.call("product", 1)

@@ -1,0 +1,63 @@
+"""How long the ranks may take to answer, verb by verb."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megarl.config import ClusterConfig
+
+_NUM_FIRST = 3
+_TIMES_SLOWEST = 10.0
+
+
+class Limit(NamedTuple):
+    """Seconds, and the field of the recipe that raises them: empty if none does."""
+
+    seconds: float
+    field: str = ""
+
+
+class Deadlines:
+    """Limits by verb: given ones, and for the others one that fits what the verb took so far.
+
+    A verb whose limit is not given may take `longest` in its first three calls, which compile, allocate and connect;
+    from then on `_TIMES_SLOWEST` times its slowest call, at least `shortest` and, above that, at most `longest`.
+    """
+
+    def __init__(self, shortest: Limit, longest: Limit, given: Mapping[str, Limit] | None = None) -> None:
+        self._shortest, self._longest = shortest, max(shortest, longest)
+        self._given = dict(given or {})
+        self._num_calls: dict[str, int] = {}
+        self._slowest: dict[str, float] = {}
+
+    @classmethod
+    def same(cls, seconds: float, field: str = "") -> Deadlines:
+        """One limit for every verb."""
+        return cls(Limit(seconds, field), Limit(seconds, field))
+
+    def of(self, verb: str) -> Limit:
+        """The limit of the verb's next call."""
+        if verb in self._given:
+            return self._given[verb]
+        if self._num_calls.get(verb, 0) < _NUM_FIRST:
+            return self._longest
+        fitting = Limit(_TIMES_SLOWEST * self._slowest[verb], self._shortest.field)
+        return min(max(self._shortest, fitting), self._longest)
+
+    def note(self, verb: str, seconds: float) -> None:
+        """Learn of a call that was answered after so long."""
+        self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
+        self._slowest[verb] = max(seconds, self._slowest.get(verb, 0.0))
+
+
+def run_deadlines(cluster: ClusterConfig) -> Deadlines:
+    """The limits of a run's verbs, from its recipe."""
+    build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
+    checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
+    given = dict.fromkeys(("save_checkpoint", "finish_checkpoint", "load_checkpoint", "export"), checkpoint)
+    return Deadlines(
+        Limit(cluster.verb_timeout_seconds, "cluster.verb_timeout_seconds"),
+        Limit(cluster.collective_timeout_seconds, "cluster.collective_timeout_seconds"),
+        {"__init__": build, **given},
+    )

@@ -1,0 +1,179 @@
+"""Who is late, by which limit: of the verb, of its history, of the recipe's field; and where all ranks stood."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
+from megarl.cluster.stacks import is_whole, ranks_named, summary
+from megarl.cluster.worker_group import RankFailedError
+from megarl.config import ClusterConfig
+from tests.cluster.started import started
+
+SHORTEST, LONGEST = Limit(300.0, "cluster.verb_timeout_seconds"), Limit(1800.0, "cluster.collective_timeout_seconds")
+
+
+@pytest.mark.parametrize(
+    ("history", "limit"),
+    [
+        pytest.param([], LONGEST, id="never called"),
+        pytest.param([0.1, 0.1], LONGEST, id="called twice"),
+        pytest.param([0.1, 0.1, 0.1], SHORTEST, id="fast"),
+        pytest.param([31.0, 1.0, 1.0], Limit(310.0, SHORTEST.field), id="ten times the slowest"),
+        pytest.param([1.0, 1.0, 1.0, 60.0, 1.0], Limit(600.0, SHORTEST.field), id="slower since"),
+        pytest.param([500.0, 500.0, 500.0], LONGEST, id="at most the longest"),
+    ],
+)
+def test_a_verb_has_the_deadline_that_fits_its_calls_so_far(history: list[float], limit: Limit) -> None:
+    deadlines = Deadlines(SHORTEST, LONGEST)
+    for seconds in history:
+        deadlines.note("update", seconds)
+        deadlines.note("other", 100.0)
+    assert deadlines.of("update") == limit
+
+
+def test_a_shortest_limit_above_the_longest_counts() -> None:
+    deadlines = Deadlines(SHORTEST._replace(seconds=4000.0), LONGEST)
+    assert deadlines.of("update") == (4000.0, SHORTEST.field)
+    for _ in range(3):
+        deadlines.note("update", 1000.0)
+    assert deadlines.of("update") == (4000.0, SHORTEST.field)
+
+
+def test_a_run_gives_building_and_checkpoints_limits_of_their_own() -> None:
+    cluster = ClusterConfig(
+        build_timeout_seconds=7.0,
+        checkpoint_timeout_seconds=11.0,
+        verb_timeout_seconds=2.0,
+        collective_timeout_seconds=5.0,
+    )
+    deadlines = run_deadlines(cluster)
+    for verb in ("save_checkpoint", "finish_checkpoint", "load_checkpoint", "export"):
+        assert deadlines.of(verb) == (11.0, "cluster.checkpoint_timeout_seconds")
+    assert deadlines.of("__init__") == (7.0, "cluster.build_timeout_seconds")
+    assert deadlines.of("update") == (5.0, "cluster.collective_timeout_seconds")
+    for _ in range(3):
+        deadlines.note("update", 0.1)
+        deadlines.note("export", 0.1)
+    assert deadlines.of("update") == (2.0, "cluster.verb_timeout_seconds")
+    assert deadlines.of("export") == (11.0, "cluster.checkpoint_timeout_seconds")
+
+
+def test_the_fields_of_limits_are_fields() -> None:
+    deadlines = run_deadlines(ClusterConfig())
+    limits = [deadlines.of(verb) for verb in ("__init__", "export", "update")]
+    for _ in range(3):
+        deadlines.note("update", 0.1)
+    for seconds, field in [*limits, deadlines.of("update")]:
+        section, _, name = field.partition(".")
+        assert section == "cluster" and getattr(ClusterConfig(), name) == seconds
+
+
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+def test_a_verb_that_was_fast_is_given_up_sooner_than_one_that_is_new() -> None:
+    async def drive() -> None:
+        async with started() as group:
+            group.deadlines = Deadlines(SHORTEST._replace(seconds=1.0), LONGEST._replace(seconds=60.0))
+            await group.call("sleep_on", 1, 1.2)  # the first may take longer
+            for _ in range(3):
+                await group.ask([0, 1], "product", [1, 1])
+            os.kill((await group.call("pid"))[1], signal.SIGSTOP)
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("product", 1)
+            limit = "did not answer `product` within 1 s; if it needs longer, raise cluster.verb_timeout_seconds"
+            assert caught.value.cause == f"rank 1 of 2 {limit}"
+
+    asyncio.run(drive())
+
+
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+def test_the_budget_of_a_call_is_added_to_its_deadline_and_is_not_history() -> None:
+    async def drive() -> None:
+        async with started() as group:
+            group.deadlines = Deadlines.same(1.0)
+            assert await group.ask([1], "sleep", [1.5], budget_seconds=1.5) == [None]
+            assert await group.scatter("sleep", [0.0, 1.5], budget_seconds=1.5) == [None, None]
+            group.deadlines = Deadlines(Limit(1.0), Limit(60.0))
+            for _ in range(3):
+                await group.ask([1], "sleep", [1.5], budget_seconds=1.5)
+            limit = group.deadlines.of("sleep").seconds
+            assert limit < 15.0  # ten times what the calls took beyond their budgets
+            with pytest.raises(RankFailedError, match=f"did not answer `sleep` within {limit:g} s"):
+                await group.ask([1], "sleep", [60])
+
+    asyncio.run(drive())
+
+
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    go = str(tmp_path / "go")
+
+    async def drive() -> None:
+        async with started(4, log_folder=tmp_path) as group:
+            await group.call("join_gloo")
+            waiting = asyncio.create_task(group.ask([3], "wait_for", [go]))
+            await asyncio.sleep(0)
+            group.deadlines = Deadlines.same(1.0, "cluster.verb_timeout_seconds")
+            with pytest.raises(RankFailedError) as caught:
+                await group.ask([0, 1], "sleep_on", [1, 1], 60)  # rank 0 answers, rank 2 has nothing to do
+            late = "did not answer `sleep_on` within 1 s; if it needs longer, raise cluster.verb_timeout_seconds"
+            assert (caught.value.rank, caught.value.cause) == (1, f"rank 1 of 4 {late}")
+            where, log = caught.value.__notes__
+            kinds = where.split("\nrank")
+            assert any(kind.startswith(" 1\n") and "in sleep_on" in kind for kind in kinds)
+            assert any(kind.startswith(" 3\n") and "in wait_for" in kind for kind in kinds)
+            assert any(kind.startswith("s 0, 2\n") and "in serve" in kind for kind in kinds)
+            assert "in sleep_on" in log and "rank_0001.log" in log
+            with pytest.raises(RankFailedError) as other:
+                await waiting
+            assert other.value is caught.value
+
+    asyncio.run(drive())
+
+
+MAIN = """
+Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "/x/probe.py", line {line} in sleep_on
+  File "/x/rank.py", line 90 in _execute
+  File "<frozen runpy>", line 198 in _run_module_as_main
+"""
+
+
+def test_ranks_that_stand_alike_are_told_together_and_few_stacks_are_shown() -> None:
+    stacks = {rank: MAIN.format(line=5 if rank == 2 else 7) for rank in range(6)} | {6: "", 7: "a line of another's\n"}
+    told = summary(stacks).splitlines()
+    assert told[1:6] == [
+        "rank 2",
+        '  File "/x/probe.py", line 5 in sleep_on',
+        '  File "/x/rank.py", line 90 in _execute',
+        '  File "<frozen runpy>", line 198 in _run_module_as_main',
+        "ranks 6, 7",
+    ]
+    assert told[6:8] == ["  wrote no stack", "ranks 0, 1, 3-5"]
+    many = summary({rank: MAIN.format(line=rank) for rank in range(100)}).splitlines()
+    assert len(many) < 40 and many[-1] == "ranks 8-99: elsewhere"
+    deep = MAIN.format(line=1).replace(
+        '  File "/x/rank.py"', '  File "/x/a.py", line 1 in f\n' * 40 + '  File "/x/rank.py"'
+    )
+    assert len(summary({0: deep}).splitlines()) < 20
+
+
+def test_stacks_are_whole_when_the_main_thread_is_shown_to_its_beginning() -> None:
+    whole = MAIN.format(line=5)
+    assert is_whole(whole) and is_whole(whole + "a line of another thread\n")
+    lines = whole.splitlines()
+    assert not any(is_whole("\n".join(lines[:end])) for end in range(len(lines)))
+
+
+def test_ranks_are_named() -> None:
+    assert ranks_named([3]) == "rank 3"
+    assert ranks_named([0, 1]) == "ranks 0, 1"
+    assert ranks_named([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7, 8"
