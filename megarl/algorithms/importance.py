@@ -9,6 +9,7 @@ ratios.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def importance_weights(
     rollout_logprobs: Tensor,
     cu_seqlens: Tensor,
     mask: Tensor,
-    **settings: float,
+    **settings: Any,
 ) -> Tensor:
     """The weights of a named correction: [tokens], zero where the mask is False; all tensors but `cu_seqlens` too.
 

@@ -9,9 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    model_validator,
+)
 
-from megarl.config.learning import AlgorithmConfig, CriticConfig, LoraConfig, OptimizerConfig, PreferenceConfig
+from megarl.config.learning import (
+    OVERLONG_PARTS,
+    AlgorithmConfig,
+    CriticConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+)
 from megarl.config.secrets import Place
 from megarl.config.section import Section
 
@@ -285,6 +301,21 @@ class Recipe(Section):
     """What is saved on the way."""
 
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_overlong_buffer(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """The preset's share of the longest completion in tokens."""
+        made = validate(given)
+        algorithm = made.algorithm
+        parts = OVERLONG_PARTS.get(algorithm.preset or "")
+        if parts is None or "overlong_buffer" in algorithm.model_fields_set:
+            return made
+        resolved = algorithm.model_copy(
+            update={"overlong_buffer": max(1, made.rollout.sampling.max_new_tokens // parts)}
+        )
+        resolved.model_fields_set.discard("overlong_buffer")
+        return made.model_copy(update={"algorithm": resolved})
 
     @property
     def references(self) -> Mapping[Place, str]:

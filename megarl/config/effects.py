@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.formulas import either, formulas, is_own, taking
+from megarl.config.formulas import either, formulas, taking
+from megarl.files.python_function import is_import_path
 
 if TYPE_CHECKING:
     from megarl.config import Recipe, Section
@@ -59,11 +60,11 @@ def _above_zero(field: str) -> Needs:
 
 
 def _takes(field: str, keyword: str) -> Needs:
-    """The formula that a field names takes a keyword. The user's own may take any: see `preflight.formulas`."""
+    """The formula that a field names takes a keyword. The user's own may take any: see `preflight.keywords`."""
 
     def holds(recipe: Recipe) -> bool:
         name = value_at(recipe, field)
-        return name is not None and (is_own(name) or keyword in formulas(field)[name])
+        return name is not None and (is_import_path(name) or keyword in formulas(field)[name])
 
     return Needs((field,), f"set {field} to {either(taking(field, keyword))}", holds)
 
@@ -188,12 +189,14 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.normalize_by_std": _advantage("normalize_by_std"),
     "algorithm.lone_sample": _advantage("lone_sample"),
     "algorithm.pass_k": _advantage("k"),
+    "algorithm.advantage_kwargs": (_RL,),
     "algorithm.whiten_advantages": (_RL,),
     "algorithm.policy_loss": (_RL,),
     "algorithm.clip_low": _policy_loss("clip_low"),
     "algorithm.clip_high": _policy_loss("clip_high"),
     "algorithm.dual_clip": _policy_loss("dual_clip"),
     "algorithm.max_ratio": _policy_loss("max_ratio"),
+    "algorithm.policy_loss_kwargs": (_RL,),
     "algorithm.skip_ratio": (_RL,),
     "algorithm.entropy_coefficient": (_RL,),
     "algorithm.kl_coefficient": (_RL,),
@@ -205,6 +208,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.importance_sampling": (_RL,),
     "algorithm.importance_sampling_low": (*_CORRECTION, _takes("algorithm.importance_sampling", "low")),
     "algorithm.importance_sampling_high": (*_CORRECTION, _takes("algorithm.importance_sampling", "high")),
+    "algorithm.importance_sampling_kwargs": _CORRECTION,
     "algorithm.aggregation": (_RL_SFT,),
     "algorithm.count_masked_sequences": (
         _RL_SFT,
@@ -230,6 +234,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "preference.normalize_by_length": _preference("normalize_by_length"),
     "preference.desirable_weight": _preference("desirable_weight"),
     "preference.undesirable_weight": _preference("undesirable_weight"),
+    "preference.loss_kwargs": (_PREFERENCE,),
     "train.steps": _ALWAYS,
     "train.prompts_per_step": _ALWAYS,
     "train.samples_per_prompt": (_RL,),

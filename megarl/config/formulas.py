@@ -51,6 +51,14 @@ FIELDS: dict[str, dict[str, str]] = {
 }
 """Keywords that have a field of their own in the recipe."""
 
+KWARGS = {
+    "algorithm.advantage": "algorithm.advantage_kwargs",
+    "algorithm.policy_loss": "algorithm.policy_loss_kwargs",
+    "algorithm.importance_sampling": "algorithm.importance_sampling_kwargs",
+    "preference.loss": "preference.loss_kwargs",
+}
+"""The field that takes all other keywords."""
+
 MEASURED: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("lengths", "passes", "mask"),
     "preference.loss": ("kl",),
@@ -93,11 +101,6 @@ def taking(field: str, keyword: str) -> list[str]:
 def either(names: Sequence[str]) -> str:
     """`a, b or c`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def is_own(name: str) -> bool:
-    """Whether a name is an import path: `package.module:function` or `path/to/file.py:function`."""
-    return ":" in name
 
 
 def _target(node: ast.Assign) -> str | None:

@@ -19,27 +19,32 @@ from pydantic_core import PydanticCustomError
 
 from megarl.config.formulas import either, formulas
 from megarl.config.section import Section
+from megarl.files.python_function import is_import_path
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-def _formula(field: str) -> AfterValidator:
-    """A name of the table of `megarl.algorithms` that belongs to a field."""
+def _formula(field: str, *, takes_own: bool = False) -> AfterValidator:
+    """A name of the table of `megarl.algorithms` that belongs to a field, or the import path of the user's own."""
 
     def known(name: str) -> str:
-        if name in formulas(field):
+        if name in formulas(field) or (takes_own and is_import_path(name)):
             return name
         near = difflib.get_close_matches(name, formulas(field), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        own = "; your own as package.module:function or path/to/file.py:function" if takes_own else ""
         choices = either([repr(known) for known in formulas(field)])
-        raise PydanticCustomError("formula", "must be {choices}{hint}", {"choices": choices, "hint": hint})
+        told = {"choices": choices, "own": own, "hint": hint}
+        raise PydanticCustomError("formula", "must be {choices}{own}{hint}", told)
 
     return AfterValidator(known)
 
 
-Advantage = Annotated[str, _formula("algorithm.advantage")]
-PolicyLoss = Annotated[str, _formula("algorithm.policy_loss")]
+Advantage = Annotated[str, _formula("algorithm.advantage", takes_own=True)]
+PolicyLoss = Annotated[str, _formula("algorithm.policy_loss", takes_own=True)]
 ImportanceSampling = Annotated[str, _formula("algorithm.importance_sampling")]
+Kwargs = dict[str, bool | int | float | str | None]
+"""Keyword arguments of a formula, beside those that have a field of their own."""
 PreferenceLoss = Annotated[str, _formula("preference.loss")]
 
 
@@ -91,7 +96,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"advantage": "grpo", "normalize_by_std": False, "aggregation": "constant_length"},
     "dapo": {
         "advantage": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "dynamic_sampling": (0.0, 1.0),
-        "overlong_buffer": 0.2, "mask_truncated": True,
+        "mask_truncated": True,
     },
     "rloo": {"advantage": "rloo", "policy_loss": "policy_gradient", "kl_coefficient": 0.001, "kl_placement": "reward",
              "kl_estimator": "k1", "aggregation": "sequence_mean_token_sum"},
@@ -114,6 +119,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Fields of `algorithm` that a published method sets; a recipe names one and may change it field by field."""
+
+OVERLONG_PARTS = {"dapo": 5}
+"""Presets whose `overlong_buffer` is rollout.sampling.max_new_tokens over this, rounded down, but at least 1."""
 
 
 class AlgorithmConfig(Section):
@@ -145,6 +153,8 @@ class AlgorithmConfig(Section):
     baseline, or its reward (verl)."""
     pass_k: PositiveInt = 4
     """Samples of which one shall pass (advantage pass_at_k)."""
+    advantage_kwargs: Kwargs = Field(default_factory=dict)
+    """Further keyword arguments of the advantage estimator, such as {epsilon: 1e-4} of grpo."""
     whiten_advantages: bool = False
     """Bring the advantages of all tokens of a step to mean 0 and variance 1."""
     policy_loss: PolicyLoss = "clipped"
@@ -157,6 +167,8 @@ class AlgorithmConfig(Section):
     """Bound of the loss for negative advantages (dual-clip PPO)."""
     max_ratio: Annotated[float, Field(gt=1.0)] | None = None
     """Ratios above are held there before anything else (ColossalChat: 10)."""
+    policy_loss_kwargs: Kwargs = Field(default_factory=dict)
+    """Further keyword arguments of the policy loss, such as {temperature_negative: 1.1} of sapo."""
     skip_ratio: Annotated[float, Field(gt=1.0)] | None = None
     """An update is skipped if the mean ratio of its tokens is above (ColossalRL's skip_threshold: 20)."""
     entropy_coefficient: NonNegativeFloat = 0.0
@@ -180,6 +192,8 @@ class AlgorithmConfig(Section):
     """Lowest ratio of trainer to engine that a band or rejection accepts."""
     importance_sampling_high: PositiveFloat = 2.0
     """Highest ratio that is accepted, or to which it is cut."""
+    importance_sampling_kwargs: Kwargs = Field(default_factory=dict)
+    """Further keyword arguments of the correction."""
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level"
     ] = "token_mean"
@@ -196,9 +210,9 @@ class AlgorithmConfig(Section):
     """Batches of prompts that one step may draw to fill itself, before the run ends."""
     oversampling: Annotated[float, Field(ge=1.0)] = 1.0
     """Prompts drawn at once over prompts a step, where groups are filtered; what is left over serves the next step."""
-    overlong_buffer: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Last share of rollout.sampling.max_new_tokens in which the reward falls off, to -reward.correct_score at its end
-    (DAPO's soft punishment: 0.2)."""
+    overlong_buffer: PositiveInt | None = None
+    """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by reward.correct_score at
+    the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of max_new_tokens."""
     mask_truncated: bool = False
     """Train no token of a completion that hit the length limit."""
     ptx_coefficient: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -247,3 +261,5 @@ class PreferenceConfig(Section):
     """What a good answer counts (kto)."""
     undesirable_weight: PositiveFloat = 1.0
     """What a bad answer counts (kto); the weights shall balance how many there are of each."""
+    loss_kwargs: Kwargs = Field(default_factory=dict)
+    """Further keyword arguments of the loss."""

@@ -182,7 +182,7 @@ COUNTERPARTS = (
         ("overlong_buffer", "overlong_buffer.len", "overlong_buffer.enable", "overlong_buffer_len", "cache_length",
          "soft_over_length_punishment", "overlong_buffer_length"),
         ("algorithm.overlong_buffer",),
-        "a share of rollout.sampling.max_new_tokens",
+        "in tokens",
     ),
     Counterpart(("mask_truncated_completions", "filter_truncated_response", "overlong_filtering"),
                 ("algorithm.mask_truncated",)),

@@ -24,6 +24,7 @@ from megarl.preflight.files import (
     read_problems,
     runs_folder,
 )
+from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import shortened_warmups
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.rewards import check_rewards
@@ -54,7 +55,7 @@ def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
-    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe)]
+    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *keywords(recipe)]
     wrong += learning.trackers(recipe)
     incomplete = check_model_folder(recipe.model.path)
     broken = [*incomplete, *data_files(recipe)]

@@ -142,6 +142,12 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
     if (allowed := algorithm.dynamic_sampling) and not 0 <= allowed[0] < allowed[1] <= 1:
         yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+    longest = recipe.rollout.sampling.max_new_tokens
+    if algorithm.overlong_buffer and algorithm.overlong_buffer >= longest:
+        yield (
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: leaves none of rollout.sampling.max_new_tokens "
+            f"{longest} unpunished; use fewer tokens, DAPO a fifth: {max(1, longest // 5)}"
+        )
     if bool(algorithm.ptx_coefficient) != bool(recipe.data.ptx):
         yield (
             f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one is nothing "

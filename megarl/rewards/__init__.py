@@ -2,7 +2,7 @@
 
 A reward function is `(completion_text, answer, *, correct_score) -> megarl.types.Reward`, pure and free to be slow: it
 runs in a process of its own that is killed at a deadline. A recipe names functions of the table below, or its own as
-`package.module:function`.
+`package.module:function` or `path/to/file.py:function`.
 
 Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `scores` (what a
 function may return), `server` (the process that calls functions), `keeper` (its parent, which bounds it), `worker` (the
@@ -13,10 +13,10 @@ Importing this package imports no reward function; a function's module is import
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 
+from megarl.files.python_function import import_function, is_import_path
 from megarl.types import ConfigError, Reward
 
 REWARDS = {
@@ -29,18 +29,19 @@ EXPECTED = "def {function}(completion_text: str, answer: str, *, correct_score: 
 
 
 def locate(name: str) -> str:
-    """The `package.module:function` that a recipe's reward name stands for; imports nothing.
+    """The import path that a recipe's reward name stands for; imports nothing.
 
-    Raises ConfigError if `name` is neither a key of the table nor of that form.
+    Raises ConfigError if `name` is neither a key of the table nor an import path (`files.python_function`).
     """
-    module, colon, function = REWARDS.get(name, name).partition(":")
-    if colon and function.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-        return f"{module}:{function}"
+    path = REWARDS.get(name, name)
+    if is_import_path(path):
+        return path
     nearest = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     known = ", ".join(REWARDS)
     raise ConfigError(
-        f"reward.functions: unknown reward {name!r}.{hint} Known: {known}; your own: package.module:function."
+        f"reward.functions: unknown reward {name!r}.{hint} Known: {known}; your own: package.module:function or "
+        "path/to/file.py:function."
     )
 
 
@@ -49,18 +50,8 @@ def resolve(name: str) -> Callable[..., Reward]:
 
     Raises ConfigError if there is no such function, or its module cannot be imported.
     """
-    module_name, _, function_name = locate(name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"reward.functions: {name!r}: cannot import {module_name}: {cause}") from error
-    function: Callable[..., Reward] | None = getattr(module, function_name, None)
-    if callable(function):
-        return function
-    nearest = difflib.get_close_matches(function_name, [key for key in vars(module) if not key.startswith("_")], n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
-    raise ConfigError(f"reward.functions: {name!r}: module {module_name} has no function {function_name!r}{hint}")
+    locate(name)
+    return import_function(REWARDS.get(name, name), "reward.functions")
 
 
 def check_signature(name: str, function: Callable[..., object]) -> None:

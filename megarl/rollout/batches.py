@@ -18,6 +18,7 @@ from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.reduction import token_weights
 from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
 from megarl.config import AlgorithmConfig, Recipe
+from megarl.files.python_function import function_of
 from megarl.rollout.evaluate import Answered
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.types import PER_TOKEN, TrainingSequence
@@ -122,17 +123,17 @@ def add_advantages(
 def _scores(answered: Sequence[Answered], recipe: Recipe) -> torch.Tensor:
     """Rewards [samples], with the punishment of length."""
     scores = torch.tensor([a.reward.score for a in answered])
-    if not (share := recipe.algorithm.overlong_buffer):
+    if not (buffer := recipe.algorithm.overlong_buffer):
         return scores
     longest = recipe.rollout.sampling.max_new_tokens
     lengths = torch.tensor([len(a.completion.token_ids) for a in answered])
-    punishment = soft_overlong(lengths, longest=longest, buffer=max(1, int(longest * share)))
+    punishment = soft_overlong(lengths, longest=longest, buffer=buffer)
     return scores + recipe.reward.correct_score * punishment
 
 
 def _of_samples(scores: torch.Tensor, answered: Sequence[Answered], algorithm: AlgorithmConfig) -> torch.Tensor:
     """Advantages [samples] by the estimator that the recipe names."""
-    advantage = ADVANTAGES[algorithm.advantage]
+    advantage = function_of(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
     offered: dict[str, Any] = {
         "lengths": torch.tensor([len(a.completion.token_ids) for a in answered]),
         "normalize_by_std": algorithm.normalize_by_std,
@@ -140,7 +141,8 @@ def _of_samples(scores: torch.Tensor, answered: Sequence[Answered], algorithm: A
         "k": algorithm.pass_k,
         "passes": torch.tensor([a.reward.answer_correct for a in answered]),
     }
-    return advantage(scores, torch.tensor([a.group for a in answered]), **supported_kwargs(advantage, offered))
+    settings = supported_kwargs(advantage, offered) | algorithm.advantage_kwargs
+    return advantage(scores, torch.tensor([a.group for a in answered]), **settings)
 
 
 def _value_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
@@ -166,6 +168,7 @@ def add_corrections(
     weights = importance_weights(
         algorithm.importance_sampling, old, rollout, flat.cu_seqlens, flat.mask,
         low=algorithm.importance_sampling_low, high=algorithm.importance_sampling_high,
+        **algorithm.importance_sampling_kwargs,
     )  # fmt: skip
     kept = weights[flat.mask]
     own = log_ratio(old, rollout).exp()[flat.mask]

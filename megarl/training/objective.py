@@ -17,7 +17,9 @@ from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
+from megarl.files.python_function import function_of
 from megarl.training.batch import Microbatch, whole_row
+from megarl.types import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss, with
     algorithm.k3_max `kl/capped`, 1 on tokens whose estimate is held there.
     """
-    policy_loss: Callable[..., LossAndMetrics] = POLICY_LOSSES[config.policy_loss]
+    policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
         policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio"})
     )
+    settings |= config.policy_loss_kwargs
     is_of_sequences = "cu_seqlens" in signature(policy_loss).parameters
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
@@ -65,6 +68,11 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
         else:
             loss, metrics = policy_loss(*arguments, **settings)
+        if loss.shape != policy_logprobs.shape:
+            raise ConfigError(
+                f"algorithm.policy_loss = {config.policy_loss}: returned a loss of shape {tuple(loss.shape)}; return "
+                "one for each token, as policy_logprobs has them"
+            )
         if (weights := given.get("importance_weights")) is not None:
             loss = loss * weights
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
@@ -119,7 +127,8 @@ def critic_objective(config: CriticConfig) -> Objective:
 
 
 def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
-    settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss"}))
+    settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
+    settings |= config.loss_kwargs
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
         per_token = output[0]

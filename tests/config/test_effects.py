@@ -180,3 +180,21 @@ def test_a_field_that_begins_to_count_has_not_changed(small: Path) -> None:
         "algorithm.normalize_by_std: True -> (not set)",
         "algorithm.lone_sample: zero -> (not set)",
     ]
+
+
+@pytest.mark.parametrize(("longest", "buffer"), [(16384, 3276), (1024, 204), (9, 1), (4, 1)])
+def test_dapo_punishes_a_fifth_of_the_longest_completion(small: Path, longest: int, buffer: int) -> None:
+    recipe = load(small, ["algorithm.preset=dapo", f"rollout.sampling.max_new_tokens={longest}"])
+    assert recipe.algorithm.overlong_buffer == buffer
+    again = small.with_name("again.yaml")
+    again.write_text(to_yaml(recipe))
+    assert load(again) == recipe
+
+
+def test_the_buffer_that_a_recipe_gives_counts(small: Path) -> None:
+    assert load(small, ["algorithm.preset=dapo", "algorithm.overlong_buffer=7"]).algorithm.overlong_buffer == 7
+    assert load(small, ["algorithm.preset=dapo", "algorithm.overlong_buffer=null"]).algorithm.overlong_buffer is None
+    assert load(small, ["algorithm.preset=grpo"]).algorithm.overlong_buffer is None
+    assert "algorithm.overlong_buffer = 0.2: must be a valid integer" in "".join(
+        failure(small, "algorithm.overlong_buffer=0.2")
+    )

@@ -1,0 +1,131 @@
+"""Keyword arguments of the advantage and the losses that a recipe names, checked against the functions' signatures."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.effects import given_fields, unmet, value_at
+from megarl.config.formulas import FIELDS, KWARGS, MEASURED, Keyword, Keywords, formulas
+from megarl.files.python_function import import_function, is_import_path
+from megarl.preflight.library_fields import accepts
+from megarl.types import ConfigError
+
+_POSITIONAL: dict[str, tuple[str, ...]] = {
+    "algorithm.advantage": ("rewards", "groups"),
+    "algorithm.policy_loss": ("policy_logprobs", "old_logprobs", "advantages"),
+}
+"""Tensors that a function of the user's own is called with."""
+_OF_SEQUENCES = ("cu_seqlens", "mask")
+"""What a policy loss of whole sequences is called with besides, if it has a parameter cu_seqlens."""
+_RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
+
+
+def keywords(recipe: Recipe) -> Iterator[str]:
+    """What is wrong with functions of the user's own, which are imported here, and with the keywords of all."""
+    for field, kwargs_field in KWARGS.items():
+        name = value_at(recipe, field)
+        if unmet(recipe, field) is not None or name is None:
+            continue
+        if not is_import_path(name):
+            yield from _unfit_kwargs(recipe, field, kwargs_field, name, formulas(field)[name])
+            continue
+        try:
+            signature = inspect.signature(import_function(name, field))
+        except ConfigError as error:
+            yield str(error)
+            continue
+        positional = _POSITIONAL[field]
+        if field == "algorithm.policy_loss" and "cu_seqlens" in signature.parameters:
+            positional += _OF_SEQUENCES
+        if fault := _unfit_positional(field, name, signature, positional):
+            yield fault
+            continue
+        taken = _keywords_of(signature, len(positional))
+        yield from _idle_fields(recipe, field, name, taken)
+        yield from _missing(recipe, field, kwargs_field, name, taken)
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+            yield from _unfit_kwargs(recipe, field, kwargs_field, name, taken)
+
+
+def _unfit_kwargs(recipe: Recipe, field: str, kwargs_field: str, name: str, taken: Keywords) -> Iterator[str]:
+    """Keywords that the function does not take from `kwargs_field`, or not of that type."""
+    measured = MEASURED.get(field, ())
+    open_to_recipe = [keyword for keyword in taken if keyword not in FIELDS[field] and keyword not in measured]
+    for keyword, value in value_at(recipe, kwargs_field).items():
+        shown = f"{kwargs_field}.{keyword} = {value!r}"
+        if keyword in FIELDS[field]:
+            yield f"{shown}: has a field of its own; set {FIELDS[field][keyword]}"
+        elif keyword in measured:
+            yield f"{shown}: is measured by the run; leave it out"
+        elif keyword not in taken:
+            near = difflib.get_close_matches(keyword, open_to_recipe, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            known = f"known are {', '.join(open_to_recipe)}" if open_to_recipe else "it takes none; leave this out"
+            yield f"{shown}: {name} takes no such keyword; {hint}{known}"
+        elif (annotation := taken[keyword].annotation) is not None and not _fits(annotation, value):
+            yield f"{shown}: {name} says {ast.unparse(annotation)}; give a value of that type"
+
+
+def _fits(annotation: ast.expr, value: Any) -> bool:
+    """As `accepts`, but None is a value only where the annotation has it."""
+    if value is None:
+        return "None" in ast.unparse(annotation) or "Optional" in ast.unparse(annotation)
+    return accepts(annotation, value)
+
+
+def _unfit_positional(field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]) -> str | None:
+    """Why the function cannot be called with the run's tensors."""
+    keywords = _keywords_of(signature, len(positional))
+    try:
+        signature.bind(*positional, **{name: None for name, keyword in keywords.items() if keyword.is_required})
+    except TypeError as error:
+        function = name.rpartition(":")[2]
+        return (
+            f"{field} = {name}: its signature is {signature}, which does not take {', '.join(positional)} ({error}). "
+            f"Define it as: def {function}({', '.join(positional)}, *, ...) -> {_RETURNS[field]}"
+        )
+    return None
+
+
+def _keywords_of(signature: inspect.Signature, num_positional: int) -> Keywords:
+    """The parameters of a function behind its first ones."""
+    found: dict[str, Keyword] = {}
+    for index, parameter in enumerate(signature.parameters.values()):
+        by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if by_name and (index >= num_positional or parameter.kind is inspect.Parameter.KEYWORD_ONLY):
+            found[parameter.name] = Keyword(_annotation(parameter), parameter.default is inspect.Parameter.empty)
+    return found
+
+
+def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
+    annotation = parameter.annotation
+    if annotation is inspect.Parameter.empty:
+        return None
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iterator[str]:
+    """Given fields of keywords that the function does not take."""
+    given = set(given_fields(recipe))
+    for keyword, own_field in FIELDS[field].items():
+        if own_field in given and keyword not in taken:
+            yield (
+                f"{own_field} = {value_at(recipe, own_field)!r}: does nothing under {field}={name}, which takes no "
+                f"keyword {keyword}; leave it out, or take it there"
+            )
+
+
+def _missing(recipe: Recipe, field: str, kwargs_field: str, name: str, taken: Keywords) -> Iterator[str]:
+    known = FIELDS[field].keys() | set(MEASURED.get(field, ())) | value_at(recipe, kwargs_field).keys()
+    for keyword, told in taken.items():
+        if told.is_required and keyword not in known:
+            yield f"{kwargs_field}.{keyword}: missing; {name} needs it: give it, or a default in its definition"
