@@ -85,7 +85,7 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, its model and its data; then train."""
-    from megarl.config.recipe import load
+    from megarl.preflight import load
 
     if resume and restart:
         raise ConfigError("--resume and --restart: give one of them; --resume goes on, --restart begins anew")
@@ -95,7 +95,7 @@ def train(
             raise ConfigError(_folder_hint(path))
         given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
-    loaded = load(path, given)
+    loaded = load(path, given, is_start=not dry_run)
     if not dry_run and not restart and not _has_work(loaded, resume):
         return
     layout, records = _checked(loaded, is_start=not dry_run)
@@ -243,10 +243,10 @@ def submit(
 ) -> None:
     """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
     from megarl.cluster.sbatch import submit
-    from megarl.config.recipe import load
+    from megarl.preflight import load
 
     given = list(overrides or ())
-    loaded = load(recipe, given)
+    loaded = load(recipe, given, is_start=False)
     # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
     _checked(load(recipe, [*given, *by_slurm]), is_start=False)

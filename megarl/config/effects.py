@@ -274,8 +274,8 @@ def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
                 yield prefix + name
 
 
-def idle_fields(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Each given field that does nothing, and why, with a remedy."""
+def idle_fields(recipe: Recipe) -> Iterator[tuple[str, Needs]]:
+    """Each given field that does nothing, and the condition that does not hold."""
     for field in given_fields(recipe):
         if (need := unmet(recipe, field)) is not None:
-            yield field, f"does nothing {need.state(recipe)}; leave it out, or {need.remedy}"
+            yield field, need

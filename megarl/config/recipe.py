@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import io
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,35 +23,111 @@ if TYPE_CHECKING:
     from megarl.config.secrets import Place
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A recipe as far as it can be read, and what is wrong with it."""
+
+    path: Path
+    recipe: Recipe
+    """Unknown keys are left out, fields of `unread` are at their defaults."""
+    problems: tuple[str, ...]
+    """A line each: field, value, what is wrong, remedy."""
+    unread: frozenset[str]
+    """Fields whose values are missing or cannot be used, by dotted name."""
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a YAML file with `section.field=value` overrides on top.
 
     Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`), which the recipe
     remembers (`Recipe.references`); `???` is a value that an override must give. Raises one ConfigError that lists all
-    that is wrong; a secret in clear is.
+    that is wrong; a secret in clear is, and so is a field that does nothing (`config.effects`).
+    """
+    draft = read(path, overrides)
+    if draft.problems:
+        raise ConfigError(error_page(path, draft.problems))
+    return draft.recipe
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+    """As `load`, but a recipe with faults is read on, so that whoever checks more can tell all at once.
+
+    Raises ConfigError only for a file that is no YAML of sections and fields.
+    """
+    from megarl.config.secrets import literal_secrets
+
+    merged = _merged(Path(path), overrides)
+    problems = [*merged.problems, *literal_secrets(merged.values, merged.references)]
+    recipe, faults, unread = _validated(merged.values, merged.references)
+    unread |= merged.unread
+    problems += [*faults, *_idle(recipe, merged.references, unread)]
+    return Draft(Path(path), recipe.with_references(merged.references), tuple(problems), frozenset(unread))
+
+
+def _validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
+    """The recipe of plain values, what is wrong with them, and the fields that are left out for it.
+
+    The values are changed: what is wrong is taken out, and what is missing gets its own name in angle brackets.
     """
     from pydantic import ValidationError
 
     from megarl.config import Recipe
-    from megarl.config.effects import idle_fields, value_at
-    from megarl.config.secrets import literal_secrets
 
-    values, references = _merged(Path(path), overrides)
-    problems = [*literal_secrets(values, references)]
-    try:
-        recipe = Recipe.model_validate(values)
-    except ValidationError as error:
-        for found in error.errors(include_url=False):
-            problems.append(_explain(found["type"], found["loc"], found["input"], found["msg"], references))
-        raise ConfigError(error_page(path, problems)) from None
+    problems: list[str] = []
+    unread: set[str] = set()
+    while True:
+        try:
+            return Recipe.model_validate(values), problems, unread
+        except ValidationError as error:
+            for found in error.errors(include_url=False):
+                told = _explain(found["type"], found["loc"], found["input"], found["msg"], references)
+                problems += told.split("\n")
+                unread |= _take_out(values, found["loc"], is_unknown=found["type"] == "extra_forbidden")
+
+
+def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown: bool) -> set[str]:
+    """Remove what an error of pydantic is about, or put a name in its place where it is required; the fields' names."""
+    from megarl.config import Recipe
+
     known = dict(_fields(Recipe))
-    for field, reason in idle_fields(recipe):
+    parts = [str(part) for part in loc]
+    while not is_unknown and ".".join(parts) not in known:
+        parts.pop()  # an item of a list, a key of a mapping, a member of a union
+    name = ".".join(parts)
+    parent: Any = values
+    for part in parts[:-1]:
+        parent = parent[part]
+    parent.pop(parts[-1], None)
+    if is_unknown:
+        return set()
+    required = [field for field in known if field == name or field.startswith(f"{name}.")]
+    required = [field for field in required if known[field].is_required() and not _is_section(known[field])]
+    for field in required:
+        section: Any = values
+        *sections, last = field.split(".")
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[last] = _PLACEHOLDERS.get(field, f"<{field}>")
+    return {name, *required}
+
+
+_PLACEHOLDERS = {"name": "unnamed", "loop": "rl"}
+"""Values of required fields that a recipe does not give, until its errors are told."""
+
+
+def _idle(recipe: Recipe, references: Mapping[Place, str], unread: Set[str]) -> Iterator[str]:
+    """The fields that do nothing, unless what decides that could not be read."""
+    from megarl.config import Recipe
+    from megarl.config.effects import idle_fields, value_at
+
+    known = dict(_fields(Recipe))
+    for field, need in idle_fields(recipe):
+        if field in unread or unread & {*need.fields, "loop"}:
+            continue
         place = tuple(field.split("."))
         value = _reference_around(place, references) or _printable(value_at(recipe, field), place, references)
-        problems.append(f"{field} = {textwrap.shorten(repr(value), 80)}: {reason}. {_doc(known[field])}")
-    if problems:
-        raise ConfigError(error_page(path, problems))
-    return recipe.with_references(references)
+        shown = f"{field} = {textwrap.shorten(repr(value), 80)}"
+        yield f"{shown}: does nothing {need.state(recipe)}; leave it out, or {need.remedy}. {_doc(known[field])}"
 
 
 def error_page(title: str | Path, problems: Sequence[str]) -> str:
@@ -148,11 +225,22 @@ def _reference_around(place: Place, references: Mapping[Place, str]) -> str | No
     return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)
 
 
-def _merged(path: Path, overrides: Sequence[str]) -> tuple[Any, dict[Place, str]]:
-    """File and overrides as plain values, references resolved; and the text of those that read the environment.
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """File and overrides as plain values, references resolved.
 
-    Raises ConfigError.
+    `references` are the texts of values that read the environment; `unread` are fields whose references cannot be
+    resolved and which are left out.
     """
+
+    values: dict[str, Any]
+    references: dict[Place, str]
+    problems: list[str]
+    unread: set[str]
+
+
+def _merged(path: Path, overrides: Sequence[str]) -> _Merged:
+    """Raises ConfigError for a file that is no YAML of sections and fields."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -161,8 +249,9 @@ def _merged(path: Path, overrides: Sequence[str]) -> tuple[Any, dict[Place, str]
 
     try:
         text = path.read_text(encoding="utf-8")
-        if doubtful := strict_yaml.problems(text):
-            raise ConfigError(error_page(path, doubtful))
+        problems = strict_yaml.problems(text)
+        if any(strict_yaml.TOO_DEEP in problem for problem in problems):
+            raise ConfigError(error_page(path, problems))
         tree = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
         raise ConfigError(f"{path}: recipe not found. Give the path of a YAML file.") from None
@@ -173,7 +262,6 @@ def _merged(path: Path, overrides: Sequence[str]) -> tuple[Any, dict[Place, str]
         raise ConfigError(f"{path}: recipe cannot be read ({_one_line(error)}).") from None
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path}: a recipe is made of `section:` and `field: value` lines; this is a list.")
-    problems = []
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not all(part and part == part.strip() for part in key.split(".")):
@@ -186,16 +274,32 @@ def _merged(path: Path, overrides: Sequence[str]) -> tuple[Any, dict[Place, str]
                 tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
         except (OmegaConfBaseException, TypeError, yaml.YAMLError) as error:
             problems.append(f"{override!r}: {_one_line(error)}; give a value in YAML, text with signs in quotes")
-    if problems:
-        raise ConfigError(error_page("command line", problems))
-    try:
-        return OmegaConf.to_container(tree, resolve=True, throw_on_missing=True), _environment_references(tree)
-    except OmegaConfBaseException as error:
-        place = getattr(error, "full_key", None) or "value"
-        raise ConfigError(
-            f"{path}: {place}: {_one_line(error)}. Set it here or as {place}=VALUE on the command line; "
-            "${section.field} refers to another field of the recipe, \\${ is the text itself."
-        ) from None
+    return _resolved(path, tree, problems)
+
+
+def _resolved(path: Path, tree: Any, problems: list[str]) -> _Merged:
+    """The tree with its references resolved; those that cannot be are told and left out."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    unread: set[str] = set()
+    while True:
+        try:
+            values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+            return _Merged(values, _environment_references(tree), problems, unread)
+        except OmegaConfBaseException as error:
+            place = getattr(error, "full_key", None) or "value"
+            problem = (
+                f"{place}: {_one_line(error)}. Set it here or as {place}=VALUE on the command line; "
+                "${section.field} refers to another field of the recipe, \\${ is the text itself"
+            )
+            problems.append(problem)
+            section, _, name = place.rpartition(".")
+            parent = OmegaConf.select(tree, section) if section else tree
+            if not OmegaConf.is_dict(parent) or name not in parent:
+                raise ConfigError(error_page(path, problems)) from None
+            del parent[name]
+            unread.add(place)
 
 
 def _environment_references(tree: Any) -> dict[Place, str]:
@@ -296,6 +400,10 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
         yield prefix + name, field
         if hasattr(field.annotation, "model_fields"):
             yield from _fields(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return hasattr(field.annotation, "model_fields")
 
 
 def _doc(field: FieldInfo) -> str:

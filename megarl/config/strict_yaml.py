@@ -10,6 +10,8 @@ import yaml
 MAX_DEPTH = 32
 """Sections and lists inside each other; recipes have four."""
 
+TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
+
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 BOOLEAN = "tag:yaml.org,2002:bool"
 OCTAL = re.compile(r"[-+]?0[0-7_]+")
@@ -59,4 +61,4 @@ def _problems_of_scalar(node: yaml.ScalarNode, field: str) -> Iterator[str]:
 
 
 def _too_deep(field: str) -> str:
-    return f"{field or 'the file'}: nested deeper than {MAX_DEPTH} levels; a recipe has sections and fields only"
+    return f"{field or 'the file'}: {TOO_DEEP}; a recipe has sections and fields only"

@@ -1,17 +1,19 @@
-"""What several fields, the model folder and the data decide together, checked before any process starts.
+"""Checks before any process starts: of several fields together, of the model folder, of data files and rewards.
 
-One page of errors for the recipe, else one for the files: a recipe that cannot run is told first.
+All faults of a recipe and of the files that it names come on one page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.config.recipe import error_page
+from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.preflight import learning, sizes
@@ -37,6 +39,7 @@ __all__ = [
     "check_plan",
     "check_rewards",
     "count_records",
+    "load",
     "read_conversations",
     "read_preferences",
     "read_problems",
@@ -49,8 +52,46 @@ __all__ = [
 def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
     """The layout of a recipe that can run: from here, or without `is_start` as a job on other machines.
 
-    Raises one ConfigError, or else one DataError, that lists all faults.
+    Raises one error that lists all faults: a ConfigError if any is the recipe's, a DataError if all are of files.
     """
+    found = _faults(recipe, is_start=is_start)
+    if found.recipe:
+        raise ConfigError(error_page(f"recipe {recipe.name}", [*found.recipe, *found.files]))
+    if found.files:
+        raise DataError(error_page(f"files of recipe {recipe.name}", found.files))
+    return found.layout
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True) -> Recipe:
+    """The recipe of a file, as `config.recipe.load` reads it.
+
+    Raises one ConfigError for a recipe that cannot be read in full; on its page stands too what `check` finds wrong
+    with the rest, as far as that does not depend on fields that could not be read.
+    """
+    draft = read(path, overrides)
+    if not draft.problems:
+        return draft.recipe
+    found = _faults(draft.recipe, is_start=is_start)
+    unread = set(draft.unread)
+    if unread & {"cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.cp"}:
+        unread.add("trainer.dp")
+    # Most checks depend on the loop.
+    further = [*([] if "loop" in unread else found.recipe), *found.files]
+    depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
+    further = [text for text in further if not depends.search(text)]
+    raise ConfigError(error_page(path, [*draft.problems, *further]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Faults:
+    """What is wrong with a recipe and with the files that it names, a line each; the layout counts if nothing is."""
+
+    recipe: list[str]
+    files: list[str]
+    layout: ParallelConfig
+
+
+def _faults(recipe: Recipe, *, is_start: bool) -> _Faults:
     layout = sizes.layout_of(recipe)
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
@@ -78,11 +119,7 @@ def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
             layout = layout if wrong else sizes.aligned(recipe, shape, layout)
         except DataError as error:
             broken.insert(0, str(error))
-    if wrong:
-        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-    if broken:
-        raise DataError(error_page(f"files of recipe {recipe.name}", broken))
-    return layout
+    return _Faults(wrong, broken, layout)
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:

@@ -101,8 +101,9 @@ def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str,
     if field not in known:
         near = difflib.get_close_matches(field, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
-        # Without the value: under a mistyped name a secret is not known as one.
-        yield f"{section}.{field}: {owner} has no such field; {hint}"
+        # Without a text: under a mistyped name a secret is not known as one.
+        shown = f" = {value!r}" if isinstance(value, bool | int | float) else ""
+        yield f"{section}.{field}{shown}: {owner} has no such field; {hint}"
     elif not accepts(known[field], value):
         shown = "<hidden>" if holds_secret((*section.split("."), field), value) else repr(value)
         yield f"{section}.{field} = {shown}: {owner} says {ast.unparse(known[field])}; give a value of that type"
