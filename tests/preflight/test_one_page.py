@@ -121,7 +121,7 @@ train: {{prompts_per_step: 16, samples_per_prompt: 4}}
     )
     with pytest.raises(ConfigError) as caught:
         load(path)
-    title, *lines = str(caught.value).splitlines()
+    _, *lines = str(caught.value).splitlines()
     assert [line.strip().partition(":")[0] for line in lines] == ["trainer.tp = 'three'", "algorithm.advantage = 'gea'"]
     assert "did you mean 'gae'?" in lines[1]
     path.write_text(path.read_text().replace("three", "3").replace("gea", "gae"))

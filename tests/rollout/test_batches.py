@@ -107,7 +107,7 @@ CENTRED = {"normalize_by_std": False}
         pytest.param(CENTRED | {"kl_coefficient": 1.0}, [[1.5], [-1.5, -1.5], [-0.5], [0.5]], id="kl in the loss"),
         # 16 tokens are the most: in the last 15 of them the reward falls, so 2 tokens cost a fifteenth.
         pytest.param(
-            CENTRED | {"overlong_buffer": 0.95}, [[1.5 + 1 / 30], [-1.5 - 1 / 30] * 2, [-0.5], [0.5]], id="overlength"
+            CENTRED | {"overlong_buffer": 15}, [[1.5 + 1 / 30], [-1.5 - 1 / 30] * 2, [-0.5], [0.5]], id="overlength"
         ),
         pytest.param(CENTRED | {"advantage": "opo"}, [[2.0], [-1.0, -1.0], [-0.5], [0.5]], id="opo takes lengths"),
         pytest.param({"advantage": "pass_at_k", "pass_k": 1}, [[1.0], [-1.0, -1.0], [0.0], [0.0]], id="pass at 1"),
