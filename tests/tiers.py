@@ -13,7 +13,6 @@ FIXTURES = {
     "ranks": "distributed",
     "worker_module": "distributed",
     "pool": "distributed",
-    "pool_of": "distributed",
     "cluster": "cluster",
 }
 """Used by the test itself or by another of its fixtures."""

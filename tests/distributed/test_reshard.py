@@ -6,9 +6,8 @@ and the transport; both ways must write the same bytes on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache, wraps
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,6 @@ CASES = [
     pytest.param(ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2, etp=2, vpp=2, rollout_ep=True), "qwen3_moe"),
     pytest.param(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=2, ep=2), "qwen2_moe"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    with ExitStack() as stack:
-        yield cache(lambda world_size: stack.enter_context(RankPool(world_size)))
 
 
 def update(worker: Any, layout: ParallelConfig) -> None:
@@ -143,12 +136,12 @@ def recipe_of(model: Path, layout: ParallelConfig, **vllm: Any) -> Recipe:
 def test_live_parameters_equal_what_the_loader_makes(
     layout: ParallelConfig,
     model: str,
-    pool_of: Callable[[int], RankPool],
+    ranks: RankPool,
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     recipe = recipe_of(tiny_model(num_layers=2 * layout.vpp, **MODELS[model]), layout)
-    results = pool_of(layout.world_size).run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"))
+    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
     assert results == [[]] * layout.world_size
 
 
@@ -166,7 +159,7 @@ def test_an_engine_gets_weights_with_adapters_merged_in(
     layout: ParallelConfig,
     model: str,
     dtype: str,
-    pool_of: Callable[[int], RankPool],
+    ranks: RankPool,
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
@@ -175,7 +168,7 @@ def test_an_engine_gets_weights_with_adapters_merged_in(
     changed = {"lora": {"rank": 4}, "trainer": recipe.trainer.model_dump() | offload}
     changed["model"] = recipe.model.model_dump() | {"dtype": dtype}
     recipe = Recipe.model_validate(recipe.model_dump() | changed)
-    results = pool_of(layout.world_size).run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"))
+    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
     assert results == [[]] * layout.world_size
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
@@ -215,12 +208,10 @@ def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     return notes
 
 
-def test_the_engine_sleeps_while_the_trainer_is_built(
-    pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path]
-) -> None:
+def test_the_engine_sleeps_while_the_trainer_is_built(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
     layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
-    [notes] = pool_of(1).run(order_of_start, recipe, layout, timeout_seconds=300)
+    [notes] = ranks.run(order_of_start, recipe, layout, timeout_seconds=300, world_size=1)
     assert notes == [
         "RolloutEngine.__init__",
         "RolloutEngine.sleep",
@@ -259,12 +250,10 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     return said
 
 
-def test_verification_names_the_parameter_that_differs(
-    pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path]
-) -> None:
+def test_verification_names_the_parameter_that_differs(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
     layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
-    for before, after in pool_of(2).run(spoil_and_verify, recipe, layout):
+    for before, after in ranks.run(spoil_and_verify, recipe, layout, world_size=2):
         assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in before
         assert "model.layers.1.mlp.gate_proj.weight" in before
         assert after == "equal"
@@ -301,10 +290,10 @@ def train_and_gather(recipe: Recipe, layout: ParallelConfig, exported: str) -> t
 
 
 def test_an_engine_that_keeps_other_weights_gets_full_tensors(
-    pool_of: Callable[[int], RankPool], tiny_model: Callable[..., Path], tmp_path: Path
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout, enable_lora=True)
-    for different, notices in pool_of(2).run(train_and_gather, recipe, layout, str(tmp_path / "hf")):
+    for different, notices in ranks.run(train_and_gather, recipe, layout, str(tmp_path / "hf"), world_size=2):
         assert different == []
         assert len(notices) == 1 and "full tensors" in notices[0] and "adapters inside vLLM" in notices[0]

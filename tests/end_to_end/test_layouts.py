@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 REFERENCE = (1, 1, 1, 1)
-LAYOUTS = [(2, 1, 1, 1), (1, 2, 1, 2), (1, 1, 2, 1), (2, 2, 1, 2), (2, 1, 2, 4)]
+LAYOUTS = [(1, 2, 1, 2), (2, 2, 1, 2), (2, 1, 2, 4)]
 RECIPE = """
 name: layout
 loop: rl

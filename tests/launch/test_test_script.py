@@ -115,9 +115,9 @@ def test_every_test_is_of_one_tier(request: pytest.FixtureRequest) -> None:
 
 
 def test_the_tables_name_what_there_is() -> None:
-    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
-    assert tiers.FILES.keys() <= files.keys()
-    defined = {name for text in files.values() for name in re.findall(r"^ *def (\w+)\(", text, re.MULTILINE)}
+    files = list((ROOT / "tests").rglob("*.py"))
+    assert tiers.FILES.keys() <= {path.name for path in files}
+    defined = {name for path in files for name in re.findall(r"^ *def (\w+)\(", path.read_text(), re.MULTILINE)}
     assert {*tiers.TESTS, *tiers.FIXTURES} <= defined
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
     assert tiers.FOLDERS.keys() <= folders

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,12 +33,6 @@ LAYOUTS = [
     pytest.param((2, 1, 2), id="tp2 dp2"),
     pytest.param((1, 2, 2), id="pp2 dp2"),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def small_model(**changes: object) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,6 @@ from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shap
 from megarl.reshard.layouts.megatron import check_against, chunk_prefix, megatron_layouts, parameter_shapes
 from megarl.testing import RankPool
 from megarl.types import ConfigError
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with RankPool(4) as pool:
-        yield pool
 
 
 def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dict[tuple[str, ...], torch.Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,6 @@ def compare(path: str, tp: int, ep: bool) -> tuple[list[str], int]:
     return sorted(map(str, set(recorded) ^ set(computed))), len(recorded)
 
 
-@pytest.fixture(scope="module")
-def pool_of() -> Iterator[Callable[[int], RankPool]]:
-    with ExitStack() as stack:
-        yield cache(lambda world_size: stack.enter_context(RankPool(world_size)))
-
-
 @pytest.mark.parametrize(
     ("family", "world", "tp", "ep", "sizes"),
     [
@@ -62,10 +54,10 @@ def test_computed_is_what_vllm_does(
     ep: bool,
     sizes: dict[str, Any],
     tiny_model: Callable[..., Path],
-    pool_of: Callable[[int], RankPool],
+    ranks: RankPool,
 ) -> None:
     path = tiny_model(family=family, num_layers=2, **sizes)
-    for different, common in pool_of(world).run(compare, str(path), tp, ep):
+    for different, common in ranks.run(compare, str(path), tp, ep, world_size=world):
         assert different == [] and common >= 20
 
 
