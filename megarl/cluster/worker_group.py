@@ -302,10 +302,14 @@ class WorkerGroup(ABC):
         error.add_note("\n".join(handle.log_tail() for handle in stopped))
         return error
 
+    def _show_last_stacks(self) -> None:
+        """As `show_stacks`, of ranks that will not go on."""
+        self.show_stacks()
+
     async def _stacks(self) -> dict[int, str]:
         """What each rank writes of its stacks when it is told to; nothing of one that cannot be reached, or stopped."""
         ends = {handle: log_size(handle.log) for handle in self._handles}
-        self.show_stacks()
+        self._show_last_stacks()
         stacks: dict[int, str] = {}
         last_look = time.monotonic() + _STACKS_SECONDS
         while True:

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.connected import Address, ConnectedGroup, interface_of, reached_at
+from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.topology import Introduction
+from megarl.cluster.worker_group import RankFailedError
 from megarl.types import PeerLostError
 
 _PROCESS = """
@@ -91,6 +93,25 @@ def test_strangers_neither_delay_nor_enter(tmp_path: Path, monkeypatch: pytest.M
     began = time.monotonic()
     asyncio.run(drive())
     assert time.monotonic() - began < 60  # one after the other, forty silent strangers would take 400 s
+
+
+def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    async def drive() -> None:
+        group = await SpawnedGroup.start("probe:Probe", {}, world_size=3, log_folder=tmp_path, strangers=[])
+        try:
+            group.deadlines = Deadlines.same(1.0)
+            with pytest.raises(RankFailedError) as caught:
+                await group.ask([1, 2], "sleep_on", [1, 1], 60)
+            assert caught.value.cause == "rank 1 of 3 did not answer `sleep_on` within 1 s"
+            told = caught.value.__notes__[0]
+            assert "in sleep_on" in told.partition("\nrank 1\n")[2].partition("\nrank")[0]
+            assert "in serve" in told.partition("\nranks 0, 2\n")[2].partition("\nrank")[0]
+        finally:
+            await group.close()
+
+    asyncio.run(drive())
 
 
 def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:

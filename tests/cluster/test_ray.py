@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.worker_group import RankFailedError
 from megarl.config import RewardConfig
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
@@ -101,6 +103,33 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
     lack = "needs 4 nodes with 2 CPUs each, the Ray cluster has nodes with [2, 2, 0]"
     assert f"waiting for 3 s at most: {lack}" in done.stderr and f"cluster.nodes = 4: {lack}; add nodes" in done.stderr
     assert json.loads((folder / "runs/large/status.json").read_text())["exit_code"] == 2
+
+
+def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl.cluster.ray import RayGroup
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    place = {"address": cluster.address, "ranks_per_node": 2}
+
+    async def drive() -> None:
+        group = await RayGroup.start("probe:Probe", {}, world_size=4, log_folder=tmp_path, **place)
+        try:
+            group.deadlines = Deadlines.same(2.0)
+            with pytest.raises(RankFailedError) as caught:
+                await group.ask([1, 2], "sleep_on", [1, 1], 60)
+            assert caught.value.cause == "rank 1 of 4 did not answer `sleep_on` within 2 s"
+            told = caught.value.__notes__[0]
+            assert "in sleep_on" in told.partition("\nrank 1\n")[2].partition("\nrank")[0]
+            assert "in serve" in told.partition("\nranks 0, 2, 3\n")[2].partition("\nrank")[0]
+        finally:
+            await group.close()
+
+    try:
+        asyncio.run(drive())
+    finally:
+        ray.shutdown()
 
 
 PLACES = """
