@@ -86,6 +86,7 @@ def train(
 ) -> None:
     """Check a recipe, its model and its data; then train."""
     from megarl.preflight import load
+    from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 
     if resume and restart:
         raise ConfigError("--resume and --restart: give one of them; --resume goes on, --restart begins anew")
@@ -93,6 +94,9 @@ def train(
     if path.is_dir():
         if not resume and not restart:
             raise ConfigError(_folder_hint(path))
+        for checkpoint in EarlierRun.read(path).checkpoints[:1] if resume else ():
+            # Before config.yaml is read: another schema's fields have other names.
+            refuse_other_schema(checkpoint)
         given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
     loaded = load(path, given, is_start=not dry_run)

@@ -220,6 +220,19 @@ def test_starts_that_do_not_fit_what_the_folder_holds_are_refused(recipe: Path) 
     assert not (run.parent / "smal").exists()
 
 
+def test_a_run_of_an_older_schema_is_refused_before_its_recipe_is_read(recipe: Path) -> None:
+    """Fields of its config.yaml may have other names now."""
+    run = finished(recipe)
+    checkpoint = run / "checkpoints/step_000006"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "driver.json").write_text('{"step": 6}')
+    (run / "config.yaml").write_text("algorithm: {filter_range: [0.0, 1.0]}\n")
+    done = megarl("train", run, "--resume")
+    assert done.returncode == 65
+    assert f"{checkpoint}: was written with schema 1 of recipes and checkpoints" in done.stderr
+    assert "reads schema 2" in done.stderr
+
+
 def test_show_config_is_a_recipe_again(recipe: Path) -> None:
     shown = megarl("show-config", recipe, "train.steps=7")
     assert shown.returncode == 0

@@ -22,12 +22,11 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
-from megarl.tracking.earlier_run import EarlierRun
+from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
 
-DRIVER = "driver.json"
 _LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 
 
@@ -104,7 +103,7 @@ class Checkpoints:
         partial, home = self._partial(step), self._folder.checkpoints_folder
         unlogged = {name: float(value) for name, value in (self._unlogged or {}).items()}
         driver = {
-            "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
+            "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
             "unlogged": None if self._unlogged is None else unlogged,
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")

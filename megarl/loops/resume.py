@@ -15,10 +15,10 @@ from megarl.config import Recipe
 from megarl.config.recipe import error_page, recipe_changes
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
-from megarl.loops.checkpointing import DRIVER, Survey, survey
+from megarl.loops.checkpointing import Survey, survey
 from megarl.preflight.files import data_paths
 from megarl.terminal import Console
-from megarl.tracking.earlier_run import checkpoint_step
+from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError
 
@@ -67,8 +67,9 @@ class Origin:
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Origin:
     """Find what to go on from, then begin the attempt in the run folder.
 
-    Raises ConfigError for another model, DataError for changed training data or where all checkpoints are damaged,
-    StorageError where something cannot be read or written: nothing has been changed then.
+    Raises ConfigError for another model, DataError for a checkpoint of another schema, for changed training data or
+    where all checkpoints are damaged, StorageError where something cannot be read or written: nothing has been changed
+    then.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe)
@@ -77,6 +78,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Ori
     if resume == "must":
         folder.earlier.require_checkpoint()
     if found.good:
+        refuse_other_schema(found.good)
         earlier = read_object(found.good / DRIVER)
         _refuse_other_models(earlier, recipe, inputs)
         warnings = _data_changes(earlier, recipe, inputs)

@@ -13,6 +13,12 @@ from typing import Any, Self
 from megarl.files.atomic import storage_faults_named
 from megarl.types import ConfigError, DataError
 
+SCHEMA = 2
+"""Version of the recipe's fields and of the driver's state in a checkpoint: one more where names change in either."""
+
+DRIVER = "driver.json"
+"""File of a checkpoint with the driver's state."""
+
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
@@ -104,6 +110,22 @@ class EarlierRun:
                 f"{self.path / 'checkpoints'}: none of its {len(self.checkpoints) + len(self.damaged)} checkpoints is "
                 "good. Bring one back from a copy, or begin anew with --restart, which keeps what is there in earlier/."
             )
+
+
+def refuse_other_schema(checkpoint: Path) -> None:
+    """Raise DataError for a checkpoint that another schema wrote; one that cannot be read is not judged here."""
+    with storage_faults_named(checkpoint):
+        content = _content(checkpoint / DRIVER)
+    if not (driver := _as_object(content)):
+        return
+    # The first schema did not write its number.
+    version = driver.get("schema", 1)
+    if version != SCHEMA:
+        raise DataError(
+            f"{checkpoint}: was written with schema {version} of recipes and checkpoints, and this megarl reads schema "
+            f"{SCHEMA}. Go on with the megarl that wrote it, or begin anew with --restart, which keeps what is there "
+            "in earlier/; a run's hf/ can be another run's model.path."
+        )
 
 
 def is_checkpoint(folder: Path) -> bool:

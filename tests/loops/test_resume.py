@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.checkpoint.manifest import file_record, write_manifest
 from megarl.config import Recipe
-from megarl.loops.checkpointing import DRIVER, plain_recipe, survey
+from megarl.loops.checkpointing import plain_recipe, survey
 from megarl.loops.resume import Inputs, find_origin
-from megarl.tracking.earlier_run import EarlierRun
+from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, StorageError
 
@@ -58,7 +58,10 @@ def _write_checkpoint(folder: Path, recipe: Recipe, step: int) -> None:
     folder.mkdir(parents=True)
     torch.save({}, folder / "common.pt")
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
-    driver = {"step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe).as_json(), "unlogged": {"x": 1.0}}
+    driver = {
+        "schema": SCHEMA, "step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe).as_json(),
+        "unlogged": {"x": 1.0},
+    }  # fmt: skip
     (folder / DRIVER).write_text(json.dumps(driver))
     write_manifest(folder, {path.name: file_record(path) for path in folder.iterdir()}, {"format": "torch_dist"})
 
@@ -174,6 +177,27 @@ def test_changed_training_data_is_refused_and_changed_validation_data_told(
         train.write_text("{}\n")
         find_origin(recipe, folder, "if-any")
     assert f"warning: {heldout}: data.validation.held is not what the run was" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("written", [None, 1, SCHEMA + 1])
+def test_a_checkpoint_of_another_schema_is_refused(recipe: Recipe, home: Path, written: int | None) -> None:
+    """The first schema did not write its number."""
+    newest = home / "step_000004"
+    driver = json.loads((newest / DRIVER).read_text())
+    assert driver.pop("schema") == SCHEMA
+    (newest / DRIVER).write_text(json.dumps(driver if written is None else driver | {"schema": written}))
+    (newest / "manifest.json").unlink()
+    write_manifest(newest, {path.name: file_record(path) for path in newest.iterdir()}, {"format": "torch_dist"})
+    before = contents(home.parent)
+    with (
+        RunFolder(recipe, resume=True) as folder,
+        pytest.raises(
+            DataError, match=rf"step_000004: was written with schema {written or 1} .*reads schema {SCHEMA}\."
+        ) as caught,
+    ):
+        find_origin(recipe, folder, "if-any")
+    assert caught.value.exit_code == 65
+    assert contents(home.parent) == before
 
 
 def test_must_fails_where_there_is_nothing_to_go_on_from(recipe: Recipe) -> None:
