@@ -90,7 +90,7 @@ def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | None = None) -> Tensor:
-    """What a sample does for the chance that one of `k` drawn from its group passes, in closed form.
+    """Contribution of a sample to the chance that one of `k` drawn from its group passes, in closed form.
 
     `passes` bool [samples]; left out, a sample passes if its reward is positive. The advantage is the sample's mean
     over all sets of `k` that hold it of the set's reward (1 if one passes), less the mean over all sets, over the sets'

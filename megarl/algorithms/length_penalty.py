@@ -1,4 +1,4 @@
-"""What a completion's length costs it."""
+"""Length penalty of completions."""
 
 from __future__ import annotations
 

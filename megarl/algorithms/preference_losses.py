@@ -26,8 +26,8 @@ def dpo(
 ) -> LossAndRewards:
     """Minus log sigmoid of `beta` times the log-ratios' difference, less `margin`.
 
-    With `label_smoothing` so large a share of the pairs is taken for swapped (conservative DPO); with
-    `normalize_by_length` log-ratios are means over tokens. Source: arXiv 2305.18290, eq. 7.
+    `label_smoothing` is the probability that a pair's label is flipped (conservative DPO); with `normalize_by_length`
+    log-ratios are means over tokens. Source: arXiv 2305.18290, eq. 7.
     """
     rewards = beta * _log_ratios(policy, reference, lengths, normalize_by_length)
     difference = rewards[:, 0] - rewards[:, 1] - margin

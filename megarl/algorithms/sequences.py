@@ -1,4 +1,4 @@
-"""What the tokens of a packed row share: their sequence, its sum and its mean."""
+"""Sums and means over the sequences of a packed row, and their values on its tokens."""
 
 from __future__ import annotations
 

@@ -44,37 +44,37 @@ class ModelConfig(Section):
 
 class ClusterConfig(Section):
     launcher: Literal["local", "slurm", "ray"] = "local"
-    """Who starts the ranks: `local` spawns them on this machine; `slurm` has srun start a task for each, within a job
-    (launch/slurm/train.sbatch); `ray` has a Ray cluster place them."""
+    """Launcher of the ranks: `local` spawns processes on this machine; `slurm` has srun start a task per rank within a
+    job (launch/slurm/train.sbatch); `ray` places an actor per rank on a Ray cluster."""
     ray_address: str = "auto"
-    """Where the Ray cluster answers: HOST:PORT, or `auto` for the one that this machine belongs to."""
+    """Address of the Ray cluster: HOST:PORT, or `auto` for the one that this machine belongs to."""
     nodes: PositiveInt = 1
-    """Machines in the job."""
+    """Number of nodes (machines) in the job."""
     ranks_per_node: PositiveInt = 1
-    """Ranks on each machine: one per GPU, or one per CPU slot."""
+    """Ranks on each node: one per GPU, or one per CPU slot."""
     start_timeout_seconds: PositiveFloat = 300.0
-    """Give up if the ranks are not all connected after this long."""
+    """Seconds within which all ranks must have connected."""
     build_timeout_seconds: PositiveFloat = 3600.0
-    """Give up if the ranks have not built and loaded their models after this long; the rank that hangs is named."""
+    """Seconds within which all ranks must have built and loaded their models; a rank that hangs is named."""
     verb_timeout_seconds: PositiveFloat = 300.0
     """Give up if a rank has not answered a call, such as an update or a reshard, after this long or after ten times
     the longest that this call has taken so far, whichever is more. A call's first three may take
     collective_timeout_seconds, and later ones take no more, unless this field is larger. Sampling may take the time
     that it was given besides. Who is late is named, with the stacks of all ranks."""
     checkpoint_timeout_seconds: PositiveFloat = 3600.0
-    """Give up if a checkpoint or a model is not written, or a checkpoint not read, after this long."""
+    """Seconds within which a checkpoint must be written or read, or a model exported."""
     collective_timeout_seconds: PositiveFloat = 1800.0
-    """A collective that waits longer than this ends the run."""
+    """Timeout of torch.distributed collectives in seconds; exceeding it ends the run."""
     signal_seconds: PositiveInt = 300
-    """How long before its time limit a Slurm job is told to save: longer than updates and a checkpoint take."""
+    """Seconds before its time limit at which a Slurm job is told to save: more than updates and a checkpoint take."""
     srun_options: tuple[str, ...] = ()
-    """Options of srun besides, such as a container's: --container-image=FILE, --container-mounts=FROM:TO."""
+    """Further options of srun, such as --container-image=FILE and --container-mounts=FROM:TO."""
     preflight: bool = True
-    """Look at every node before anything heavy starts there: folders, disk, GPUs, clock, ports, bandwidth."""
+    """Check every node before models are built: folders, disk, GPUs, clock, ports, bandwidth."""
     min_bandwidth_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
-    """Refuse a node where a rank's links carry less than this share of what the median rank's do."""
+    """Refuse a node whose slowest rank has less than this fraction of the median rank's bandwidth."""
     max_restarts: NonNegativeInt = 5
-    """Times that a run may be taken up again in a row without a step gained."""
+    """Consecutive restarts of a run without a step gained, at most."""
 
     @property
     def world_size(self) -> int:
@@ -83,66 +83,67 @@ class ClusterConfig(Section):
 
 class TrainerConfig(Section):
     tp: PositiveInt = 1
-    """Tensor-parallel size: heads, feed-forward and vocabulary are split over so many ranks."""
+    """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over this many ranks."""
     pp: PositiveInt = 1
-    """Pipeline-parallel size: the layers are split over so many stages."""
+    """Pipeline-parallel size: the layers are split over this many stages."""
     dp: PositiveInt | None = None
-    """Data-parallel size; left out, what remains of the world: ranks / (tp * pp * cp)."""
+    """Data-parallel size; default: ranks / (tp * pp * cp)."""
     vpp: PositiveInt = 1
-    """Model chunks of each pipeline stage (interleaved schedule)."""
+    """Virtual pipeline size: model chunks of each pipeline stage (interleaved schedule)."""
     cp: PositiveInt = 1
-    """Context-parallel size: the tokens of a sequence are split over so many ranks."""
+    """Context-parallel size: the tokens of a sequence are split over this many ranks."""
     ep: PositiveInt = 1
-    """Expert-parallel size: the experts are dealt out to so many ranks."""
+    """Expert-parallel size: the experts are distributed over this many ranks."""
     etp: PositiveInt = 1
-    """Expert-tensor-parallel size: each expert is split over so many ranks."""
+    """Expert-tensor-parallel size: each expert is split over this many ranks."""
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
-    """Megatron's order of ranks, the first axis fastest. With dp last, all stages of a replica are neighbours, weights
-    cross fewer nodes in a reshard and gradients more in an update; `megarl plan` counts the former."""
+    """Megatron's rank order, the first axis fastest. With dp last, the stages of a replica are adjacent ranks: weights
+    cross fewer nodes in a reshard (`megarl plan` counts that), gradients more in an update."""
     align_ranks: bool = True
-    """Where it saves bytes in a reshard, deal neighbouring ranks parts of the trainer that lie far apart."""
+    """Permute the trainer's ranks where that saves bytes between nodes in a reshard."""
     sequence_parallel: bool | None = None
-    """Split norms and residuals over the tensor-parallel ranks too; left out, on where tp > 1."""
+    """Sequence parallelism: split the activations of norms and residuals over the tensor-parallel ranks; default: tp >
+    1."""
     distributed_optimizer: bool = True
-    """Shard the optimizer state over the data-parallel ranks."""
+    """Shard the optimizer state over the data-parallel ranks (ZeRO 1)."""
     router_replay: bool = False
-    """Train with the experts that the engine chose for each token (mixtures of experts)."""
+    """Router replay (mixture of experts): train with the experts that the engine routed each token to."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Compute again in the backward pass instead of keeping: the attention's inside, or whole layers."""
+    """Activation recomputation in the backward pass: of core attention (selective) or of whole layers (full)."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
-    """What leaves the accelerator for host memory while the engine samples; nothing where all fits."""
+    """States moved to host memory while the engine samples; default: none."""
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Cap on the padded tokens of one packed row of one data-parallel rank."""
+    """Largest number of tokens, padding included, of one packed microbatch of a data-parallel rank."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are alive at once."""
+    """Tokens whose logits are in memory at once when log-probs are computed."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Fields of Megatron-Core's TransformerConfig to set besides, by their own names."""
+    """Further fields of Megatron-Core's TransformerConfig, by their own names."""
 
 
 class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 1024
-    """Longest completion."""
+    """Maximum length of a completion in tokens."""
     temperature: NonNegativeFloat = 1.0
-    """Sampling temperature; 0 is greedy. The trainer's log-probs use the same."""
+    """Sampling temperature; 0 is greedy. The trainer's log-probs are taken at the same temperature."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus mass; 1 keeps all tokens. What is trained on (loop rl) is sampled from all of them: 1."""
+    """Nucleus sampling (top-p); 1 keeps all tokens. In loop rl 1, for the trainer's log-probs are not truncated."""
     top_k: NonNegativeInt = 0
-    """Sample among the k most likely tokens; 0 keeps all. What is trained on (loop rl) is sampled from all: 0."""
+    """Top-k sampling; 0 keeps all tokens. In loop rl 0, for the trainer's log-probs are not truncated."""
     stop: tuple[StopString, ...] = ()
-    """Texts that end a completion; they stay part of it."""
+    """Stop strings; they stay part of the completion."""
 
 
 class RolloutConfig(Section):
     tp: PositiveInt = 1
-    """Tensor-parallel size of each vLLM engine; the world holds ranks / tp replicas."""
+    """Tensor-parallel size of each vLLM engine; there are ranks / tp replicas."""
     sampling: SamplingConfig = SamplingConfig()
-    """How training completions are sampled."""
+    """Sampling parameters of training."""
     max_concurrent_requests: PositiveInt = 256
-    """Completions that one engine decodes at once."""
+    """Completions that one engine decodes concurrently."""
     kv_cache_gib: PositiveFloat = 1.0
-    """Memory of one rank's KV cache."""
+    """KV cache of one rank in GiB."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Fields of vLLM's EngineArgs to set besides, by their own names."""
+    """Further fields of vLLM's EngineArgs, by their own names."""
 
 
 class DataConfig(Section):
@@ -150,34 +151,34 @@ class DataConfig(Section):
     """JSONL file of training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or
     "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto)."""
     validation: dict[Name, str] = Field(default_factory=dict)
-    """Held-out JSONL files by name: problems to answer, or pairs (preference, reward_model); the metric is
+    """Validation sets, JSONL files by name: problems, or pairs (preference, reward_model). Metric:
     val/NAME/accuracy."""
     validation_conversations: dict[Name, str] = Field(default_factory=dict)
-    """Held-out JSONL files of conversations by name (sft); the metric is val/NAME/loss."""
+    """Validation sets of conversations (sft), JSONL files by name. Metric: val/NAME/loss, nats a token."""
     ptx: str | None = None
-    """JSONL file of conversations, as for sft, that rl trains on beside its own answers (algorithm.ptx_coefficient)."""
+    """JSONL file of conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient)."""
     answer_field: str = "gt_answer"
-    """Field of a record that holds the gold answer."""
+    """Field of a record with the gold answer."""
     system_prompt: str | None = None
-    """System message put before each conversation that has none."""
+    """System prompt of each conversation that has none."""
     max_prompt_tokens: PositiveInt = 1024
-    """A record whose rendered prompt is longer is an error."""
+    """Maximum length of a prompt in tokens, chat template included; a longer one is an error."""
     shuffle: bool = True
-    """New order each epoch, from the run's seed; otherwise the file's order."""
+    """Shuffle the records anew each epoch, by the run's seed."""
 
 
 class RewardConfig(Section):
     functions: tuple[str, ...] = ("boxed",)
     """Reward functions whose scores are added: names of `megarl.rewards`, or `package.module:function`."""
     function_weight: NonNegativeFloat = 1.0
-    """What the functions' scores count; 0: they only say what is right, a reward model alone what is good."""
+    """Weight of the functions' scores beside the reward model's; 0: they only measure accuracy."""
     model: str | None = None
     """Folder of a reward model (sequence classification with one label, the policy's vocabulary) whose score of prompt
     and completion is added."""
     model_weight: PositiveFloat = 1.0
-    """What the reward model's score counts."""
+    """Weight of the reward model's score."""
     model_clip: PositiveFloat | None = None
-    """The reward model's scores are held between minus and plus this (ColossalChat: 5)."""
+    """Clip the reward model's scores to between minus and plus this (ColossalChat: 5)."""
     num_workers: PositiveInt = 2
     """Processes that score completions while others are still sampled."""
     timeout_seconds: PositiveFloat = 5.0
@@ -194,16 +195,16 @@ class RewardConfig(Section):
 
 class TrainConfig(Section):
     steps: NonNegativeInt = 100
-    """Steps to train: rollouts in `rl`, optimizer updates elsewhere; 0: only evaluate the validation sets."""
+    """Number of steps: rollouts in `rl`, optimizer updates in other loops; 0: only evaluate the validation sets."""
     prompts_per_step: PositiveInt = 32
-    """Prompts sampled in one rl step; conversations in one sft step; pairs in one preference step."""
+    """Batch size of a step: prompts in rl, conversations in sft, pairs in preference and reward_model."""
     samples_per_prompt: PositiveInt = 8
-    """Completions per prompt (rl): the group that a sample is compared with."""
+    """Group size: completions per prompt (rl)."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates that one rl step's samples are split into."""
+    """Minibatches, one optimizer update each, that the samples of an rl step are split into."""
     epochs_per_step: PositiveInt = 1
-    """Passes over one rl step's samples, each in `updates_per_step` updates; shuffled anew from the second on. The
-    critic's updates are those of `critic.updates_per_step`."""
+    """Epochs over the samples of an rl step, each of `updates_per_step` minibatches, shuffled from the second epoch on.
+    Those of the critic: `critic.updates_per_step`."""
 
     @property
     def num_updates(self) -> int:
@@ -213,29 +214,29 @@ class TrainConfig(Section):
 
 class EvaluationSamplingConfig(Section):
     max_new_tokens: PositiveInt | None = None
-    """Longest completion; left out, that of `rollout.sampling`."""
+    """Maximum length of a completion in tokens; default: that of `rollout.sampling`."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus mass; 1 keeps all tokens."""
+    """Nucleus sampling (top-p); 1 keeps all tokens."""
     top_k: NonNegativeInt = 0
-    """Sample among the k most likely tokens; 0 keeps all."""
+    """Top-k sampling; 0 keeps all tokens."""
     stop: tuple[StopString, ...] | None = None
-    """Texts that end a completion; left out, those of `rollout.sampling`."""
+    """Stop strings; default: those of `rollout.sampling`."""
 
 
 class EvaluationConfig(Section):
     every_steps: NonNegativeInt = 0
-    """Evaluate the validation sets at each such step, and always before the first and after the last; 0: only those."""
+    """Evaluate the validation sets every so many steps, besides before the first and after the last; 0: only those."""
     max_problems: PositiveInt | None = None
-    """Use the first so many problems of each set; left out, all."""
+    """Evaluate only the first so many records of each set; default: all."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
-    """How completions are sampled for evaluation."""
+    """Sampling parameters of evaluation."""
 
 
 class WeightsConfig(Section):
     bucket_mib: PositiveInt = 256
-    """Staging memory of one reshard bucket; two are alive at most."""
+    """Size of a reshard bucket in MiB; at most two are in memory."""
     verify_every: NonNegativeInt = 0
     """Compare checksums of the engine's live parameters with the trainer's after each so many steps' reshard; 0: only
     once, before training."""
@@ -243,13 +244,13 @@ class WeightsConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 0
-    """Save the trainer's state at each such step and after the last, for `megarl train --resume`; 0: never."""
+    """Save a checkpoint every so many steps and after the last, for `megarl train --resume`; 0: never."""
     keep: PositiveInt = 2
-    """Checkpoints to keep, the newest; an older one goes when a newer one is complete."""
+    """Number of checkpoints to keep, the newest; older ones are removed once a newer one is complete."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy in host memory."""
+    """Write checkpoints while training goes on, from a copy in host memory."""
     export_every_steps: NonNegativeInt = 0
-    """Write the model as a Hugging Face folder hf_step_NNNNNN at each such step; 0: only at the end."""
+    """Export the model as a Hugging Face folder hf_step_NNNNNN every so many steps; 0: only at the end."""
 
 
 class Recipe(Section):
@@ -258,35 +259,35 @@ class Recipe(Section):
     name: Name
     """Name of the run and of its folder."""
     loop: Literal["rl", "sft", "preference", "reward_model"]
-    """What to run: reinforcement learning, supervised fine-tuning, learning from pairs of answers, or a model that
-    scores answers, learnt from such pairs."""
+    """Training loop: reinforcement learning, supervised fine-tuning, preference optimization (DPO and the like), or
+    reward model training."""
     seed: NonNegativeInt = 0
-    """Decides data order, sampling and initialisation."""
+    """Random seed of data order, sampling and initialisation."""
     runs_folder: str = "runs"
-    """Where run folders are made; relative to the current folder, as all paths here."""
+    """Parent folder of run folders; paths are relative to the current folder."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics and samples go beside metrics.jsonl and samples/ of the run folder: names of
     `tracking.trackers.TRACKERS`, or package.module:Class of your own."""
     samples_every_steps: PositiveInt = 1
-    """Write prompts, completions and rewards to samples/ at each such step."""
+    """Write prompts, completions and rewards to samples/ every so many steps (rl)."""
     model: ModelConfig
     """The model."""
     data: DataConfig
     """The data."""
     cluster: ClusterConfig = ClusterConfig()
-    """The machines."""
+    """Nodes, ranks and how they are started."""
     trainer: TrainerConfig = TrainerConfig()
     """Megatron: parallel sizes and memory."""
     lora: LoraConfig = LoraConfig()
-    """Adapters of the policy."""
+    """LoRA adapters of the policy."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Adam and its schedule."""
+    """Optimizer and learning-rate schedule."""
     rollout: RolloutConfig = RolloutConfig()
     """vLLM: parallel size and sampling."""
     reward: RewardConfig = RewardConfig()
-    """What is good."""
+    """Reward functions and reward model."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantages and loss (rl)."""
+    """Advantage estimator, policy loss, KL and their settings (rl)."""
     critic: CriticConfig = CriticConfig()
     """The critic (rl with advantage gae)."""
     preference: PreferenceConfig = PreferenceConfig()
@@ -294,11 +295,11 @@ class Recipe(Section):
     train: TrainConfig = TrainConfig()
     """Batch sizes and length of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out accuracy."""
+    """Evaluation on the validation sets."""
     weights: WeightsConfig = WeightsConfig()
-    """The reshard."""
+    """Reshard: weights from the trainer into the engines."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is saved on the way."""
+    """Checkpoints and exports during a run."""
 
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)
 

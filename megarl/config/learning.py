@@ -1,4 +1,4 @@
-"""The parts of a recipe that say how it learns: adapters, optimizer, algorithm, critic, preferences."""
+"""Sections of a recipe about learning: adapters, optimizer, algorithm, critic, preference losses."""
 
 from __future__ import annotations
 
@@ -50,45 +50,46 @@ PreferenceLoss = Annotated[str, _formula("preference.loss")]
 
 class LoraConfig(Section):
     rank: NonNegativeInt = 0
-    """Rank of the adapters that are trained beside the frozen policy; 0: there are none, all weights are trained."""
+    """LoRA rank; 0: no adapters, all weights are trained."""
     alpha: PositiveFloat = 32.0
-    """What an adapter adds is scaled by alpha / rank."""
+    """LoRA alpha: the adapter's output is scaled by alpha / rank."""
     dropout: Decay = 0.0
-    """Share of an adapter's inputs that an update's passes drop."""
+    """Dropout probability of the adapters' inputs in updates."""
     targets: Annotated[tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...], Field(min_length=1)] = (
         "qkv_proj",
         "o_proj",
         "gate_up_proj",
         "down_proj",
     )
-    """Projections that get adapters, those of experts included; fused ones share an A."""
+    """Target modules, those of experts included; fused projections share one A."""
     export_adapter: bool = True
     """Write the adapters too, as a PEFT folder adapter/ (adapter_step_NNNNNN/) beside hf/, the merged model."""
 
 
 class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = "adam"
-    """AdamW, or gradient descent without momentum, which has no state (needs trainer.distributed_optimizer false)."""
+    """Optimizer: AdamW, or SGD without momentum (needs trainer.distributed_optimizer false)."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What follows the warm-up: flat, a fall to `min_learning_rate`, or flat and then a linear fall (wsd)."""
+    """Learning-rate schedule after the warm-up: constant, linear or cosine decay to `min_learning_rate`, or constant
+    and then linear decay (wsd: warmup-stable-decay)."""
     decay_steps: PositiveInt | None = None
-    """Optimizer steps of the fall that ends a wsd schedule; left out, a tenth of the run."""
+    """Optimizer steps of the decay of a wsd schedule; default: a tenth of the run."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up from zero."""
     min_learning_rate: NonNegativeFloat = 0.0
-    """Where a falling schedule ends."""
+    """Final learning rate of a decaying schedule."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay (AdamW) on matrices; norms and biases have none."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Adam's decay rates of the first and second moment."""
+    """Adam's betas: decay rates of the first and second moment."""
     epsilon: PositiveFloat = 1e-8
-    """Adam's denominator term."""
+    """Adam's epsilon."""
     clip_grad_norm: NonNegativeFloat = 1.0
-    """Scale the gradient down to this global norm; 0 leaves it."""
+    """Clip the gradient to this global norm; 0: no clipping."""
     max_skipped_updates: NonNegativeInt = 3
-    """Updates in a row that may be skipped because loss or gradient is not finite, before the run ends."""
+    """Consecutive updates that may be skipped because loss or gradient is not finite, before the run ends."""
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -139,86 +140,90 @@ class AlgorithmConfig(Section):
         ]
         | None
     ) = None
-    """A published method's values of these fields, where the recipe gives none of its own."""
+    """Published method whose values these fields have where the recipe gives none."""
     advantage: Advantage = "grpo"
-    """Advantage estimator of `algorithms.advantages`; gae trains a critic beside the policy (PPO)."""
+    """Advantage estimator of `algorithms.advantages`; gae trains a critic (PPO). Your own: its import path."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """What a reward counts one token earlier (gae)."""
+    """Discount factor gamma, per token (gae)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
-    """How far the advantage trusts rewards to come over the critic: 1 altogether, 0 not beyond a token (gae)."""
+    """GAE lambda: 1 is the Monte-Carlo return minus the value, 0 the one-step TD error (gae)."""
     normalize_by_std: bool = True
-    """Divide advantages by a standard deviation where the estimator has one (GRPO); without, Dr. GRPO."""
+    """Divide advantages by the standard deviation, as GRPO does; Dr. GRPO does not."""
     lone_sample: Literal["zero", "reward"] = "zero"
     """Advantage of a sample alone in its group (grpo, rloo, opo, reinforce_plus_plus_baseline): zero, for it is its own
     baseline, or its reward (verl)."""
     pass_k: PositiveInt = 4
-    """Samples of which one shall pass (advantage pass_at_k)."""
+    """k of pass@k: a draw of k samples passes if one of them does (pass_at_k)."""
     advantage_kwargs: Kwargs = Field(default_factory=dict)
     """Further keyword arguments of the advantage estimator, such as {epsilon: 1e-4} of grpo."""
     whiten_advantages: bool = False
-    """Bring the advantages of all tokens of a step to mean 0 and variance 1."""
+    """Whiten advantages over all trained tokens of a step: mean 0, variance 1."""
     policy_loss: PolicyLoss = "clipped"
-    """Per-token loss of `algorithms.policy_losses`."""
+    """Policy loss of `algorithms.policy_losses`. Your own: its import path."""
     clip_low: PositiveFloat = 0.2
-    """The ratio counts down to 1 - clip_low (gmpo: its logarithm down to -clip_low)."""
+    """Lower clip range: the ratio is clipped at 1 - clip_low (gmpo: the log-ratio at -clip_low)."""
     clip_high: PositiveFloat = 0.2
-    """The ratio counts up to 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    """Upper clip range: the ratio is clipped at 1 + clip_high (DAPO's clip-higher: 0.28)."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bound of the loss for negative advantages (dual-clip PPO)."""
+    """Dual-clip constant c: for negative advantages the loss is at most c times their size."""
     max_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """Ratios above are held there before anything else (ColossalChat: 10)."""
+    """Upper bound of the ratio before clipping (ColossalChat: 10)."""
     policy_loss_kwargs: Kwargs = Field(default_factory=dict)
     """Further keyword arguments of the policy loss, such as {temperature_negative: 1.1} of sapo."""
     skip_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """An update is skipped if the mean ratio of its tokens is above (ColossalRL's skip_threshold: 20)."""
+    """Skip an update whose mean ratio over tokens is above this (ColossalRL's skip_threshold: 20)."""
     entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference model; 0 loads no reference model."""
+    """Coefficient of the KL penalty to the reference; 0: no reference model is loaded."""
     kl_placement: Literal["loss", "reward", "return", "advantage"] = "loss"
-    """Where the KL counts: in the loss; in the reward, each token's in its own (gae) or summed over the sample; summed
-    from a token on in that token's advantage (return: REINFORCE++); or each token's in its own advantage."""
+    """Placement of the KL penalty: in the loss; in the reward, per token (gae) or summed over the sample; in the
+    return, summed from each token to the end and taken from its advantage (REINFORCE++); or per token in the
+    advantage."""
     kl_estimator: Literal["k1", "k2", "k3", "absolute"] = "k3"
-    """Estimator of `algorithms.kl`."""
+    """KL estimator per token (`algorithms.kl`)."""
     k3_max: PositiveFloat | None = None
     """Largest k3 estimate of a token (verl: 10); left out, it has no bound. `kl/capped`: the share of tokens held."""
     kl_target: PositiveFloat | None = None
-    """Adapt the coefficient so that the KL stays near this many nats a token; left out, it is constant."""
+    """Target KL in nats a token of the adaptive KL controller; default: a constant coefficient."""
     kl_horizon: PositiveFloat = 10000.0
-    """Samples in which an adapted coefficient changes by a fifth at most."""
+    """Horizon of the adaptive KL controller: samples in which the coefficient changes by a fifth at most."""
     importance_sampling: ImportanceSampling | None = None
-    """Correction of `algorithms.importance` for the gap between trainer and engine; left out, none."""
+    """Importance-sampling correction of the log-prob gap between trainer and engine (`algorithms.importance`); default:
+    none."""
     importance_sampling_low: NonNegativeFloat = 0.5
-    """Lowest ratio of trainer to engine that a band or rejection accepts."""
+    """Lowest accepted ratio of trainer to engine (icepop, rejection, masks)."""
     importance_sampling_high: PositiveFloat = 2.0
-    """Highest ratio that is accepted, or to which it is cut."""
+    """Highest accepted ratio, or the cap of a truncated one (tis)."""
     importance_sampling_kwargs: Kwargs = Field(default_factory=dict)
     """Further keyword arguments of the correction."""
     aggregation: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level"
     ] = "token_mean"
-    """How token losses become one number, over the whole batch (`algorithms.reduction`)."""
+    """Aggregation of token losses over the global batch (`algorithms.reduction`)."""
     count_masked_sequences: bool = False
     """Count sequences without a trained token (mask_truncated) among those that a mean over sequences divides by, as
     TRL does."""
     old_logprobs: Literal["rollout", "trainer"] = "trainer"
-    """Whose log-probs the ratio starts from, of the weights that sampled: the engine's, or the trainer's, computed
-    before the step's update where needed. With the engine's, `logprob_gap/` is that of a step's first update alone."""
+    """Old log-probs, the ratio's denominator, of the weights that sampled: the engine's (rollout), or the trainer's,
+    computed before the step's update where needed. With the engine's, `logprob_gap/` is of a step's first update."""
     dynamic_sampling: tuple[float, float] | None = None
-    """Train only on groups whose accuracy is between the two, both excluded; others are drawn instead (DAPO)."""
+    """Dynamic sampling (DAPO): train only on groups whose accuracy is strictly between these two; others are
+    replaced."""
     max_attempts: PositiveInt = 10
-    """Batches of prompts that one step may draw to fill itself, before the run ends."""
+    """Batches of prompts that a step may sample to fill itself, before the run ends."""
     oversampling: Annotated[float, Field(ge=1.0)] = 1.0
-    """Prompts drawn at once over prompts a step, where groups are filtered; what is left over serves the next step."""
+    """Ratio of prompts sampled at once to prompts per step with dynamic sampling; surplus groups train in the next
+    step."""
     overlong_buffer: PositiveInt | None = None
     """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by reward.correct_score at
     the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of max_new_tokens."""
     mask_truncated: bool = False
-    """Train no token of a completion that hit the length limit."""
+    """Mask completions that hit the length limit out of the loss (DAPO's overlong filtering)."""
     ptx_coefficient: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share c of the conversations of data.ptx in each update's loss: (1 - c) * rl + c * cross-entropy (PPO-ptx)."""
+    """PPO-ptx coefficient c: the loss is (1 - c) * rl + c * cross-entropy of the conversations of data.ptx."""
     ptx_conversations: PositiveInt = 32
-    """Conversations of data.ptx in one step."""
+    """Conversations of data.ptx per step."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -234,32 +239,33 @@ class AlgorithmConfig(Section):
 
 class CriticConfig(Section):
     path: str | None = None
-    """Folder of the model that the critic starts from, a language model or a trained reward model with the policy's
-    vocabulary; left out, model.path."""
+    """Hugging Face folder of the critic's initial weights: a language model, or a reward model with the policy's
+    vocabulary; default: model.path."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
-    """The critic's own Adam and schedule."""
+    """Optimizer and learning-rate schedule of the critic."""
     clip: PositiveFloat | None = 0.2
-    """A value counts as if it had moved no farther in one step, where that is worse for it; null: it moves freely."""
+    """Value clip range: values move at most this far from the old ones in the clipped value loss; null: no clipping."""
     warmup_steps: NonNegativeInt = 0
-    """First steps in which the critic alone is trained."""
+    """Critic warm-up: first steps in which only the critic is trained."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates of the critic that one step's samples are split into."""
+    """Minibatches, one critic update each, that the samples of a step are split into."""
 
 
 class PreferenceConfig(Section):
     loss: PreferenceLoss = "dpo"
-    """Loss of `algorithms.preference_losses`; dpo, ipo and kto load a reference model, kto takes single answers."""
+    """Preference loss of `algorithms.preference_losses`; dpo, ipo and kto load a reference model, kto takes single
+    answers instead of pairs."""
     beta: PositiveFloat = 0.1
-    """How hard the reference holds (dpo, ipo, kto), scale of the rewards (simpo: 2), weight of the odds (orpo)."""
+    """Beta: strength of the KL constraint (dpo, ipo, kto), reward scale (simpo: 2), weight of the odds ratio (orpo)."""
     margin: NonNegativeFloat = 0.0
-    """By how much the chosen answer's reward must be higher (dpo, simpo: 1; loop reward_model)."""
+    """Target reward margin between chosen and rejected answer (dpo, simpo: 1; loop reward_model)."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """Share of the pairs that is taken for swapped (dpo)."""
+    """Label smoothing: probability that a pair's label is flipped (conservative dpo)."""
     normalize_by_length: bool = False
-    """Compare means over tokens instead of sums (dpo, ipo)."""
+    """Average log-probs over tokens instead of summing them (dpo, ipo)."""
     desirable_weight: PositiveFloat = 1.0
-    """What a good answer counts (kto)."""
+    """Loss weight of desirable answers (kto)."""
     undesirable_weight: PositiveFloat = 1.0
-    """What a bad answer counts (kto); the weights shall balance how many there are of each."""
+    """Loss weight of undesirable answers (kto); choose both weights to balance the numbers of answers."""
     loss_kwargs: Kwargs = Field(default_factory=dict)
     """Further keyword arguments of the loss."""

@@ -1,7 +1,7 @@
-"""What the options of verl, TRL, slime, NeMo-RL, OpenRLHF and ColossalRL are called in a recipe.
+"""Options of verl, TRL, slime, NeMo-RL, OpenRLHF and ColossalRL, and the recipe's fields that mean the same.
 
-A recipe that names one of them is told its counterpart. Names are matched from their end: `rollout.n` also stands for
-`actor_rollout_ref.rollout.n`; case, dashes and underscores make no difference.
+The error of a recipe that names one of them names its counterpart. Names are matched from their end: `rollout.n` also
+stands for `actor_rollout_ref.rollout.n`; case, dashes and underscores make no difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Counterpart:
     fields: tuple[str, ...] = ()
     """Fields of the recipe; none where there is no counterpart."""
     note: str = ""
-    """What differs, or why there is none."""
+    """The difference in meaning, or why there is no counterpart."""
 
     def __str__(self) -> str:
         """`here it is train.samples_per_prompt`."""
@@ -26,7 +26,7 @@ class Counterpart:
 
 
 def counterpart(name: str) -> Counterpart | None:
-    """What a dotted name is called in a recipe; None for one that is not listed."""
+    """The recipe's counterpart of a dotted name; None for one that is not listed."""
     parts = _plain(name).split(".")
     tails = (".".join(parts[start:]) for start in range(len(parts)))
     return next((_BY_NAME[tail] for tail in tails if tail in _BY_NAME), None)

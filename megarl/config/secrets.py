@@ -1,4 +1,4 @@
-"""What in a recipe is a secret: by the name of its field, or by the shape of its text. Secrets are never written."""
+"""Secrets in a recipe, known by the name of a field or by the shape of a text. Secrets are never written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all parts of a recipe have in common."""
+"""The base of all sections of a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What YAML 1.1 reads otherwise than it looks: found in a text before anything is made of it."""
+"""Values that YAML 1.1 reads otherwise than they look, found in a text before it is parsed."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """What is wrong with a recipe and with the files that it names, a line each; the layout counts if nothing is."""
+    """Faults of a recipe and of the files that it names, a line each; the layout is valid if there are none."""
 
     recipe: list[str]
     files: list[str]
@@ -134,7 +134,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
 
 
 def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataError]:
-    """What is wrong with the folders of critic and reward model: with the recipe a text, with their files an error."""
+    """Faults of the folders of critic and reward model: texts of the recipe's, errors of their files'."""
     for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
             yield from (DataError(f"{field}: {problem}") for problem in problems)
@@ -171,6 +171,6 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
 
 
 def _tokens(folder: str) -> tuple[object, object]:
-    """What a folder's tokenizer calls its numbers. Sizes of embeddings tell nothing: they are padded."""
+    """Vocabulary and added tokens of a folder's tokenizer. Sizes of embeddings differ by their padding."""
     tokenizer = read_object(Path(folder) / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

@@ -1,4 +1,4 @@
-"""What vLLM will refuse of a recipe once its ranks are started: head size, KV cache."""
+"""Checks of what vLLM would refuse once its ranks are started: head size, KV cache."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
 }
 """Tensors that a function of the user's own is called with."""
 _OF_SEQUENCES = ("cu_seqlens", "mask")
-"""What a policy loss of whole sequences is called with besides, if it has a parameter cu_seqlens."""
+"""Further tensors of a policy loss of whole sequences, one that has a parameter cu_seqlens."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 
 
 def keywords(recipe: Recipe) -> Iterator[str]:
-    """What is wrong with functions of the user's own, which are imported here, and with the keywords of all."""
+    """Faults of the user's own functions, which are imported here, and of the keywords of all."""
     for field, kwargs_field in KWARGS.items():
         name = value_at(recipe, field)
         if unmet(recipe, field) is not None or name is None:

@@ -1,4 +1,4 @@
-"""What of a recipe's learning does not go together: optimizer, algorithm, critic, rewards."""
+"""Checks of fields that must go together: optimizer, algorithm, critic, rewards."""
 
 from __future__ import annotations
 

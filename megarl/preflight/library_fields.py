@@ -23,7 +23,7 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """What Megatron-Core's TransformerConfig will not take of `trainer.megatron`."""
+    """Fields of `trainer.megatron` that Megatron-Core's TransformerConfig does not take."""
     settings = recipe.trainer.megatron
     decided = dict(TRANSFORMER_FIELDS)
     decided |= RECOMPUTE_FIELDS if recipe.trainer.recompute != "none" else {}
@@ -55,7 +55,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
-    """What vLLM's EngineArgs will not take of `rollout.vllm`."""
+    """Fields of `rollout.vllm` that vLLM's EngineArgs does not take."""
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
         if field in ENGINE_FIELDS:

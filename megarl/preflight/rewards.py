@@ -31,7 +31,7 @@ def check_rewards(recipe: Recipe) -> None:
 
 
 def _try(name: str, settings: WorkerSettings, answer: str) -> Iterator[str]:
-    """What is wrong with a function."""
+    """Faults of a function."""
     with TemporaryDirectory(prefix="megarl_rewards_") as folder:
         worker = RewardWorker(replace(settings, functions=(name,)), str(Path(folder) / "output.log"))
         try:

@@ -14,11 +14,11 @@ from megarl.preflight.engine import runs_on_cpu
 
 _RANKS_PER_CORE = 4
 _RANK_BYTES = 500 << 20
-"""What the libraries of a rank take before any weight is there."""
+"""Host memory of a rank's libraries, before any weight is loaded."""
 
 
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
-    """What a checked recipe will suffer from, a line each."""
+    """Warnings of a checked recipe on these machines, a line each."""
     cluster = recipe.cluster
     if cluster.launcher != "local":
         return

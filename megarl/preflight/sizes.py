@@ -1,4 +1,4 @@
-"""What of a recipe's sizes does not fit: ranks, batches, lengths, the model."""
+"""Checks of sizes: ranks, batches, lengths, and whether they fit the model."""
 
 from __future__ import annotations
 

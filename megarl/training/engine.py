@@ -43,7 +43,7 @@ from megarl.types import MegarlError
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a model is trained for: its objective and its optimizer's settings over so many updates."""
+    """A trained model's objective, optimizer settings and number of updates."""
 
     objective: Objective
     optimizer: OptimizerConfig
@@ -156,7 +156,7 @@ class TrainingEngine(ModelShard):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What leaves for the engine and for model folders, by Megatron's names; values are there within `merged`."""
+        """The weights for the engine and for model folders, by Megatron's names; values are merged within `merged`."""
         return self._merged.weights
 
     def merged(self) -> AbstractContextManager[None]:

@@ -63,7 +63,7 @@ class ModelShard:
         )
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
         self.models: Sequence[torch.nn.Module] = self.chunks
-        """What passes go through: the chunks, or what is wrapped around them."""
+        """The model chunks of the forward pass, or their wrappers."""
         for name, parameter in self.parameters.items():
             if ".experts." in name:
                 # Megatron takes experts for replicas over the dense ranks unless expert parallelism splits them, also

@@ -1,4 +1,4 @@
-"""What is minimised: per-token losses of a microbatch, from the algorithms' formulas."""
+"""Objectives: per-token losses of a microbatch, from the formulas of `algorithms`."""
 
 from __future__ import annotations
 
