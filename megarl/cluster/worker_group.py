@@ -60,6 +60,12 @@ class _Call:
     limit: Limit
     answers: Mapping[RankHandle, asyncio.Task[Any]]
 
+    def is_answered(self) -> bool:
+        """Whether all ranks have answered, none with an error."""
+        return all(
+            answer.done() and not answer.cancelled() and answer.exception() is None for answer in self.answers.values()
+        )
+
     def silent(self) -> list[RankHandle]:
         """The ranks that have not answered."""
         return [handle for handle, answer in self.answers.items() if not answer.done()]
@@ -207,7 +213,7 @@ class WorkerGroup(ABC):
             begun = time.monotonic()
             try:
                 await asyncio.wait(answers.values(), timeout=call.limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
-                if call.errors() or call.silent() or any(answer.cancelled() for answer in answers.values()):
+                if not call.is_answered():
                     raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
                 # A call abandoned half-way leaves its ranks in no known state.
