@@ -91,7 +91,8 @@ def train(
     if resume and restart:
         raise ConfigError("--resume and --restart: give one of them; --resume goes on, --restart begins anew")
     path, given = Path(recipe), list(overrides or ())
-    if path.is_dir():
+    is_of_run = path.is_dir()
+    if is_of_run:
         if not resume and not restart:
             raise ConfigError(_folder_hint(path))
         for checkpoint in EarlierRun.read(path).checkpoints[:1] if resume else ():
@@ -99,7 +100,7 @@ def train(
             refuse_other_schema(checkpoint)
         given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
-    loaded = load(path, given, is_start=not dry_run)
+    loaded = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
     if not dry_run and not restart and not _has_work(loaded, resume):
         return
     layout, records = _checked(loaded, is_start=not dry_run)

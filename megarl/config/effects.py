@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.formulas import either, formulas, taking
+from megarl.config.formulas import FIELDS, either, formulas, taking
 from megarl.files.python_function import is_import_path
 
 if TYPE_CHECKING:
@@ -261,6 +261,12 @@ def conditions(field: str) -> tuple[Needs, ...]:
 def unmet(recipe: Recipe, field: str) -> Needs | None:
     """The first condition of a field that does not hold: the field does nothing. None: it has an effect."""
     return next((need for need in conditions(field) if not need.holds(recipe)), None)
+
+
+def may_be_idle(recipe: Recipe, field: str) -> bool:
+    """Whether a field is a keyword of a function of the user's own, which may not take it."""
+    owners = (owner for owner, keywords in FIELDS.items() if field in keywords.values())
+    return any(is_import_path(value_at(recipe, owner) or "") for owner in owners)
 
 
 def given_fields(section: Section, prefix: str = "") -> Iterator[str]:

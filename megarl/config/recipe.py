@@ -49,10 +49,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return draft.recipe
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Draft:
     """As `load`, but a recipe with faults is read on, so that whoever checks more can tell all at once.
 
-    Raises ConfigError only for a file that is no YAML of sections and fields.
+    `is_of_run`: the file is a run's config.yaml, which has all fields; those that overrides leave without an effect are
+    no faults. Raises ConfigError only for a file that is no YAML of sections and fields.
     """
     from megarl.config.secrets import literal_secrets
 
@@ -60,7 +61,11 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     problems = [*merged.problems, *literal_secrets(merged.values, merged.references)]
     recipe, faults, unread = _validated(merged.values, merged.references)
     unread |= merged.unread
-    problems += [*faults, *_idle(recipe, merged.references, unread)]
+    idle = _idle(recipe, merged.references, unread)
+    if is_of_run:
+        keys = [override.partition("=")[0] for override in overrides]
+        idle = {field: text for field, text in idle.items() if any(_overlap(field, key) for key in keys)}
+    problems += [*faults, *idle.values()]
     return Draft(Path(path), recipe.with_references(merged.references), tuple(problems), frozenset(unread))
 
 
@@ -115,19 +120,27 @@ _PLACEHOLDERS = {"name": "unnamed", "loop": "rl"}
 """Values of required fields that a recipe does not give, until its errors are told."""
 
 
-def _idle(recipe: Recipe, references: Mapping[Place, str], unread: Set[str]) -> Iterator[str]:
-    """The fields that do nothing, unless what decides that could not be read."""
+def _overlap(one: str, other: str) -> bool:
+    """Whether one of two dotted names is the other, or a section around it."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _idle(recipe: Recipe, references: Mapping[Place, str], unread: Set[str]) -> dict[str, str]:
+    """A line for each given field that does nothing, unless what decides that could not be read."""
     from megarl.config import Recipe
     from megarl.config.effects import idle_fields, value_at
 
     known = dict(_fields(Recipe))
+    found: dict[str, str] = {}
     for field, need in idle_fields(recipe):
         if field in unread or unread & {*need.fields, "loop"}:
             continue
         place = tuple(field.split("."))
         value = _reference_around(place, references) or _printable(value_at(recipe, field), place, references)
         shown = f"{field} = {textwrap.shorten(repr(value), 80)}"
-        yield f"{shown}: does nothing {need.state(recipe)}; leave it out, or {need.remedy}. {_doc(known[field])}"
+        reason = f"does nothing {need.state(recipe)}; leave it out, or {need.remedy}"
+        found[field] = f"{shown}: {reason}. {_doc(known[field])}"
+    return found
 
 
 def error_page(title: str | Path, problems: Sequence[str]) -> str:
@@ -143,10 +156,13 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
     What was read from the environment stays a reference to it; a secret in clear is hidden. With `comments` each field
     comes after its description.
     """
-    from megarl.config.effects import unmet
+    from megarl.config.effects import given_fields, may_be_idle, unmet
+
+    given = set(given_fields(recipe))
 
     def has_effect(place: Place) -> bool:
-        return unmet(recipe, ".".join(map(str, place))) is None
+        field = ".".join(map(str, place))
+        return unmet(recipe, field) is None and (field in given or not may_be_idle(recipe, field))
 
     return _section_yaml(recipe, (), recipe.references, has_effect, comments)
 

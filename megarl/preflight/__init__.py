@@ -62,13 +62,13 @@ def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
     return found.layout
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True) -> Recipe:
-    """The recipe of a file, as `config.recipe.load` reads it.
+def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
+    """The recipe of a file, as `config.recipe.load` reads it; `is_of_run` as in `config.recipe.read`.
 
     Raises one ConfigError for a recipe that cannot be read in full; on its page stands too what `check` finds wrong
     with the rest, as far as that does not depend on fields that could not be read.
     """
-    draft = read(path, overrides)
+    draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
         return draft.recipe
     found = _faults(draft.recipe, is_start=is_start)

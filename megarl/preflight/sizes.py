@@ -195,6 +195,8 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    if not recipe.has_engine:
+        return
     room = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
     samplings = {"rollout.sampling": recipe.rollout.sampling, "evaluation.sampling": recipe.evaluation_sampling}
     for field, sampling in samplings.items():

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megarl.config.learning import PRESETS
-from megarl.config.recipe import load, recipe_changes, to_yaml
+from megarl.config.recipe import load, read, recipe_changes, to_yaml
 from megarl.types import ConfigError
 
 SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
@@ -198,3 +198,26 @@ def test_the_buffer_that_a_recipe_gives_counts(small: Path) -> None:
     assert "algorithm.overlong_buffer = 0.2: must be a valid integer" in "".join(
         failure(small, "algorithm.overlong_buffer=0.2")
     )
+
+
+def test_a_run_may_go_on_with_fields_that_no_longer_count(small: Path) -> None:
+    """Its config.yaml has all fields; only what the command line gives is a fault where it does nothing."""
+    config = small.with_name("config.yaml")
+    config.write_text(to_yaml(load(small, ["algorithm.advantage=gae", "algorithm.kl_coefficient=0.1"])))
+    overrides = ["algorithm.advantage=grpo", "algorithm.kl_coefficient=0"]
+    draft = read(config, overrides, is_of_run=True)
+    assert draft.problems == ()
+    assert "gamma" not in to_yaml(draft.recipe)
+    [problem] = read(config, [*overrides, "algorithm.gamma=0.9"], is_of_run=True).problems
+    assert problem.startswith("algorithm.gamma = 0.9: does nothing under algorithm.advantage=grpo")
+    assert failure(config, *overrides)
+
+
+def test_keywords_that_an_own_loss_may_not_take_are_printed_where_given(small: Path) -> None:
+    own = "algorithm.policy_loss=own.py:loss"
+    again = small.with_name("again.yaml")
+    for given, printed in (((), False), (("algorithm.clip_low=0.1",), True)):
+        recipe = load(small, [own, *given])
+        again.write_text(to_yaml(recipe))
+        assert ("clip_low" in again.read_text()) == printed
+        assert load(again) == recipe

@@ -489,6 +489,21 @@ def test_a_token_beyond_the_vocabulary(recipe: Callable[..., Recipe], tmp_path: 
         check(recipe(model={"path": str(folder)}))
 
 
+@pytest.mark.parametrize("loop", ["sft", "preference", "reward_model"])
+def test_lengths_of_completions_do_not_matter_where_nothing_is_sampled(
+    recipe: Callable[..., Recipe], tmp_path: Path, loop: str
+) -> None:
+    """Their fields do nothing there, so that nobody could lower them."""
+    folder = shutil.copytree(recipe().model.path, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    assert check(recipe(loop=loop, model={"path": str(folder)})).world_size == 1
+    with pytest.raises(
+        ConfigError, match=r"rollout\.sampling\.max_new_tokens = 24: exceeds with data\.max_prompt_tokens"
+    ):
+        check(recipe(model={"path": str(folder)}))
+
+
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the tensors of a folder's only file."""
     from safetensors.numpy import load_file, save_file
