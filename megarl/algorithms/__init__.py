@@ -7,7 +7,9 @@ Reading order: `advantages` (rewards of samples to advantages of samples), `log_
 (token losses on flat packed tensors), `reduction` (aggregation of token losses: a weight per token of the
 global batch, so that gradients do not depend on how that batch is split).
 
-Each module ends in a table, name to function; the recipe's choices are the keys of these tables.
+Each module ends in a table, name to function; the recipe's choices are the keys of these tables, as `config.formulas`
+reads them. A new function is one line there. Its keywords are set in the recipe: by the field of that name where there
+is one, else in `advantage_kwargs`, `policy_loss_kwargs`, `importance_sampling_kwargs` or `preference.loss_kwargs`.
 
 Where one name gives another number elsewhere, and the field of `algorithm` that chooses here, its default first:
 
