@@ -1,0 +1,207 @@
+"""Additions touch the files that CONTRIBUTING names and no others: each is made in a copy of the package, and used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW_FILES = {
+    "a model family": '''"""Toy: Qwen3 under another name."""
+
+from __future__ import annotations
+
+from megarl.families import qwen3
+from megarl.families.family import Family
+
+FAMILY = Family("ToyForCausalLM", qwen3.rules, qk_norm=True)
+''',
+    "a reward": '''"""The share of digits in a completion."""
+
+from __future__ import annotations
+
+from megarl.types import Reward
+
+
+def toy(completion_text: str, answer: str, *, correct_score: float) -> Reward:
+    share = sum(character.isdigit() for character in completion_text) / max(1, len(completion_text))
+    return Reward(score=correct_score * share, format_valid=True, answer_correct=share > 0.5)
+''',
+    "a tracker": '''"""Steps as lines of a file."""
+
+from __future__ import annotations
+
+
+class Toy:
+    def __init__(self, folder, resumed_step):
+        self.file = folder / "toy.txt"
+
+    def log(self, step, scalars):
+        self.file.write_text(f"{step} {dict(scalars)}")
+
+    def samples(self, step, records): ...
+
+    def sync(self): ...
+
+    def close(self): ...
+''',
+}
+FUNCTIONS = {
+    "a policy loss": '''def toy(
+    policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, slope: float = 2.0
+) -> LossAndMetrics:
+    """The policy gradient's loss, `slope` times."""
+    return -slope * advantages * policy_logprobs, {}
+
+
+''',
+    "an advantage estimator": '''def toy(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The rewards themselves, float [samples]."""
+    return rewards
+
+
+''',
+}
+LINES = {
+    "FAMILIES": ("toy", "toy.FAMILY"),
+    "POLICY_LOSSES": ("toy", "toy"),
+    "ADVANTAGES": ("toy", "toy"),
+    "REWARDS": ("toy", '"megarl.rewards.toy:toy"'),
+    "TRACKERS": ("toy", '"megarl.tracking.toy:Toy"'),
+}
+USE = """
+import json
+from pathlib import Path
+
+import torch
+
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.families import hf_tensors
+from megarl.families.shape import read_model_shape
+from megarl.rewards import resolve
+from megarl.tracking.trackers import start
+
+shape = read_model_shape("model")
+loss, _ = POLICY_LOSSES["toy"](torch.tensor([-3.0]), torch.tensor([-2.0]), torch.tensor([5.0]), slope=7.0)
+tracker = start("toy", Path("."), 0)
+tracker.log(11, {"x": 13.0})
+print(json.dumps({
+    "family": shape.family,
+    "tensors": len(hf_tensors(shape)),
+    "loss": loss.tolist(),
+    "advantages": ADVANTAGES["toy"](torch.tensor([2.0, 3.0]), torch.tensor([0, 0])).tolist(),
+    "reward": resolve("toy")("1a2b", "7", correct_score=10.0).score,
+    "tracked": Path("toy.txt").read_text(),
+}))
+"""
+
+
+def table() -> dict[str, tuple[str, str, str]]:
+    """CONTRIBUTING's table: addition -> file to write, name of the table, file of the table."""
+    text = (ROOT / ".github/CONTRIBUTING.md").read_text(encoding="utf-8")
+    found = {}
+    for what, where, line in re.findall(r"^\| (an? [^|]+?) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE):
+        (file,) = re.findall(r"`(megarl/[^`]+)`", where)
+        (name,) = re.findall(r"`([A-Z_]+)` in", line)
+        others = re.findall(r"in `(megarl/[^`]+)`", line)
+        found[what] = file, name, others[0] if others else file
+    return found
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def add(copy: Path, what: str, file: str, name: str, table_file: str) -> None:
+    path = copy / file.replace("NAME", "toy")
+    listed = copy / table_file
+    if what in NEW_FILES:
+        assert not path.exists()
+        path.write_text(NEW_FILES[what])
+    text = listed.read_text()
+    head = re.search(rf"^{name}(: [^=]+)? = \{{\n", text, re.MULTILINE)
+    assert head is not None
+    key, value = LINES[name]
+    function = FUNCTIONS.get(what, "")
+    text = text[: head.start()] + function + head[0] + f'    "{key}": {value},\n' + text[head.end() :]
+    if what == "a model family":
+        text = text.replace("from megarl.families import llama,", "from megarl.families import toy, llama,")
+    listed.write_text(text)
+
+
+def test_additions_touch_what_contributing_says(
+    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "megarl", copy / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    before = hashes(copy)
+    additions = table()
+    assert set(additions) == {*NEW_FILES, *FUNCTIONS}
+    for what, (file, name, table_file) in additions.items():
+        add(copy, what, file, name, table_file)
+    after = hashes(copy)
+    said = {file.replace("NAME", "toy") for one, _, other in additions.values() for file in (one, other)}
+    assert {name for name in after if after[name] != before.get(name)} == said
+
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config |= {"architectures": ["ToyForCausalLM"], "model_type": "toy"}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    recipe = {
+        "name": "toy",
+        "loop": "rl",
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "data/train.jsonl", "max_prompt_tokens": 96},
+        "reward": {"functions": ["toy"]},
+        "algorithm": {"advantage": "toy", "policy_loss": "toy", "policy_loss_kwargs": {"slope": 7.0}},
+        "trackers": ["tensorboard", "toy"],
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+
+    def python(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "toy (rl)" in python("-m", "megarl", "train", "recipe.yaml", "--dry-run")
+    assert json.loads(python("-c", USE)) == {
+        "family": "toy",
+        "tensors": len(_tensors(tiny_model())),
+        "loss": [105.0],
+        "advantages": [2.0, 3.0],
+        "reward": 5.0,
+        "tracked": "11 {'x': 13.0}",
+    }
+
+
+def _tensors(model: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", "numpy") as stored:
+        return set(stored.keys())
+
+
+@pytest.mark.parametrize("name", ["README.md", ".github/CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:megarl|tools|launch|tests|checkpoints_convert)/[\w./-]+)`", text))
+    assert named
+    assert [path for path in sorted(named) if "NAME" not in path and not (ROOT / path).exists()] == []
