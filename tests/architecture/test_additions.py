@@ -199,7 +199,7 @@ def _tensors(model: Path) -> set[str]:
         return set(stored.keys())
 
 
-@pytest.mark.parametrize("name", ["README.md", ".github/CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", ".github/CONTRIBUTING.md", "launch/slurm/README.md"])
 def test_files_that_a_page_names_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:megarl|tools|launch|tests|checkpoints_convert)/[\w./-]+)`", text))
