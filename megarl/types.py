@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort"]
+Ended = Literal["done", "length"]
+"""Why a trajectory has no further turn: its environment was done; a completion met the limit of its length."""
 
 
 class MegarlError(Exception):
@@ -131,6 +133,79 @@ class Reward:
     score: float
     format_valid: bool
     answer_correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of a trajectory that one forward pass reads: prompt, completions and what was observed between them.
+
+    All arrays are [tokens]. `loss_mask` is True where a token was sampled. `weight_versions` are the reshards that the
+    engine had seen when a token's completion began, `turns` the number of the model call that sampled it, from 0.
+    """
+
+    token_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    rollout_logprobs: NDArray[np.float32]
+    """Of the sampled tokens under the distribution that sampled them, in nats; 0 elsewhere."""
+    weight_versions: NDArray[np.int32]
+    """-1 where not sampled."""
+    turns: NDArray[np.int16]
+    """-1 where not sampled."""
+    old_logprobs: NDArray[np.float32] | None = None
+    """The trainer's under the weights that sampled, where they were computed; 0 where not sampled."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[tokens, layers, top_k]: the experts that each token is sent to."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One attempt at a problem: what was sampled, and what it earned.
+
+    `group` numbers the prompts of a step, `number` the attempts at one prompt. `turn_rewards` are pairs of model call
+    and reward, `metrics` the environment's own numbers.
+    """
+
+    environment: str
+    problem: Problem
+    group: int
+    number: int
+    segments: tuple[Segment, ...]
+    reward: Reward | None
+    """None: not scored. It takes no part in its group's statistics, and its tokens are not trained."""
+    failure: str | None = None
+    """Why the reward functions gave no reward, `error` or `timeout`; `reward` is zero then."""
+    text: str = ""
+    """The completions as text, without special tokens."""
+    ended: Ended = "done"
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(int(segment.loss_mask.sum()) for segment in self.segments)
+
+    @property
+    def oldest_version(self) -> int:
+        """The weight version of the oldest sampled token."""
+        return min(int(segment.weight_versions[segment.loss_mask].min()) for segment in self.segments)
+
+    def record(self) -> dict[str, object]:
+        """The line of samples/."""
+        return {
+            "prompt": self.problem.messages,
+            "completion": self.text,
+            "answer": self.problem.answer,
+            "reward": self.reward and self.reward.score,
+            "reward_failure": self.failure,
+            "answer_correct": self.reward and self.reward.answer_correct,
+            "format_valid": self.reward and self.reward.format_valid,
+            "finish_reason": "stop" if self.ended == "done" else self.ended,
+            "tokens": self.num_sampled,
+        }
 
 
 @dataclass(frozen=True, slots=True)

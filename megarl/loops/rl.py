@@ -29,13 +29,13 @@ async def train(session: Session) -> None:
     recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
     problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     sampling = sampling_settings(recipe.rollout.sampling)
-    buffer = Buffer(recipe, problems, session.respondents, sampling)
+    buffer = Buffer(recipe, problems, session.pool, sampling)
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx) if recipe.data.ptx else []
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
     if checkpoint := session.origin.checkpoint:
         if lacking := buffer.load(checkpoint):
             tracker.notice(
-                f"{lacking} answers of {checkpoint} wait without the trainer's log-probs, since "
+                f"{lacking} trajectories of {checkpoint} wait without the trainer's log-probs, since "
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
             )
         resumed_step, unlogged = session.folder.resumed_step, session.origin.unlogged
@@ -48,27 +48,28 @@ async def train(session: Session) -> None:
         # The version of the weights that sample for a step is its number: each step ends with a reshard.
         try:
             with tracker.phase("rollout"):
-                answered, asked, scalars = await buffer.step()
-            scalars |= failure_metrics(asked, recipe.reward.max_failed_fraction, "reward/")
+                kept, sampled, scalars = await buffer.step()
+            scalars |= failure_metrics(sampled, recipe.reward.max_failed_fraction, "reward/")
         except AbandonedError:
             await session.stop_if_asked(step - 1, buffer.save)
             raise
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
-            answered = await buffer.add_old_logprobs(answered, session.trainer.forward, weight_version=step)
-            sequences = to_sequences(answered, recipe, weight_version=step)
+            kept = await buffer.add_old_logprobs(kept, session.trainer.forward, weight_version=step)
+            sequences = to_sequences(kept, recipe, weight_version=step)
             if recipe.has_reference:
                 sequences = await session.add("reference_logprobs", sequences, model="reference")
             if recipe.reward.model:
-                answered, scores = await session.add_scores(answered, sequences)
-                asked, scalars = answered, scalars | scores
+                kept, scores = await session.add_scores(kept, sequences)
+                sampled = kept
+                scalars |= scores
             if recipe.has_critic:
                 sequences = await session.add("values", sequences, model="critic")
         if session.stop:
             # Nothing has changed yet.
             buffer.forget_step()
             await session.stop_if_asked(step - 1, buffer.save)
-        sequences, known = add_advantages(sequences, answered, recipe, buffer.kl_coefficient)
+        sequences, known = add_advantages(sequences, kept, recipe, buffer.kl_coefficient)
         if recipe.algorithm.importance_sampling:
             sequences, corrected = add_corrections(sequences, recipe.algorithm)
             known |= corrected
@@ -78,14 +79,14 @@ async def train(session: Session) -> None:
             beside = [conversations[index] for index in order.batch(step - 1)] if conversations else []
             batches = split(sequences, recipe, step, beside) if step > recipe.frozen_steps else []
             updates = [await session.trainer.update(batch, buffer.kl_coefficient) for batch in batches]
-        scalars |= known | update_metrics(updates) | reward_metrics(asked or answered)
-        scalars |= staleness_metrics(answered, weight_version=step)
+        scalars |= known | update_metrics(updates) | reward_metrics(sampled or kept)
+        scalars |= staleness_metrics(kept, weight_version=step)
         scalars |= _adapt(buffer, scalars, sequences)
         await session.checkpoints.begin(step, buffer.save)
         with tracker.phase("reshard"):
             scalars |= await session.reshard(step)
         if step % recipe.samples_every_steps == 0:
-            tracker.samples(step, [answer.record() for answer in asked])
+            tracker.samples(step, [trajectory.record() for trajectory in sampled])
         if session.evaluates_at(step):
             await _evaluate_and_log(session, step, scalars, buffer)
         else:

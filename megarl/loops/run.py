@@ -25,7 +25,7 @@ from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, sto
 from megarl.preflight import read_problems, row_multiple
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
-from megarl.rollout.evaluate import Respondents
+from megarl.rollout.pool import EnginePool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError
@@ -109,7 +109,7 @@ async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin
                 attention_ratio(read_model_shape(recipe.model.path)),
                 together=recipe.sequences_per_example,
             ),
-            respondents=Respondents(ranks, layout, tokenizer, rewards, 2 * concurrent, lambda: bool(stop)),
+            pool=EnginePool(ranks, layout, tokenizer, rewards, 2 * concurrent, lambda: bool(stop)),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
             checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),
             origin=origin,

@@ -1,4 +1,4 @@
-"""What every loop works with: the ranks, the engines' answers, the tracker, the validation sets."""
+"""What every loop works with: the ranks, the engines, the tracker, the validation sets."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.rollout.batches import critic_batches
-from megarl.rollout.evaluate import Answered, Respondents, accuracy, failure_metrics
+from megarl.rollout.evaluate import accuracy, failure_metrics
+from megarl.rollout.pool import EnginePool
 from megarl.tracking.metrics import merge, values
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import Problem, SamplingSettings, StoppedError, TrainingSequence
+from megarl.types import Problem, SamplingSettings, StoppedError, TrainingSequence, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -39,7 +40,7 @@ class Session:
     tokenizer: Tokenizer
     ranks: WorkerGroup
     trainer: TrainerRanks
-    respondents: Respondents
+    pool: EnginePool
     validation: Mapping[str, list[Problem]]
     checkpoints: Checkpoints
     origin: Origin
@@ -74,19 +75,20 @@ class Session:
         return [replace(s, **{name: said}) for s, said in zip(sequences, found, strict=True)]
 
     async def add_scores(
-        self, answered: Sequence[Answered], sequences: Sequence[TrainingSequence]
-    ) -> tuple[list[Answered], dict[str, float]]:
-        """The answers with the reward model's scores in their rewards; `reward/model`, `_std`: of its bare scores."""
+        self, trajectories: Sequence[Trajectory], sequences: Sequence[TrainingSequence]
+    ) -> tuple[list[Trajectory], dict[str, float]]:
+        """The trajectories with the reward model's scores in their rewards; `reward/model`, `_std`: bare scores."""
         reward = self.recipe.reward
-        # All of an answer is scored, whatever of it is trained.
+        # All of a completion is scored, whatever of it is trained.
         whole = [TrainingSequence(s.token_ids, np.ones(len(s), np.bool_)) for s in sequences]
         found = await self.trainer.forward([scored(sequence) for sequence in whole], model="reward")
         scores = np.array([of_tokens[-1] for of_tokens in found], np.float64)
         metrics = {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
         held = scores if reward.model_clip is None else scores.clip(-reward.model_clip, reward.model_clip)
         return [
-            replace(a, reward=replace(a.reward, score=reward.function_weight * a.reward.score + float(score)))
-            for a, score in zip(answered, reward.model_weight * held, strict=True)
+            replace(t, reward=replace(t.reward, score=reward.function_weight * t.reward.score + float(score)))
+            for t, score in zip(trajectories, reward.model_weight * held, strict=True)
+            if t.reward is not None
         ], metrics
 
     async def update_critic(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
@@ -112,21 +114,21 @@ class Session:
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """`val/SET/accuracy` and what goes with it, of every validation set; the answers go to samples/.
+        """`val/SET/accuracy` and what goes with it, of every validation set; the trajectories go to samples/.
 
-        Raises AbandonedError, and writes nothing, where the run is to stop before all sets are answered.
+        Raises AbandonedError, and writes nothing, where the run is to stop before all sets are through.
         """
         scalars: dict[str, float] = {}
-        answers: dict[str, list[Answered]] = {}
+        found: dict[str, list[Trajectory]] = {}
         sampling = sampling_settings(self.recipe.evaluation_sampling)
         with self.tracker.phase("evaluation"):
             for name, problems in self.validation.items():
-                measured, answers[name] = await accuracy(self.respondents, problems, sampling)
+                measured, found[name] = await accuracy(self.pool, problems, sampling)
                 scalars |= {f"val/{name}/{key}": value for key, value in measured.items()}
                 failed_fraction = self.recipe.reward.max_failed_fraction
-                scalars |= failure_metrics(answers[name], failed_fraction, f"val/{name}/reward_")
-        for name, answered in answers.items():
-            self.tracker.samples(step, [{"set": name} | answer.record() for answer in answered])
+                scalars |= failure_metrics(found[name], failed_fraction, f"val/{name}/reward_")
+        for name, trajectories in found.items():
+            self.tracker.samples(step, [{"set": name} | trajectory.record() for trajectory in trajectories])
         return scalars
 
     def evaluates_at(self, step: int) -> bool:

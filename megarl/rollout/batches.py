@@ -1,4 +1,4 @@
-"""From answers to what is trained on: advantages, token weights, the updates of a step; and what answers tell."""
+"""From trajectories to what is trained on: advantages, token weights, the updates of a step; and metrics."""
 
 from __future__ import annotations
 
@@ -19,63 +19,61 @@ from megarl.algorithms.reduction import token_weights
 from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.files.python_function import function_of
-from megarl.rollout.evaluate import Answered
 from megarl.tracking.metrics import Metric, merge, values
-from megarl.types import PER_TOKEN, TrainingSequence
+from megarl.types import PER_TOKEN, Reward, Segment, TrainingSequence, Trajectory
 
 
-def to_sequences(answered: Sequence[Answered], recipe: Recipe, weight_version: int) -> list[TrainingSequence]:
-    """One sequence per completion: prompt and completion tokens, of which the completion's are trained.
+def to_sequences(trajectories: Sequence[Trajectory], recipe: Recipe, weight_version: int) -> list[TrainingSequence]:
+    """One sequence per segment: all its tokens, of which the sampled ones are trained.
 
-    `old_logprobs` are the answers' own, with algorithm.old_logprobs rollout the engine's; those of answers without are
-    NaN, and None where no answer has any. `weight_version` is that of the trainer's weights before the update.
+    `old_logprobs` are the segments' own, with algorithm.old_logprobs rollout the engine's; those of segments without
+    are NaN, and None where no segment has any. `weight_version` is that of the trainer's weights before the update.
     """
-    sequences = [_to_sequence(a, recipe.algorithm.mask_truncated) for a in answered]
+    segments = [segment for t in trajectories for segment in t.segments]
+    mask_truncated = recipe.algorithm.mask_truncated
+    sequences = [_to_sequence(t, segment, mask_truncated) for t in trajectories for segment in t.segments]
     if recipe.algorithm.old_logprobs == "rollout":
-        return [_from_rollout(s, a, weight_version) for s, a in zip(sequences, answered, strict=True)]
-    if all(a.old_logprobs is None for a in answered):
+        return [_from_rollout(s, weight_version, segment) for s, segment in zip(sequences, segments, strict=True)]
+    if all(segment.old_logprobs is None for segment in segments):
         return sequences
     return [
-        replace(s, old_logprobs=_after_prompt(a, np.float32(np.nan) if a.old_logprobs is None else a.old_logprobs))
-        for s, a in zip(sequences, answered, strict=True)
+        replace(s, old_logprobs=_unknown(segment) if segment.old_logprobs is None else segment.old_logprobs)
+        for s, segment in zip(sequences, segments, strict=True)
     ]
 
 
-def _from_rollout(sequence: TrainingSequence, answered: Answered, weight_version: int) -> TrainingSequence:
+def _from_rollout(sequence: TrainingSequence, weight_version: int, segment: Segment) -> TrainingSequence:
     """The ratio starts from the engine's log-probs, whatever its weights; compared are only those of equal weights."""
-    engine = sequence.rollout_logprobs
-    assert engine is not None
-    is_stale = answered.completion.weight_version < weight_version
+    engine = segment.rollout_logprobs
+    is_stale = segment.weight_versions[segment.loss_mask].min() < weight_version
     return replace(sequence, old_logprobs=engine, rollout_logprobs=np.full_like(engine, np.nan) if is_stale else engine)
 
 
-def _after_prompt(answered: Answered, of_completion: np.ndarray | np.float32) -> np.ndarray:
-    """Values of a completion's tokens, float32 [tokens], zero on the prompt."""
-    length = len(answered.problem.prompt_token_ids)
-    whole = np.zeros(length + len(answered.completion.token_ids), np.float32)
-    whole[length:] = of_completion
-    return whole
+def _unknown(segment: Segment) -> np.ndarray:
+    """NaN where sampled, else 0; float32 [tokens]."""
+    return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
 
 
-def _to_sequence(answered: Answered, mask_truncated: bool) -> TrainingSequence:
-    prompt, completion = answered.problem.prompt_token_ids, answered.completion
-    trained = np.arange(len(prompt) + len(completion.token_ids)) >= len(prompt)
-    if mask_truncated and completion.finish_reason == "length":
-        trained[:] = False
-    routed = completion.routed_experts
-    if routed is not None:
-        # The last token was sampled but never read; nothing follows it, so any experts do.
-        routed = np.concatenate([routed, routed[-1:]])
+def _to_sequence(trajectory: Trajectory, segment: Segment, mask_truncated: bool) -> TrainingSequence:
+    trained = segment.loss_mask
+    if mask_truncated and trajectory.ended == "length":
+        trained = np.zeros_like(trained)
     return TrainingSequence(
-        token_ids=np.concatenate([np.array(prompt, np.int64), completion.token_ids]),
+        token_ids=segment.token_ids,
         loss_mask=trained,
-        rollout_logprobs=_after_prompt(answered, completion.rollout_logprobs),
-        routed_experts=routed,
+        rollout_logprobs=segment.rollout_logprobs,
+        routed_experts=segment.routed_experts,
     )
 
 
+def _rewards(trajectories: Sequence[Trajectory]) -> list[Reward]:
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    assert len(rewards) == len(trajectories)
+    return rewards
+
+
 def add_advantages(
-    sequences: Sequence[TrainingSequence], answered: Sequence[Answered], recipe: Recipe, kl_coefficient: float
+    sequences: Sequence[TrainingSequence], trajectories: Sequence[Trajectory], recipe: Recipe, kl_coefficient: float
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
     """The sequences with their tokens' advantages, and with a critic their returns.
 
@@ -84,7 +82,7 @@ def add_advantages(
     means over tokens, and `/explained`, the share of the returns' variance that the values foresaw.
     """
     algorithm = recipe.algorithm
-    scores = _scores(answered, recipe)
+    scores = _scores(trajectories, recipe)
     flat = _Flat(sequences)
     metrics: dict[str, float] = {}
     divergence = torch.zeros(len(flat.mask))
@@ -108,7 +106,7 @@ def add_advantages(
     else:
         if algorithm.kl_placement == "reward":
             scores = scores - sequence_sums(divergence, flat.cu_seqlens, flat.mask)
-        of_tokens = on_tokens(_of_samples(scores, answered, algorithm), flat.cu_seqlens, len(flat.mask))
+        of_tokens = on_tokens(_of_samples(scores, trajectories, algorithm), flat.cu_seqlens, len(flat.mask))
     if algorithm.kl_placement == "return":
         divergence, _ = gae(
             divergence, torch.zeros_like(divergence), flat.cu_seqlens, gamma=1.0, gae_lambda=1.0, mask=flat.mask
@@ -120,29 +118,29 @@ def add_advantages(
     return flat.with_arrays(advantages=torch.where(flat.mask, of_tokens, 0.0), **arrays), metrics
 
 
-def _scores(answered: Sequence[Answered], recipe: Recipe) -> torch.Tensor:
+def _scores(trajectories: Sequence[Trajectory], recipe: Recipe) -> torch.Tensor:
     """Rewards [samples], with the punishment of length."""
-    scores = torch.tensor([a.reward.score for a in answered])
+    scores = torch.tensor([r.score for r in _rewards(trajectories)])
     if not (buffer := recipe.algorithm.overlong_buffer):
         return scores
     longest = recipe.rollout.sampling.max_new_tokens
-    lengths = torch.tensor([len(a.completion.token_ids) for a in answered])
+    lengths = torch.tensor([t.num_sampled for t in trajectories])
     punishment = soft_overlong(lengths, longest=longest, buffer=buffer)
     return scores + recipe.reward.correct_score * punishment
 
 
-def _of_samples(scores: torch.Tensor, answered: Sequence[Answered], algorithm: AlgorithmConfig) -> torch.Tensor:
+def _of_samples(scores: torch.Tensor, trajectories: Sequence[Trajectory], algorithm: AlgorithmConfig) -> torch.Tensor:
     """Advantages [samples] by the estimator that the recipe names."""
     advantage = function_of(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
     offered: dict[str, Any] = {
-        "lengths": torch.tensor([len(a.completion.token_ids) for a in answered]),
+        "lengths": torch.tensor([t.num_sampled for t in trajectories]),
         "normalize_by_std": algorithm.normalize_by_std,
         "lone_sample": algorithm.lone_sample,
         "k": algorithm.pass_k,
-        "passes": torch.tensor([a.reward.answer_correct for a in answered]),
+        "passes": torch.tensor([r.answer_correct for r in _rewards(trajectories)]),
     }
     settings = supported_kwargs(advantage, offered) | algorithm.advantage_kwargs
-    return advantage(scores, torch.tensor([a.group for a in answered]), **settings)
+    return advantage(scores, torch.tensor([t.group for t in trajectories]), **settings)
 
 
 def _value_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
@@ -287,10 +285,10 @@ def assign_token_weights(
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """The metrics of a step's updates together; `logprob_gap/` is the gap between trainer and engine.
 
-    Both log-probs of a token are those of the weights that sampled it: in a later update, and for answers that waited
-    since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/max` and `/mean` are of |trainer - engine|, in
-    nats, over the trained tokens; `/measured` is the share of them with both at hand: 1, but with
-    algorithm.old_logprobs rollout that of the first update's tokens which did not wait. The others are those of
+    Both log-probs of a token are those of the weights that sampled it: in a later update, and for trajectories that
+    waited since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/max` and `/mean` are of
+    |trainer - engine|, in nats, over the trained tokens; `/measured` is the share of them with both at hand: 1, but
+    with algorithm.old_logprobs rollout that of the first update's tokens which did not wait. The others are those of
     `algorithms.importance.gap_metrics`.
     """
     found = values(merge(updates))
@@ -302,30 +300,30 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     return found | {f"logprob_gap/{name}": gap[name] for name in ("max", "measured") if name in gap}
 
 
-def staleness_metrics(answered: Sequence[Answered], weight_version: int) -> dict[str, float]:
-    """`staleness/mean`, `/max`: weight versions between those that sampled an answer and those that it updates."""
-    staleness = [weight_version - a.completion.weight_version for a in answered]
+def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
+    """`staleness/mean`, `/max`: weight versions from a trajectory's oldest token to the weights that it updates."""
+    staleness = [weight_version - t.oldest_version for t in trajectories]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
-def reward_metrics(answered: Sequence[Answered]) -> dict[str, float]:
+def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What a step's completions were like.
 
     `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards
     are all equal and teach nothing; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share that hit the
     limit.
     """
-    scores = np.array([a.reward.score for a in answered])
-    lengths = np.array([len(a.completion.token_ids) for a in answered])
-    groups = np.array([a.group for a in answered])
+    scores = np.array([r.score for r in _rewards(trajectories)])
+    lengths = np.array([t.num_sampled for t in trajectories])
+    groups = np.array([t.group for t in trajectories])
     flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        "reward/accuracy": float(np.mean([a.reward.answer_correct for a in answered])),
-        "reward/format_valid": float(np.mean([a.reward.format_valid for a in answered])),
+        "reward/accuracy": float(np.mean([r.answer_correct for r in _rewards(trajectories)])),
+        "reward/format_valid": float(np.mean([r.format_valid for r in _rewards(trajectories)])),
         "reward/zero_variance_groups": float(np.mean(flat)),
         "rollout/completion_tokens/mean": float(lengths.mean()),
         "rollout/completion_tokens/max": float(lengths.max()),
-        "rollout/truncated": float(np.mean([a.completion.finish_reason == "length" for a in answered])),
+        "rollout/truncated": float(np.mean([t.ended == "length" for t in trajectories])),
     }

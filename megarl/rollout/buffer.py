@@ -1,10 +1,10 @@
-"""Collecting a step's groups of answers: prompts are drawn until enough groups teach something."""
+"""Collecting a step's groups of trajectories: prompts are drawn until enough groups teach something."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -16,12 +16,12 @@ from safetensors.numpy import load_file, save
 from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
 from megarl.rollout.batches import to_sequences
-from megarl.rollout.evaluate import Answered, Respondents
-from megarl.rollout.pool import AbandonedError
-from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings, TrainingSequence
+from megarl.rollout.pool import AbandonedError, EnginePool
+from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, TrainingSequence, Trajectory
 
-Group = list[Answered]
+Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
+SEGMENT_ARRAYS = [part.name for part in fields(Segment)]
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Buffer:
 
     recipe: Recipe
     problems: Sequence[Problem]
-    respondents: Respondents
+    pool: EnginePool
     sampling: SamplingSettings
     drawn: int = field(default=0, init=False)
     kl_coefficient: float = field(init=False)
@@ -41,14 +41,14 @@ class Buffer:
 
     def __post_init__(self) -> None:
         recipe = self.recipe
-        asked = recipe.train.prompts_per_step
+        drawn = recipe.train.prompts_per_step
         if recipe.algorithm.dynamic_sampling:
-            asked = ceil(asked * recipe.algorithm.oversampling)
-        self._order = DataOrder(len(self.problems), asked, recipe.seed, recipe.data.shuffle)
+            drawn = ceil(drawn * recipe.algorithm.oversampling)
+        self._order = DataOrder(len(self.problems), drawn, recipe.seed, recipe.data.shuffle)
         self.kl_coefficient = recipe.algorithm.kl_coefficient
 
-    async def step(self) -> tuple[list[Answered], list[Answered], dict[str, float]]:
-        """The answers to train on, `train.prompts_per_step` groups in order; all that were drawn for it; metrics.
+    async def step(self) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
+        """Trajectories to train on, `train.prompts_per_step` groups in order; all that were sampled; metrics.
 
         Metrics, where groups are filtered: `rollout/attempts`, batches of prompts that were drawn; `rollout/kept`, the
         share of drawn groups that passed. Raises MegarlError if `algorithm.max_attempts` batches do not fill a step,
@@ -62,12 +62,12 @@ class Buffer:
             raise
 
     def forget_step(self) -> None:
-        """As if the newest step's answers had not been drawn."""
+        """As if the newest step's trajectories had not been drawn."""
         self.drawn, self.waiting = self._before
 
-    async def _step(self) -> tuple[list[Answered], list[Answered], dict[str, float]]:
+    async def _step(self) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
         recipe, wanted = self.recipe, self.recipe.train.prompts_per_step
-        asked: list[Answered] = []
+        sampled: list[Trajectory] = []
         attempts = passed = 0
         while len(self.waiting) < wanted:
             if attempts == recipe.algorithm.max_attempts:
@@ -76,50 +76,50 @@ class Buffer:
                     f"groups whose accuracy is within algorithm.dynamic_sampling {recipe.algorithm.dynamic_sampling}. "
                     "Use problems of another difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
                 )
-            answered = await self.respondents.answer(
+            trajectories = await self.pool.sample(
                 [self.problems[index] for index in self._order.batch(self.drawn)],
                 self.sampling,
                 samples_per_prompt=recipe.train.samples_per_prompt,
                 seed=f"{recipe.seed} {self.drawn + 1}",
             )
-            asked += [replace(a, group=a.group + attempts * self._order.batch_size) for a in answered]
+            sampled += [replace(t, group=t.group + attempts * self._order.batch_size) for t in trajectories]
             attempts, self.drawn = attempts + 1, self.drawn + 1
-            groups = [list(group) for _, group in groupby(answered, key=lambda a: a.group)]
-            kept = [group for group in groups if passes_filter(group, recipe.algorithm.dynamic_sampling)]
-            passed += len(kept)
-            self.waiting = self.waiting + kept
+            groups = [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
+            passing = [group for group in groups if passes_filter(group, recipe.algorithm.dynamic_sampling)]
+            passed += len(passing)
+            self.waiting = self.waiting + passing
         taken, self.waiting = self.waiting[:wanted], self.waiting[wanted:]
-        answers = [replace(a, group=number) for number, group in enumerate(taken) for a in group]
+        kept = [replace(t, group=number) for number, group in enumerate(taken) for t in group]
         if recipe.algorithm.dynamic_sampling is None:
-            return answers, asked, {}
-        kept = passed / max(attempts * self._order.batch_size, 1)
-        return answers, asked, {"rollout/attempts": attempts, "rollout/kept": kept}
+            return kept, sampled, {}
+        kept_fraction = passed / max(attempts * self._order.batch_size, 1)
+        return kept, sampled, {"rollout/attempts": attempts, "rollout/kept": kept_fraction}
 
     async def add_old_logprobs(
         self,
-        answered: Sequence[Answered],
+        kept: Sequence[Trajectory],
         forward: Callable[[Sequence[TrainingSequence]], Awaitable[Sequence[np.ndarray]]],
         weight_version: int,
-    ) -> list[Answered]:
-        """The answers to train on with the trainer's `old_logprobs` where needed. Call it before the step's update.
+    ) -> list[Trajectory]:
+        """Add the trainer's `old_logprobs` to `kept` where needed. Call it before the step's update.
 
-        Answers that wait for a later step get theirs now, while the trainer has the weights that sampled them,
-        `weight_version`. Fresh answers that one update trains on need none: their ratio starts at that update's own
+        Trajectories that wait for a later step get theirs now, while the trainer has the weights that sampled them,
+        `weight_version`. Fresh ones that one update trains on need none: their ratio starts at that update's own
         pass. `forward` computes log-probs, float32 [tokens] a sequence; it is called at most once.
         """
         if self.recipe.algorithm.old_logprobs == "rollout":
-            return list(answered)
-        everything = [*answered, *(a for group in self.waiting for a in group)]
-        first = 0 if self._needs_old_logprobs else len(answered)
-        lacking = [place for place in range(first, len(everything)) if everything[place].old_logprobs is None]
+            return list(kept)
+        everything = [*kept, *(t for group in self.waiting for t in group)]
+        first = 0 if self._needs_old_logprobs else len(kept)
+        lacking = [place for place in range(first, len(everything)) if _lacks_old_logprobs(everything[place])]
         if lacking:
             sequences = to_sequences([everything[place] for place in lacking], self.recipe, weight_version)
-            for place, logprobs in zip(lacking, await forward(sequences), strict=True):
-                prompt = everything[place].problem.prompt_token_ids
-                everything[place] = replace(everything[place], old_logprobs=logprobs[len(prompt) :])
-        staying = iter(everything[len(answered) :])
+            found = iter(await forward(sequences))
+            for place in lacking:
+                everything[place] = _with_old_logprobs(everything[place], found)
+        staying = iter(everything[len(kept) :])
         self.waiting = [[next(staying) for _ in group] for group in self.waiting]
-        return everything[: len(answered)]
+        return everything[: len(kept)]
 
     @property
     def _needs_old_logprobs(self) -> bool:
@@ -130,26 +130,23 @@ class Buffer:
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint's folder."""
-        flat = [(number, a) for number, group in enumerate(self.waiting) for a in group]
+        flat = [(number, trajectory) for number, group in enumerate(self.waiting) for trajectory in group]
         arrays: dict[str, np.ndarray] = {}
-        for index, (_, a) in enumerate(flat):
-            arrays[f"{index}.token_ids"] = a.completion.token_ids
-            arrays[f"{index}.rollout_logprobs"] = a.completion.rollout_logprobs
-            if a.completion.routed_experts is not None:
-                arrays[f"{index}.routed_experts"] = a.completion.routed_experts
-            if a.old_logprobs is not None:
-                arrays[f"{index}.old_logprobs"] = a.old_logprobs
+        for index, (_, trajectory) in enumerate(flat):
+            for place, segment in enumerate(trajectory.segments):
+                found = {name: getattr(segment, name) for name in SEGMENT_ARRAYS}
+                arrays |= {f"{index}.{place}.{name}": a for name, a in found.items() if a is not None}
         state = {
             "drawn": self.drawn, "kl_coefficient": self.kl_coefficient,
-            "waiting": [_plain(number, a) for number, a in flat],
+            "waiting": [_plain(number, trajectory) for number, trajectory in flat],
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (folder / ARRAYS).write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
     def load(self, folder: Path) -> int:
-        """Go on from a checkpoint's state. Returns how many waiting answers lack the trainer's log-probs.
+        """Go on from a checkpoint's state. Returns how many waiting trajectories lack the trainer's log-probs.
 
-        The weights that sampled them are gone: those answers get the engine's log-probs instead.
+        The weights that sampled them are gone: they get the engine's log-probs instead.
         """
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         arrays = load_file(folder / ARRAYS)
@@ -157,30 +154,23 @@ class Buffer:
         if self.recipe.algorithm.kl_target is not None:
             self.kl_coefficient = state["kl_coefficient"]
         by_index = {problem.index: problem for problem in self.problems}
-        answers: list[Answered] = []
+        trajectories: list[Trajectory] = []
         num_lacking = 0
         for index, plain in enumerate(state["waiting"]):
-            completion = Completion(
-                **plain["completion"],
-                token_ids=arrays[f"{index}.token_ids"],
-                rollout_logprobs=arrays[f"{index}.rollout_logprobs"],
-                routed_experts=arrays.get(f"{index}.routed_experts"),
+            num_segments = plain.pop("segments")
+            segments = tuple(_segment(arrays, f"{index}.{place}.") for place in range(num_segments))
+            reward = plain.pop("reward")
+            plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
+            trajectory = Trajectory(
+                **plain | {"problem": by_index[plain["problem"]]},
+                segments=segments,
+                reward=reward and Reward(**reward),
             )
-            old_logprobs = arrays.get(f"{index}.old_logprobs")
-            if old_logprobs is None and self.recipe.algorithm.old_logprobs == "trainer":
-                old_logprobs = completion.rollout_logprobs
+            if self.recipe.algorithm.old_logprobs == "trainer" and _lacks_old_logprobs(trajectory):
+                trajectory = _with_old_logprobs(trajectory, iter([s.rollout_logprobs for s in segments]))
                 num_lacking += 1
-            answers.append(
-                Answered(
-                    by_index[plain["problem"]],
-                    plain["group"],
-                    completion,
-                    plain["text"],
-                    Reward(**plain["reward"]),
-                    old_logprobs=old_logprobs,
-                )
-            )
-        self.waiting = [list(group) for _, group in groupby(answers, key=lambda a: a.group)]
+            trajectories.append(trajectory)
+        self.waiting = [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
         return num_lacking
 
 
@@ -189,17 +179,40 @@ def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) ->
     if dynamic_sampling is None:
         return True
     low, high = dynamic_sampling
-    return low < sum(a.reward.answer_correct for a in group) / len(group) < high
+    rewards = [t.reward for t in group if t.reward is not None]
+    return low < sum(reward.answer_correct for reward in rewards) / len(group) < high
 
 
-def _plain(number: int, answered: Answered) -> dict[str, Any]:
-    completion, reward = answered.completion, answered.reward
+def _segment(arrays: Mapping[str, np.ndarray], prefix: str) -> Segment:
+    found = {name: arrays[prefix + name] for name in SEGMENT_ARRAYS if prefix + name in arrays}
+    return Segment(**found)
+
+
+def _lacks_old_logprobs(trajectory: Trajectory) -> bool:
+    return any(segment.old_logprobs is None for segment in trajectory.segments)
+
+
+def _with_old_logprobs(trajectory: Trajectory, logprobs: Iterator[np.ndarray]) -> Trajectory:
+    """The trajectory with the next log-probs, float32 [tokens] a segment, where its tokens were sampled."""
+    segments = tuple(
+        replace(segment, old_logprobs=np.where(segment.loss_mask, next(logprobs), np.float32(0)))
+        for segment in trajectory.segments
+    )
+    return replace(trajectory, segments=segments)
+
+
+def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
+    """What json keeps of a trajectory, `segments` their number."""
     return {
-        "problem": answered.problem.index,
+        "environment": trajectory.environment,
+        "problem": trajectory.problem.index,
         "group": number,
-        "text": answered.text,
-        "reward": {name: getattr(reward, name) for name in ("score", "format_valid", "answer_correct")},
-        "completion": {
-            name: getattr(completion, name) for name in ("request_id", "finish_reason", "weight_version")
-        },
-    }  # fmt: skip
+        "number": trajectory.number,
+        "segments": len(trajectory.segments),
+        "reward": trajectory.reward and asdict(trajectory.reward),
+        "failure": trajectory.failure,
+        "text": trajectory.text,
+        "ended": trajectory.ended,
+        "turn_rewards": trajectory.turn_rewards,
+        "metrics": dict(trajectory.metrics),
+    }

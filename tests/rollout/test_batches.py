@@ -22,16 +22,16 @@ from megarl.rollout.batches import (
     to_sequences,
     update_metrics,
 )
-from megarl.rollout.evaluate import Answered
+from megarl.rollout.stitch import single_call
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
-from megarl.types import Completion, Problem, Reward, TrainingSequence
+from megarl.types import Completion, Problem, Reward, TrainingSequence, Trajectory
 
 
 def recipe(**sections: Any) -> Recipe:
     return Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}} | sections)
 
 
-def answered(group: int, score: float, new_tokens: int, finish_reason: Any = "stop", prompt: int = 2) -> Answered:
+def attempt(group: int, score: float, new_tokens: int, finish_reason: Any = "stop", prompt: int = 2) -> Trajectory:
     """Prompt tokens 10, 11, ...; completion tokens 50, 51, ... with log-probs -1, -2, ..."""
     problem = Problem(group, (), tuple(range(10, 10 + prompt)), "7")
     completion = Completion(
@@ -41,7 +41,10 @@ def answered(group: int, score: float, new_tokens: int, finish_reason: Any = "st
         finish_reason=finish_reason,
         weight_version=1,
     )
-    return Answered(problem, group, completion, "text", Reward(score, score >= 0, score > 0))
+    segment = single_call(problem.prompt_token_ids, completion)
+    ended = "length" if finish_reason == "length" else "done"
+    reward = Reward(score, score >= 0, score > 0)
+    return Trajectory("single_turn", problem, group, 0, (segment,), reward, text="text", ended=ended)
 
 
 def masked(*masks: str) -> list[TrainingSequence]:
@@ -52,7 +55,7 @@ def weights(sequences: list[TrainingSequence]) -> list[list[float]]:
     return [[] if s.token_weights is None else s.token_weights.tolist() for s in sequences]
 
 
-def advantages(answers: list[Answered], changed: Recipe, kl_coefficient: float = 0.0) -> list[list[float]]:
+def advantages(answers: list[Trajectory], changed: Recipe, kl_coefficient: float = 0.0) -> list[list[float]]:
     """Each sequence's, without its prompt; policy log-probs of the trainer are those of the engine less 1/2."""
     sequences = [
         replace(s, old_logprobs=s.rollout_logprobs - np.float32(0.5), reference_logprobs=s.rollout_logprobs)
@@ -64,7 +67,7 @@ def advantages(answers: list[Answered], changed: Recipe, kl_coefficient: float =
 
 
 def test_to_sequences() -> None:
-    answers = [answered(0, 1.0, 2), answered(0, -1.0, 1, prompt=3), answered(1, 5.0, 2), answered(1, 5.0, 1)]
+    answers = [attempt(0, 1.0, 2), attempt(0, -1.0, 1, prompt=3), attempt(1, 5.0, 2), attempt(1, 5.0, 1)]
     sequences, metrics = add_advantages(to_sequences(answers, recipe(), 1), answers, recipe(), 0.0)
     first, second, third, _ = sequences
     assert first.token_ids.tolist() == [10, 11, 50, 51] and first.token_ids.dtype == np.int64
@@ -80,7 +83,7 @@ def test_to_sequences() -> None:
     assert metrics == {}
 
 
-FOUR = [answered(4, 3.0, 1), answered(4, 0.0, 2), answered(9, 1.0, 1), answered(9, 2.0, 1)]
+FOUR = [attempt(4, 3.0, 1), attempt(4, 0.0, 2), attempt(9, 1.0, 1), attempt(9, 2.0, 1)]
 CENTRED = {"normalize_by_std": False}
 
 
@@ -131,13 +134,13 @@ def test_advantages_of_tokens(algorithm: dict[str, Any], expected: list[list[flo
 
 def test_truncated_completions_are_masked() -> None:
     changed = recipe(algorithm={"mask_truncated": True, "kl_coefficient": 1.0, "kl_placement": "advantage"})
-    answers = [answered(0, 1.0, 2, "length"), answered(0, 0.0, 2)]
+    answers = [attempt(0, 1.0, 2, "length"), attempt(0, 0.0, 2)]
     assert [s.loss_mask.sum() for s in to_sequences(answers, changed, 1)] == [0, 2]
     assert advantages(answers, changed)[0] == [0, 0]
 
 
 def test_corrections_weigh_tokens() -> None:
-    [sequence] = to_sequences([answered(0, 1.0, 2)], recipe(), 1)
+    [sequence] = to_sequences([attempt(0, 1.0, 2)], recipe(), 1)
     # Ratios of e^(1/2) on the first token and e^2 on the second, cut to 2.
     old = np.array([0, 0, -0.5, 0], np.float32)
     config = AlgorithmConfig.model_validate({"importance_sampling": "tis"})
@@ -211,8 +214,10 @@ def test_the_gap_is_that_of_all_updates() -> None:
 
 
 def test_answers_that_waited_keep_where_their_ratio_starts() -> None:
-    fresh = replace(answered(0, 1.0, 2), completion=replace(answered(0, 1.0, 2).completion, weight_version=3))
-    waited = replace(answered(0, 0.0, 1), old_logprobs=np.array([-7], np.float32))
+    fresh = attempt(0, 1.0, 2)
+    fresh = replace(fresh, segments=(replace(fresh.segments[0], weight_versions=np.array([-1, -1, 3, 3])),))
+    waited = attempt(0, 0.0, 1)
+    waited = replace(waited, segments=(replace(waited.segments[0], old_logprobs=np.array([0, 0, -7], np.float32)),))
     now, then = to_sequences([fresh, waited], recipe(), 3)
     assert now.old_logprobs is not None and then.old_logprobs is not None
     assert now.old_logprobs.tolist() == pytest.approx([0, 0, np.nan, np.nan], nan_ok=True)
@@ -260,7 +265,7 @@ def test_each_pass_learns_all_conversations_beside() -> None:
 
 def test_reward_metrics() -> None:
     metrics = reward_metrics(
-        [answered(0, 2.0, 3), answered(0, 0.0, 5, "length"), answered(1, -1.0, 1), answered(1, -1.0, 7, "length")]
+        [attempt(0, 2.0, 3), attempt(0, 0.0, 5, "length"), attempt(1, -1.0, 1), attempt(1, -1.0, 7, "length")]
     )
     assert metrics == pytest.approx(
         {
@@ -292,7 +297,7 @@ def test_a_critic_s_values_become_advantages_and_returns(
     kl_coefficient: float, expected: list[float], returns: list[float]
 ) -> None:
     changed = recipe(algorithm=PPO | {"kl_coefficient": kl_coefficient})
-    answers = [answered(0, 2.0, 2), answered(0, 7.0, 1)]
+    answers = [attempt(0, 2.0, 2), attempt(0, 7.0, 1)]
     first, second = (
         replace(s, old_logprobs=s.rollout_logprobs - np.float32(0.5), reference_logprobs=s.rollout_logprobs)
         for s in to_sequences(answers, changed, 1)
@@ -332,7 +337,7 @@ def test_conversations_make_their_share_of_the_loss() -> None:
 
 
 def test_a_lone_sample_and_masked_sequences_count_as_the_recipe_says() -> None:
-    answers = [answered(0, 3.0, 1), answered(1, 4.0, 2, "length")]
+    answers = [attempt(0, 3.0, 1), attempt(1, 4.0, 2, "length")]
     changed = recipe(algorithm={"lone_sample": "reward", "normalize_by_std": False, "mask_truncated": True})
     sequences = to_sequences(answers, changed, 1)
     found, _ = add_advantages(sequences, answers, changed, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,17 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.rollout.buffer import Buffer, passes_filter
-from megarl.rollout.evaluate import Answered
-from megarl.types import Completion, MegarlError, Problem, Reward, SamplingSettings, TrainingSequence
+from megarl.rollout.stitch import single_call
+from megarl.types import (
+    Completion,
+    MegarlError,
+    Problem,
+    Reward,
+    SamplingSettings,
+    Segment,
+    TrainingSequence,
+    Trajectory,
+)
 
 PROBLEMS = [Problem(index, (), (index, 5), f"{index}") for index in range(10)]
 SAMPLES = 4
@@ -27,7 +36,7 @@ class Students:
     right: dict[int, int]
     seeds: list[str] = field(default_factory=list)
 
-    async def answer(self, problems: Any, sampling: Any, *, samples_per_prompt: int, seed: str) -> list[Answered]:
+    async def sample(self, problems: Any, sampling: Any, *, samples_per_prompt: int, seed: str) -> list[Trajectory]:
         assert samples_per_prompt == SAMPLES
         self.seeds.append(seed)
         return [
@@ -36,9 +45,11 @@ class Students:
             for number in range(SAMPLES)
         ]
 
-    def one(self, problem: Problem, group: int, number: int, name: str) -> Answered:
+    def one(self, problem: Problem, group: int, number: int, name: str) -> Trajectory:
         is_right = number < self.right[problem.index]
-        return Answered(problem, group, self.completion(name), "text", Reward(10.0 * is_right, True, is_right))
+        segment = single_call(problem.prompt_token_ids, self.completion(name))
+        reward = Reward(10.0 * is_right, True, is_right)
+        return Trajectory("single_turn", problem, group, number, (segment,), reward, text="text")
 
     def completion(self, name: str) -> Completion:
         random = np.random.default_rng(sum(name.encode()))
@@ -62,16 +73,16 @@ def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **al
 
 
 def step(collected: Buffer) -> tuple[list[int], list[int], dict[str, float]]:
-    """Problems that are trained on and that were asked, group by group; metrics."""
-    answered, asked, metrics = asyncio.run(collected.step())
-    assert [a.group for a in answered] == [group for group in range(3) for _ in range(SAMPLES)]
-    return [a.problem.index for a in answered[::SAMPLES]], [a.problem.index for a in asked[::SAMPLES]], metrics
+    """Problems that are trained on and that were sampled, group by group; metrics."""
+    kept, sampled, metrics = asyncio.run(collected.step())
+    assert [t.group for t in kept] == [group for group in range(3) for _ in range(SAMPLES)]
+    return [t.problem.index for t in kept[::SAMPLES]], [t.problem.index for t in sampled[::SAMPLES]], metrics
 
 
 def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
     collected = collection(dict.fromkeys(range(10), 0))
     assert [step(collected) for _ in range(2)] == [([0, 1, 2], [0, 1, 2], {}), ([3, 4, 5], [3, 4, 5], {})]
-    assert collected.respondents.seeds == ["7 1", "7 2"]  # type: ignore[attr-defined]
+    assert collected.pool.seeds == ["7 1", "7 2"]  # type: ignore[attr-defined]
 
 
 def measured(attempts: int, kept: float) -> dict[str, float]:
@@ -94,8 +105,8 @@ def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() ->
 
 @pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
 def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
-    answered = asyncio.run(Students({0: right}).answer(PROBLEMS[:1], None, samples_per_prompt=SAMPLES, seed=""))
-    assert passes_filter(answered, (0.25, 0.75)) == is_taught
+    group = asyncio.run(Students({0: right}).sample(PROBLEMS[:1], None, samples_per_prompt=SAMPLES, seed=""))
+    assert passes_filter(group, (0.25, 0.75)) == is_taught
 
 
 def test_a_step_that_nothing_fills_ends_the_run() -> None:
@@ -127,8 +138,8 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
 
 def test_groups_of_several_attempts_are_told_apart() -> None:
     collected = collection(MIXED, dynamic_sampling=(0.0, 1.0))
-    _, asked, _ = asyncio.run(collected.step())
-    assert [a.group for a in asked] == [group for group in range(6) for _ in range(SAMPLES)]
+    _, sampled, _ = asyncio.run(collected.step())
+    assert [t.group for t in sampled] == [group for group in range(6) for _ in range(SAMPLES)]
 
 
 def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
@@ -154,14 +165,18 @@ class Trainer:
         return [(self.version + s.token_ids / 1000).astype(np.float32) for s in sequences]
 
 
-def old_logprobs(answers: Sequence[Answered]) -> list[Any]:
+def old_logprobs(trajectories: Sequence[Trajectory]) -> list[Any]:
     """The version that the old log-probs of each group name, None where it has none."""
-    for a in answers:
-        if a.old_logprobs is not None:
-            fraction = (a.completion.token_ids / 1000).tolist()
-            assert (a.old_logprobs - a.old_logprobs.astype(int)).tolist() == pytest.approx(fraction, abs=1e-6)
-            assert len(a.old_logprobs) == len(a.completion.token_ids)
-    return [a.old_logprobs if a.old_logprobs is None else int(a.old_logprobs[0]) for a in answers[::SAMPLES]]
+    found = []
+    for trajectory in trajectories:
+        [segment] = trajectory.segments
+        if (old := segment.old_logprobs) is not None:
+            sampled = segment.loss_mask
+            fraction = (segment.token_ids / 1000)[sampled].tolist()
+            assert (old - old.astype(int))[sampled].tolist() == pytest.approx(fraction, abs=1e-6)
+            assert not old[~sampled].any()
+        found.append(old if old is None else int(old[segment.loss_mask][0]))
+    return found[::SAMPLES]
 
 
 FILTERED: dict[str, Any] = {"dynamic_sampling": (0.0, 1.0), "oversampling": 2.0}
@@ -196,10 +211,10 @@ def test_the_weights_that_sampled_give_the_old_logprobs(
     trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED, **settings)
     found = []
     for _ in range(4):
-        answered, _, _ = asyncio.run(collected.step())
-        answered = asyncio.run(collected.add_old_logprobs(answered, trainer.forward, trainer.version))
-        assert [a.group for a in answered] == [group for group in range(3) for _ in range(SAMPLES)]
-        found.append(old_logprobs(answered))
+        kept, _, _ = asyncio.run(collected.step())
+        kept = asyncio.run(collected.add_old_logprobs(kept, trainer.forward, trainer.version))
+        assert [t.group for t in kept] == [group for group in range(3) for _ in range(SAMPLES)]
+        found.append(old_logprobs(kept))
         collected.save(tmp_path)
         collected = collection(ALL_MIXED, **FILTERED, **settings)
         assert collected.load(tmp_path) == 0
@@ -209,8 +224,8 @@ def test_the_weights_that_sampled_give_the_old_logprobs(
 
 def test_without_a_filter_nothing_is_asked_of_the_trainer() -> None:
     trainer, collected = Trainer(), collection(ALL_MIXED)
-    answered, _, _ = asyncio.run(collected.step())
-    assert old_logprobs(asyncio.run(collected.add_old_logprobs(answered, trainer.forward, 1))) == [None] * 3
+    kept, _, _ = asyncio.run(collected.step())
+    assert old_logprobs(asyncio.run(collected.add_old_logprobs(kept, trainer.forward, 1))) == [None] * 3
     assert trainer.num_asked == []
 
 
@@ -229,7 +244,10 @@ def test_answers_that_waited_for_an_engine_s_ratio_are_told_when_the_trainer_s_i
     first.save(tmp_path)
     second = collection(ALL_MIXED, **FILTERED)
     assert second.load(tmp_path) == 3 * SAMPLES
-    assert all(a.old_logprobs is a.completion.rollout_logprobs for group in second.waiting for a in group)
+    for trajectory in (t for group in second.waiting for t in group):
+        [segment] = trajectory.segments
+        assert segment.old_logprobs is not None
+        assert segment.old_logprobs.tolist() == segment.rollout_logprobs.tolist()
 
 
 def plain(value: Any) -> Any:
@@ -238,9 +256,8 @@ def plain(value: Any) -> Any:
         return str(value.dtype), value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
-    if isinstance(value, Answered):
-        completion = value.completion
-        fields = ("token_ids", "rollout_logprobs", "routed_experts", "finish_reason", "weight_version", "request_id")
-        own = [value.problem.index, value.text, value.reward, plain(value.old_logprobs)]
-        return own + [plain(getattr(completion, name)) for name in fields]
+    if isinstance(value, Segment):
+        return [plain(getattr(value, part.name)) for part in fields(Segment)]
+    if isinstance(value, Trajectory):
+        return [plain(getattr(value, part.name)) for part in fields(Trajectory) if part.name != "group"]
     return value

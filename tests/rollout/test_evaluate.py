@@ -11,9 +11,9 @@ import pytest
 
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.worker import Failure, Scored
-from megarl.rollout.evaluate import Answered, Respondents, accuracy, failure_metrics
-from megarl.rollout.pool import AbandonedError, sample
-from megarl.types import Completion, MegarlError, Problem, Request, Reward, SamplingSettings
+from megarl.rollout.evaluate import accuracy, failure_metrics
+from megarl.rollout.pool import AbandonedError, EnginePool, sample_requests
+from megarl.types import Completion, MegarlError, Problem, Request, Reward, SamplingSettings, Trajectory
 
 SAMPLING = SamplingSettings(max_new_tokens=8)
 
@@ -63,7 +63,7 @@ def requests(count: int) -> list[Request]:
 
 def sampled(engines: Engines, count: int, max_running: int) -> list[str]:
     async def collect() -> list[str]:
-        answers = sample(engines, engines.layout, requests(count), max_running=max_running)
+        answers = sample_requests(engines, engines.layout, requests(count), max_running=max_running)
         return [completion.request_id async for completion in answers]
 
     return asyncio.run(collect())
@@ -98,7 +98,9 @@ def test_sampling_that_is_abandoned_leaves_no_request() -> None:
     looks = iter([False, False, True])
 
     async def collect() -> list[str]:
-        answers = sample(engines, engines.layout, requests(9), max_running=100, is_abandoned=lambda: next(looks))
+        answers = sample_requests(
+            engines, engines.layout, requests(9), max_running=100, is_abandoned=lambda: next(looks)
+        )
         return [completion.request_id async for completion in answers]
 
     with pytest.raises(AbandonedError):
@@ -126,10 +128,10 @@ class Scores:
         return Scored(Reward(float(text == answer), int(text) % 2 == 0, text == answer))
 
 
-def respondents(layout: ParallelConfig, pace: dict[int, int], max_running: int) -> Any:
+def pool(layout: ParallelConfig, pace: dict[int, int], max_running: int) -> Any:
     tokenizer: Any = Words()
     rewards: Any = Scores()
-    return Respondents(Engines(layout, pace), layout, tokenizer, rewards, max_running)
+    return EnginePool(Engines(layout, pace), layout, tokenizer, rewards, max_running)
 
 
 PROBLEMS = [
@@ -141,7 +143,7 @@ TWO = (ParallelConfig(1, 1, 2, 1), {0: 1, 1: 3}, 2)
 
 
 def answers(setting: Any, problems: Sequence[Problem] = PROBLEMS, **arguments: Any) -> list[Any]:
-    return asyncio.run(respondents(*setting).answer(problems, SAMPLING, **arguments))
+    return asyncio.run(pool(*setting).sample(problems, SAMPLING, **arguments))
 
 
 @pytest.mark.parametrize("setting", [pytest.param(ONE, id="one engine"), pytest.param(TWO, id="two engines")])
@@ -173,7 +175,7 @@ def test_a_seed_follows_the_problem_and_the_sample_alone() -> None:
     def seeds(setting: Any, problems: Sequence[Problem] = PROBLEMS, seed: str = "s") -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for a in answers(setting, problems, samples_per_prompt=3, seed=seed):
-            found.setdefault(a.problem.index, []).append(int(a.completion.token_ids[1]))
+            found.setdefault(a.problem.index, []).append(int(a.segments[0].token_ids[-1]))
         return found
 
     expected = seeds(ONE)
@@ -185,7 +187,7 @@ def test_a_seed_follows_the_problem_and_the_sample_alone() -> None:
 
 
 def test_accuracy() -> None:
-    measured, answered = asyncio.run(accuracy(respondents(*TWO), PROBLEMS, SAMPLING))
+    measured, answered = asyncio.run(accuracy(pool(*TWO), PROBLEMS, SAMPLING))
     assert measured == pytest.approx({"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 2.0})
     assert [a.problem.index for a in answered] == [7, 2, 11]
 
@@ -194,14 +196,14 @@ def test_accuracy() -> None:
 def test_completions_that_could_not_be_scored_are_counted_and_end_a_run_where_they_are_too_many(limit: float) -> None:
     zero = Reward(0.0, False, False)
     failures: tuple[Failure | None, ...] = ("error", None, "timeout", "error", None, None)
-    answered: list[Any] = [Answered(PROBLEMS[0], 0, None, "", zero, failure) for failure in failures]  # type: ignore[arg-type]
+    trajectories = [Trajectory("single_turn", PROBLEMS[0], 0, 0, (), zero, failure) for failure in failures]
     if limit == 0.5:
-        counted = failure_metrics(answered, limit, "val/easy/reward_")
+        counted = failure_metrics(trajectories, limit, "val/easy/reward_")
         assert counted == {"val/easy/reward_errors": 2.0, "val/easy/reward_timeouts": 1.0}
         assert failure_metrics([], limit, "reward/") == {"reward/errors": 0.0, "reward/timeouts": 0.0}
         return
     with pytest.raises(MegarlError) as caught:
-        failure_metrics(answered, limit, "reward/")
+        failure_metrics(trajectories, limit, "reward/")
     assert caught.value.exit_code == 70
     for words in ("3 of 6 completions", "reward/errors 2, reward/timeouts 1", "reward.max_failed_fraction = 0.05"):
         assert words in str(caught.value)
