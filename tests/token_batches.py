@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.config import AlgorithmConfig
 from megarl.data.batch import TokenBatch
+from megarl.rollout.weights import assign_token_weights
 from megarl.types import TrainingSequence
 
 
 def row_batches(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[int]]) -> list[TokenBatch]:
     """A batch for each row of sequences' numbers."""
     return [TokenBatch.from_sequences([sequences[number] for number in row]) for row in rows]
+
+
+def weighed(
+    sequences: Sequence[TrainingSequence], algorithm: AlgorithmConfig, constant_length: int | None = None
+) -> list[TrainingSequence]:
+    """The sequences with the token weights that they have in one minibatch."""
+    batch = TokenBatch.from_sequences(sequences)
+    assign_token_weights(batch, algorithm, constant_length)
+    parts = np.split(batch.per_token["token_weights"], batch.cu_seqlens[1:-1])
+    return [replace(sequence, token_weights=part) for sequence, part in zip(sequences, parts, strict=True)]
 
 
 def by_sequence(

@@ -25,6 +25,7 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 
@@ -130,10 +131,10 @@ def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
     return ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
 
 
-def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
+def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
     """Random tokens, with log-probs of the past on both sides of the clip."""
     from megarl.config import AlgorithmConfig
-    from megarl.rollout.batches import assign_token_weights
+    from megarl.rollout.weights import assign_token_weights
 
     random = np.random.default_rng(5)
     steps = []
@@ -157,10 +158,12 @@ def make_steps(objective: str, vocab_size: int) -> list[list[TrainingSequence]]:
                     **({} if objective in ("sft", "reward model") else policy),
                 )
             )
-        weighed = assign_token_weights(sequences, AlgorithmConfig.model_validate(OBJECTIVES[objective]), LONGEST)
+        batch = TokenBatch.from_sequences(sequences)
+        assign_token_weights(batch, AlgorithmConfig.model_validate(OBJECTIVES[objective]), LONGEST)
         if objective == "ptx":
-            weighed = [replace(s, supervised=np.full(len(s), i % 2, np.float32)) for i, s in enumerate(weighed)]
-        steps.append(weighed)
+            numbers = np.arange(batch.num_sequences, dtype=np.float32)
+            batch.per_token["supervised"] = np.repeat(numbers % 2, batch.lengths)
+        steps.append(batch)
     return steps
 
 
@@ -205,7 +208,6 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
     import torch.distributed as dist
 
     from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
-    from megarl.data.batch import TokenBatch
     from megarl.data.packing import pack
     from megarl.training.objective import (
         critic_objective,
@@ -232,16 +234,15 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
         }
         engine.role = replace(engine.role, objective=others.get(objective) or policy_objective(algorithm))
         metrics, together = [], 2 if objective in IN_PAIRS else 1
-        for sequences in batches:
+        for batch in batches:
             packed = pack(
-                [len(s) for s in sequences],
+                batch.lengths,
                 max_tokens=max(recipe.trainer.max_tokens_per_microbatch, together * LONGEST),
                 num_ranks=layout.dp,
                 multiple=layout.sequence_multiple * layout.tp,
                 rows_multiple=layout.rows_multiple,
                 together=together,
             )
-            batch = TokenBatch.from_sequences(sequences)
             rows = [batch.select(row) for row in packed[at.dp]]
             metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient))
         results[objective] = metrics, cut_out(pieces, engine.parameters)

@@ -85,6 +85,20 @@ def importance_weights(
     return torch.where(mask, weights, 0.0)
 
 
+def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Of a correction's weights over the masked tokens, all tensors [tokens].
+
+    `mean` the mean weight; `rejected` the share of zeros; `cut` the share of weights that are not the token's ratio.
+    """
+    kept = weights[mask]
+    own = log_ratio(old_logprobs, rollout_logprobs).exp()[mask]
+    return {
+        "mean": float(kept.mean()),
+        "rejected": float((kept == 0).float().mean()),
+        "cut": float((kept != own).float().mean()),
+    }
+
+
 def gap_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
     """Per token, [tokens] each: what the mean over tokens tells of the gap; see `gap_metrics`."""
     ours, theirs = policy_logprobs.detach(), rollout_logprobs.detach()

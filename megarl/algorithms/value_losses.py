@@ -19,3 +19,12 @@ def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float 
         return loss, {"clipped": torch.zeros_like(loss)}
     held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
     return torch.maximum(loss, held), {"clipped": (held > loss).float()}
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """The share of the returns' variance that the values foresaw: 1 - Var(returns - values) / Var(returns).
+
+    Both float [tokens].
+    """
+    unforeseen = (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)
+    return 1 - float(unforeseen)

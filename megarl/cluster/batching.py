@@ -13,7 +13,6 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
 from megarl.tracking.metrics import Metric, merge
-from megarl.types import TrainingSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +32,26 @@ class TrainerRanks:
 
     async def update(
         self,
-        sequences: Sequence[TrainingSequence],
+        batch: TokenBatch,
         kl_coefficient: float | None = None,
         *,
         kto_kl: float | None = None,
         model: str = "policy",
     ) -> dict[str, Metric]:
-        """One optimizer step of the `policy` or the `critic` on all sequences. Returns the whole batch's metrics.
+        """One optimizer step of the `policy` or the `critic` on all of a batch. Returns the whole batch's metrics.
 
         `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`.
         """
-        batch = TokenBatch.from_sequences(sequences)
         rows = [[batch.select(row) for row in replica] for replica in self._pack(batch.lengths)]
         results = await self._scatter("update", rows, model, kl_coefficient, kto_kl)
         return merge(part for replica in results for part in replica)
 
-    async def forward(self, sequences: Sequence[TrainingSequence], model: str = "policy") -> list[NDArray[np.float32]]:
-        """A model's value of every token: float32 [tokens] per sequence, in order.
+    async def forward(self, batch: TokenBatch, model: str = "policy") -> NDArray[np.float32]:
+        """A model's value of every token: float32 [tokens], zero on the sequences' first tokens.
 
         Log-probs of the `policy` or the `reference`; values, before each token, of the `critic` or the `reward` model.
         """
-        batch = TokenBatch.from_sequences(sequences)
+        batch = batch.with_arrays({})
         # So many that every rank has as many rows, none of them empty.
         unit = self.layout.dp * self.layout.rows_multiple * self.together
         missing = -batch.num_sequences % unit
@@ -68,7 +66,7 @@ class TrainerRanks:
                 # Repeated sequences only fill rows.
                 is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
                 values[batch.tokens_of(sent[row])[is_asked]] = row_values[is_asked]
-        return np.split(values, batch.cu_seqlens[1:-1])
+        return values
 
     def _pack(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
         """Indices of the sequences in each row of each data-parallel replica."""

@@ -64,6 +64,11 @@ class TokenBatch:
         first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
         return np.append(self.cu_seqlens[first_segments], self.cu_seqlens[-1])
 
+    @property
+    def last_segments(self) -> NDArray[np.int64]:
+        """[samples]: the number of each sample's last sequence."""
+        return np.flatnonzero(np.diff(self.samples, append=-1))
+
     def tokens_of(self, sequences: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """The places [their tokens] of these sequences' tokens, in the given order."""
         chosen = np.asarray(sequences, np.int64)
@@ -93,8 +98,10 @@ class TokenBatch:
         return selected
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
-        """The same sequences with these per-token arrays and no others, and without their experts."""
-        return TokenBatch(self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names))
+        """The same sequences with these per-token arrays and no others."""
+        return TokenBatch(
+            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.routed_experts
+        )
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megarl.data.batch import TokenBatch, borders
 from megarl.data.conversations import conversation_of, encoded
 from megarl.data.records import Record, read_records
 from megarl.types import DataError, TrainingSequence
@@ -78,9 +79,22 @@ def scored(sequence: TrainingSequence) -> TrainingSequence:
     """The sequence up to the end of its answer, and one more place: a value there is a score of all before it."""
     answer = sequence.loss_mask.nonzero()[0]
     length = int(answer[-1]) + 1 if len(answer) else len(sequence)
-    # Which token stands at the end nobody sees.
+    # No value depends on which token stands at the end.
     tokens = np.append(sequence.token_ids[:length], sequence.token_ids[0])
     return TrainingSequence(tokens, np.arange(length + 1) == length)
+
+
+def with_score_places(batch: TokenBatch) -> TokenBatch:
+    """The sequences, each with one more place: a value there, of all tokens before it, is the sequence's score."""
+    lengths = batch.lengths + 1
+    cu_seqlens = borders(lengths)
+    is_token = np.ones(cu_seqlens[-1], np.bool_)
+    is_token[cu_seqlens[1:] - 1] = False
+    token_ids = np.empty(len(is_token), np.int64)
+    token_ids[is_token] = batch.token_ids
+    # No value depends on which token stands at the end.
+    token_ids[~is_token] = batch.token_ids[batch.cu_seqlens[:-1]]
+    return TokenBatch(token_ids, ~is_token, cu_seqlens, batch.samples)
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megarl.data.batch import TokenBatch
 from megarl.data.preferences import Answers
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session
 from megarl.preflight import read_preferences
-from megarl.rollout.batches import assign_token_weights
+from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 
@@ -27,14 +29,12 @@ async def train(session: Session) -> None:
     if not session.folder.resumed_step:
         tracker.log(0, await _evaluate(session, held_out))
     for step in session.steps:
-        batch = await with_reference(session, [answers[index] for index in order.batch(step - 1)])
+        batch = await with_reference(session, _batch([answers[index] for index in order.batch(step - 1)]))
         is_judged = recipe.sequences_per_example == 1
         kto_kl = await _divergence(session, batch) if is_judged else None
         with tracker.phase("train"):
-            weighed = assign_token_weights(
-                batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
-            )
-            scalars = values(await session.trainer.update(weighed, kto_kl=kto_kl))
+            assign_token_weights(batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"}))
+            scalars = values(await session.trainer.update(batch, kto_kl=kto_kl))
             if kto_kl is not None:
                 scalars["kl/reference"] = kto_kl
         await session.checkpoints.begin(step)
@@ -46,27 +46,34 @@ async def train(session: Session) -> None:
         await session.stop_if_asked(step)
 
 
-async def with_reference(session: Session, answers: Sequence[Answers]) -> list[TrainingSequence]:
-    """The sequences one after the other, with the reference's log-probs where the loss asks for them."""
-    sequences = [sequence for together in answers for sequence in together]
-    if not session.recipe.has_reference:
-        return sequences
-    with session.tracker.phase("logprobs"):
-        return await session.add("reference_logprobs", sequences, model="reference")
+def _batch(answers: Sequence[Answers]) -> TokenBatch:
+    """All answers one after the other, those of a pair side by side."""
+    return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
 
 
-async def _divergence(session: Session, batch: Sequence[TrainingSequence]) -> float:
+async def with_reference(session: Session, batch: TokenBatch) -> TokenBatch:
+    """The batch, with the reference's log-probs where the loss asks for them."""
+    if session.recipe.has_reference:
+        with session.tracker.phase("logprobs"):
+            batch.per_token["reference_logprobs"] = await session.trainer.forward(batch, model="reference")
+    return batch
+
+
+async def _divergence(session: Session, batch: TokenBatch) -> float:
     """The policy's KL from the reference, at least zero: the mean log-ratio of prompts and neighbours' answers."""
-    longest = max(map(len, batch))
+    longest = int(batch.lengths.max())
+    tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
+    masks = np.split(batch.loss_mask, batch.cu_seqlens[1:-1])
     mismatched = []
-    for one, other in zip(batch, [*batch[1:], batch[0]], strict=True):
-        prompt, answer = one.token_ids[: one.loss_mask.argmax()], other.token_ids[other.loss_mask]
-        tokens = np.concatenate([prompt, answer])[:longest]
-        mismatched.append(TrainingSequence(tokens, np.arange(len(tokens)) >= len(prompt)))
-    with_held = await with_reference(session, [(sequence,) for sequence in mismatched])
+    for one in range(batch.num_sequences):
+        other = (one + 1) % batch.num_sequences
+        prompt, answer = tokens[one][: masks[one].argmax()], tokens[other][masks[other]]
+        together = np.concatenate([prompt, answer])[:longest]
+        mismatched.append(TrainingSequence(together, np.arange(len(together)) >= len(prompt)))
+    with_held = await with_reference(session, TokenBatch.from_sequences(mismatched))
     with session.tracker.phase("logprobs"):
         policy = await session.trainer.forward(with_held)
-    return max(0.0, float(np.mean([_worth(s, p) for s, p in zip(with_held, policy, strict=True)])))
+    return max(0.0, float(np.mean(_worths(with_held, policy))))
 
 
 async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dict[str, float]:
@@ -78,12 +85,11 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
     scalars: dict[str, float] = {}
     with session.tracker.phase("evaluation"):
         for name, answers in held_out.items():
-            sequences = await with_reference(session, answers)
-            policy = await session.trainer.forward(sequences)
-            worth = np.array([_worth(s, p) for s, p in zip(sequences, policy, strict=True)])
+            batch = await with_reference(session, _batch(answers))
+            worth = _worths(batch, await session.trainer.forward(batch))
             good, bad = worth[::2], worth[1::2]
             if session.recipe.sequences_per_example == 1:
-                is_good = np.array([bool(s.desirable is not None and s.desirable.max() > 0) for s in sequences])
+                is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0
                 good, bad = worth[is_good, None], worth[None, ~is_good]
             if not good.size or not bad.size:
                 continue
@@ -92,7 +98,12 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
     return scalars
 
 
-def _worth(sequence: TrainingSequence, logprobs: np.ndarray) -> float:
-    if sequence.reference_logprobs is not None:
-        return float((logprobs - sequence.reference_logprobs)[sequence.loss_mask].sum())
-    return float(logprobs[sequence.loss_mask].mean())
+def _worths(batch: TokenBatch, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+    """[sequences]: how much an answer gained since the start, in nats; without a reference its mean log-prob."""
+    reference = batch.per_token.get("reference_logprobs")
+    gains = logprobs if reference is None else logprobs - reference
+    borders = batch.cu_seqlens[1:-1]
+    answers = [
+        gain[mask] for gain, mask in zip(np.split(gains, borders), np.split(batch.loss_mask, borders), strict=True)
+    ]
+    return np.array([float(answer.mean() if reference is None else answer.sum()) for answer in answers])

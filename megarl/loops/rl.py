@@ -6,22 +6,16 @@ import math
 from collections.abc import Mapping
 
 from megarl.algorithms.kl import adapted
+from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session, sampling_settings
 from megarl.preflight import read_conversations, read_problems
-from megarl.rollout.batches import (
-    add_advantages,
-    add_corrections,
-    reward_metrics,
-    split,
-    staleness_metrics,
-    to_sequences,
-    update_metrics,
-)
-from megarl.rollout.buffer import Buffer
+from megarl.rollout.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.batch import RLBatch
+from megarl.rollout.buffer import Buffer, in_groups
 from megarl.rollout.evaluate import failure_metrics
+from megarl.rollout.metrics import reward_metrics, staleness_metrics, update_metrics
 from megarl.rollout.pool import AbandonedError
-from megarl.types import TrainingSequence
 
 
 async def train(session: Session) -> None:
@@ -56,32 +50,34 @@ async def train(session: Session) -> None:
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
             kept = await buffer.add_old_logprobs(kept, session.trainer.forward, weight_version=step)
-            sequences = to_sequences(kept, recipe, weight_version=step)
+            batch = RLBatch.from_groups(in_groups(kept), mask_truncated=recipe.algorithm.mask_truncated)
+            if recipe.algorithm.old_logprobs == "rollout":
+                batch.start_from_rollout(weight_version=step)
             if recipe.has_reference:
-                sequences = await session.add("reference_logprobs", sequences, model="reference")
+                batch.per_token["reference_logprobs"] = await session.trainer.forward(batch, model="reference")
             if recipe.reward.model:
-                kept, scores = await session.add_scores(kept, sequences)
+                kept, scores = await session.add_scores(kept, batch)
                 sampled = kept
                 scalars |= scores
             if recipe.has_critic:
-                sequences = await session.add("values", sequences, model="critic")
+                batch.per_token["values"] = await session.trainer.forward(batch, model="critic")
         if session.stop:
             # Nothing has changed yet.
             buffer.forget_step()
             await session.stop_if_asked(step - 1, buffer.save)
-        sequences, known = add_advantages(sequences, kept, recipe, buffer.kl_coefficient)
+        scalars |= compute_advantages(batch, recipe, buffer.kl_coefficient)
         if recipe.algorithm.importance_sampling:
-            sequences, corrected = add_corrections(sequences, recipe.algorithm)
-            known |= corrected
+            scalars |= compute_importance_weights(batch, recipe.algorithm)
         with tracker.phase("train"):
             if recipe.has_critic:
-                known |= await session.update_critic(sequences)
+                scalars |= await session.update_critic(batch)
             beside = [conversations[index] for index in order.batch(step - 1)] if conversations else []
-            batches = split(sequences, recipe, step, beside) if step > recipe.frozen_steps else []
-            updates = [await session.trainer.update(batch, buffer.kl_coefficient) for batch in batches]
-        scalars |= known | update_metrics(updates) | reward_metrics(sampled or kept)
+            learnt = TokenBatch.from_sequences(beside) if beside else None
+            minibatches = batch.minibatches(recipe, step, learnt) if step > recipe.frozen_steps else []
+            updates = [await session.trainer.update(minibatch, buffer.kl_coefficient) for minibatch in minibatches]
+        scalars |= update_metrics(updates) | reward_metrics(sampled or kept)
         scalars |= staleness_metrics(kept, weight_version=step)
-        scalars |= _adapt(buffer, scalars, sequences)
+        scalars |= _adapt(buffer, scalars, num_samples=len(kept))
         await session.checkpoints.begin(step, buffer.save)
         with tracker.phase("reshard"):
             scalars |= await session.reshard(step)
@@ -107,7 +103,7 @@ async def _evaluate_and_log(session: Session, step: int, scalars: Mapping[str, f
     session.tracker.log(step, {**scalars, **evaluated})
 
 
-def _adapt(buffer: Buffer, scalars: dict[str, float], sequences: list[TrainingSequence]) -> dict[str, float]:
+def _adapt(buffer: Buffer, scalars: dict[str, float], *, num_samples: int) -> dict[str, float]:
     """Bring the KL's weight nearer to what holds its target: `kl/coefficient`, as it was in this step."""
     algorithm = buffer.recipe.algorithm
     if algorithm.kl_target is None or "kl/reference" not in scalars:
@@ -120,6 +116,6 @@ def _adapt(buffer: Buffer, scalars: dict[str, float], sequences: list[TrainingSe
         scalars["kl/reference"],
         target=algorithm.kl_target,
         horizon=algorithm.kl_horizon,
-        num_samples=len(sequences),
+        num_samples=num_samples,
     )
     return {"kl/coefficient": before}

@@ -13,17 +13,17 @@ from megarl.cluster.batching import TrainerRanks
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.data.preferences import scored
+from megarl.data.preferences import with_score_places
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
-from megarl.rollout.batches import critic_batches
+from megarl.rollout.batch import RLBatch
 from megarl.rollout.evaluate import accuracy, failure_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.metrics import merge, values
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import Problem, SamplingSettings, StoppedError, TrainingSequence, Trajectory
+from megarl.types import Problem, SamplingSettings, StoppedError, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -67,33 +67,31 @@ class Session:
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
-    async def add(
-        self, name: str, sequences: list[TrainingSequence], *, model: str = "policy"
-    ) -> list[TrainingSequence]:
-        """The sequences with what a model says of their tokens now, in the array of that name."""
-        found = await self.trainer.forward(sequences, model=model)
-        return [replace(s, **{name: said}) for s, said in zip(sequences, found, strict=True)]
-
     async def add_scores(
-        self, trajectories: Sequence[Trajectory], sequences: Sequence[TrainingSequence]
+        self, trajectories: Sequence[Trajectory], batch: RLBatch
     ) -> tuple[list[Trajectory], dict[str, float]]:
-        """The trajectories with the reward model's scores in their rewards; `reward/model`, `_std`: bare scores."""
+        """Add the reward model's scores to the rewards of trajectories and of the batch that they make.
+
+        Metrics: `reward/model`, `reward/model_std`, of its bare scores.
+        """
         reward = self.recipe.reward
-        # All of a completion is scored, whatever of it is trained.
-        whole = [TrainingSequence(s.token_ids, np.ones(len(s), np.bool_)) for s in sequences]
-        found = await self.trainer.forward([scored(sequence) for sequence in whole], model="reward")
-        scores = np.array([of_tokens[-1] for of_tokens in found], np.float64)
+        ends = with_score_places(batch.select(batch.last_segments))
+        found = await self.trainer.forward(ends, model="reward")
+        scores = found[ends.cu_seqlens[1:] - 1].astype(np.float64)
         metrics = {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
         held = scores if reward.model_clip is None else scores.clip(-reward.model_clip, reward.model_clip)
-        return [
-            replace(t, reward=replace(t.reward, score=reward.function_weight * t.reward.score + float(score)))
-            for t, score in zip(trajectories, reward.model_weight * held, strict=True)
-            if t.reward is not None
-        ], metrics
+        rescored = []
+        for trajectory, score in zip(trajectories, reward.model_weight * held, strict=True):
+            if (own := trajectory.reward) is not None:
+                own = replace(own, score=reward.function_weight * own.score + float(score))
+            rescored.append(replace(trajectory, reward=own))
+        batch.rewards = np.array([t.reward.score if t.reward else 0.0 for t in rescored])
+        return rescored, metrics
 
-    async def update_critic(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+    async def update_critic(self, batch: RLBatch) -> dict[str, float]:
         """A step's updates of the critic: `critic/loss`, `/grad_norm`, `/clipped` and so on, as `train/` has them."""
-        updates = [await self.trainer.update(batch, model="critic") for batch in critic_batches(sequences, self.recipe)]
+        minibatches = batch.critic_minibatches(self.recipe)
+        updates = [await self.trainer.update(minibatch, model="critic") for minibatch in minibatches]
         return {name.replace("train/", "critic/", 1): value for name, value in values(merge(updates)).items()}
 
     async def reshard(self, step: int) -> dict[str, float]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session
 from megarl.preflight import read_conversations
-from megarl.rollout.batches import assign_token_weights
 from megarl.rollout.pool import AbandonedError
+from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 
@@ -33,7 +36,8 @@ async def train(session: Session) -> None:
     elif session.origin.unlogged is not None:
         await _evaluate_and_log(session, session.folder.resumed_step, session.origin.unlogged, held_out)
     for step in session.steps:
-        batch = assign_token_weights([conversations[index] for index in order.batch(step - 1)], recipe.algorithm)
+        batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(step - 1)])
+        assign_token_weights(batch, recipe.algorithm)
         with tracker.phase("train"):
             scalars = values(await session.trainer.update(batch))
         await session.checkpoints.begin(step)
@@ -68,11 +72,11 @@ async def _evaluate_and_log(
 
 
 async def _losses(session: Session, held_out: Mapping[str, Sequence[TrainingSequence]]) -> dict[str, float]:
-    """`val/SET/loss`: nats a token that the assistant says, of each set of held-out conversations."""
+    """`val/SET/loss`: nats a token of the assistant, of each set of held-out conversations."""
     scalars: dict[str, float] = {}
     with session.tracker.phase("evaluation"):
         for name, sequences in held_out.items():
-            logprobs = await session.trainer.forward(sequences)
-            said = [values[s.loss_mask] for s, values in zip(sequences, logprobs, strict=True)]
-            scalars[f"val/{name}/loss"] = -float(sum(part.sum() for part in said) / sum(map(len, said)))
+            batch = TokenBatch.from_sequences(sequences)
+            logprobs = await session.trainer.forward(batch)
+            scalars[f"val/{name}/loss"] = -float(logprobs[batch.loss_mask].mean(dtype=np.float64))
     return scalars

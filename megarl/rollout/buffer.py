@@ -14,10 +14,11 @@ import numpy as np
 from safetensors.numpy import load_file, save
 
 from megarl.config import Recipe
+from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
-from megarl.rollout.batches import to_sequences
+from megarl.rollout.batch import RLBatch
 from megarl.rollout.pool import AbandonedError, EnginePool
-from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, TrainingSequence, Trajectory
+from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
 
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
@@ -84,7 +85,7 @@ class Buffer:
             )
             sampled += [replace(t, group=t.group + attempts * self._order.batch_size) for t in trajectories]
             attempts, self.drawn = attempts + 1, self.drawn + 1
-            groups = [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
+            groups = in_groups(trajectories)
             passing = [group for group in groups if passes_filter(group, recipe.algorithm.dynamic_sampling)]
             passed += len(passing)
             self.waiting = self.waiting + passing
@@ -98,14 +99,14 @@ class Buffer:
     async def add_old_logprobs(
         self,
         kept: Sequence[Trajectory],
-        forward: Callable[[Sequence[TrainingSequence]], Awaitable[Sequence[np.ndarray]]],
+        forward: Callable[[TokenBatch], Awaitable[np.ndarray]],
         weight_version: int,
     ) -> list[Trajectory]:
         """Add the trainer's `old_logprobs` to `kept` where needed. Call it before the step's update.
 
         Trajectories that wait for a later step get theirs now, while the trainer has the weights that sampled them,
         `weight_version`. Fresh ones that one update trains on need none: their ratio starts at that update's own
-        pass. `forward` computes log-probs, float32 [tokens] a sequence; it is called at most once.
+        pass. `forward` computes log-probs, float32 [tokens]; it is called at most once.
         """
         if self.recipe.algorithm.old_logprobs == "rollout":
             return list(kept)
@@ -113,8 +114,8 @@ class Buffer:
         first = 0 if self._needs_old_logprobs else len(kept)
         lacking = [place for place in range(first, len(everything)) if _lacks_old_logprobs(everything[place])]
         if lacking:
-            sequences = to_sequences([everything[place] for place in lacking], self.recipe, weight_version)
-            found = iter(await forward(sequences))
+            batch = RLBatch.from_groups([[everything[place] for place in lacking]])
+            found = iter(np.split(await forward(batch), batch.cu_seqlens[1:-1]))
             for place in lacking:
                 everything[place] = _with_old_logprobs(everything[place], found)
         staying = iter(everything[len(kept) :])
@@ -170,8 +171,13 @@ class Buffer:
                 trajectory = _with_old_logprobs(trajectory, iter([s.rollout_logprobs for s in segments]))
                 num_lacking += 1
             trajectories.append(trajectory)
-        self.waiting = [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
+        self.waiting = in_groups(trajectories)
         return num_lacking
+
+
+def in_groups(trajectories: Sequence[Trajectory]) -> list[Group]:
+    """Trajectories, those of a group side by side, by their groups."""
+    return [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
 
 
 def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) -> bool:

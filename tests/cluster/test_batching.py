@@ -51,10 +51,12 @@ class Ranks:
         return results
 
 
-def sequences(lengths: Sequence[int]) -> list[TrainingSequence]:
+def batch(lengths: Sequence[int]) -> TokenBatch:
     """Token ids count on from sequence to sequence."""
     ends = np.cumsum(lengths)
-    return [TrainingSequence(np.arange(end - n, end), np.ones(n, bool)) for n, end in zip(lengths, ends, strict=True)]
+    return TokenBatch.from_sequences(
+        [TrainingSequence(np.arange(end - n, end), np.ones(n, bool)) for n, end in zip(lengths, ends, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -65,8 +67,8 @@ def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, toge
     ranks = Ranks(layout)
     trainer = TrainerRanks(ranks, layout, 64, together=together)  # type: ignore[arg-type]
     asked = [TrainingSequence(np.full(10 + i, i), np.ones(10 + i, bool)) for i in range(count)]
-    found = asyncio.run(trainer.forward(asked))
-    assert [values.tolist() for values in found] == [[i / 2] * (10 + i) for i in range(count)]
+    found = asyncio.run(trainer.forward(TokenBatch.from_sequences(asked)))
+    assert found.tolist() == [i / 2 for i in range(count) for _ in range(10 + i)]
     assert len({len(rows) for rows in ranks.rows}) == 1 and len(ranks.rows[0]) % layout.rows_multiple == 0
     for row in (row for rows in ranks.rows for row in rows):
         numbers = row.token_ids[row.cu_seqlens[:-1]].tolist()
@@ -80,9 +82,9 @@ def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, toge
 def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
     ranks = Ranks(layout)
     trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)  # type: ignore[arg-type]
-    got = asyncio.run(trainer.forward(sequences(LENGTHS), model="reference"))
-    assert [values.tolist() for values in got] == [(s.token_ids / 2).tolist() for s in sequences(LENGTHS)]
-    updated = asyncio.run(trainer.update(sequences(LENGTHS)))
+    got = asyncio.run(trainer.forward(batch(LENGTHS), model="reference"))
+    assert got.tolist() == (batch(LENGTHS).token_ids / 2).tolist()
+    updated = asyncio.run(trainer.update(batch(LENGTHS)))
     assert updated == {"train/tokens": Sum(sum(LENGTHS) * layout.cp)}
     (first, given, args), (second, _, none) = ranks.calls
     assert (first, args, second, none) == ("forward", ("reference",), "update", ("policy", None, None))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
+from megarl.data.batch import TokenBatch
 from megarl.rollout.buffer import Buffer, passes_filter
 from megarl.rollout.stitch import single_call
 from megarl.types import (
@@ -21,7 +22,6 @@ from megarl.types import (
     Reward,
     SamplingSettings,
     Segment,
-    TrainingSequence,
     Trajectory,
 )
 
@@ -159,10 +159,9 @@ class Trainer:
     version: int = 1
     num_asked: list[int] = field(default_factory=list)
 
-    async def forward(self, sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
-        assert len({s.old_logprobs is None for s in sequences}) == 1
-        self.num_asked.append(len(sequences))
-        return [(self.version + s.token_ids / 1000).astype(np.float32) for s in sequences]
+    async def forward(self, batch: TokenBatch) -> np.ndarray:
+        self.num_asked.append(batch.num_sequences)
+        return (self.version + batch.token_ids / 1000).astype(np.float32)
 
 
 def old_logprobs(trajectories: Sequence[Trajectory]) -> list[Any]:

@@ -18,11 +18,10 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import padded_vocab_size, read_model_shape
-from megarl.rollout.batches import assign_token_weights
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
-from tests.token_batches import row_batches
+from tests.token_batches import row_batches, weighed
 
 Sizes = tuple[int, int, int]
 
@@ -64,7 +63,7 @@ def build(recipe: Recipe, layout: ParallelConfig) -> Any:
 def update(engine: Any, layout: ParallelConfig, step: int) -> dict[str, Any]:
     """One step on tokens that are a function of the step."""
     numbers = np.random.default_rng(step)
-    sequences = assign_token_weights(
+    sequences = weighed(
         [
             TrainingSequence(numbers.integers(1, 400, size=length), np.arange(length) >= 2)
             for length in (5, 9, 14, 11, 7, 8, 16, 4)

@@ -18,7 +18,9 @@ import torch
 
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.batches import add_corrections, update_metrics
+from megarl.data.batch import TokenBatch
+from megarl.rollout.advantages import compute_importance_weights
+from megarl.rollout.metrics import update_metrics
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
 from megarl.types import TrainingSequence
@@ -109,7 +111,10 @@ def gradients(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
             sequences = [replace(s, old_logprobs=None) for s in sequences]
         corrected: dict[str, float] = {}
         if algorithm:
-            sequences, corrected = add_corrections(sequences, AlgorithmConfig.model_validate(algorithm))
+            batch = TokenBatch.from_sequences(sequences)
+            corrected = compute_importance_weights(batch, AlgorithmConfig.model_validate(algorithm))
+            parts = np.split(batch.per_token["importance_weights"], batch.cu_seqlens[1:-1])
+            sequences = [replace(s, importance_weights=part) for s, part in zip(sequences, parts, strict=True)]
         found[case] = *made.update(recipe, layout, sequences), corrected
     return found
 

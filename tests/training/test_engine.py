@@ -15,12 +15,11 @@ from megarl.config import OptimizerConfig, Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import read_model_shape
-from megarl.rollout.batches import assign_token_weights
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import MegarlError, TrainingSequence
 from tests.rounding import MARGIN
-from tests.token_batches import by_sequence, row_batches
+from tests.token_batches import by_sequence, row_batches, weighed
 from tools.check_invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
@@ -86,9 +85,7 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
                 )
             )
         aggregation = "sequence_mean_token_sum" if recipe.loop == "preference" else recipe.algorithm.aggregation
-        updates.append(
-            assign_token_weights(sequences, recipe.algorithm.model_copy(update={"aggregation": aggregation}))
-        )
+        updates.append(weighed(sequences, recipe.algorithm.model_copy(update={"aggregation": aggregation})))
     return updates
 
 

@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
-from megarl.data.preferences import scored
+from megarl.data.preferences import with_score_places
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DataError, TrainingSequence
 from tests.rounding import allowed_error
-from tests.token_batches import by_sequence, row_batches
+from tests.token_batches import row_batches
 
 LENGTHS = (5, 12, 7, 9)
 ROLES = ("policy", "critic")
@@ -88,9 +89,9 @@ def build(recipe: Recipe, layout: ParallelConfig, folder: Path, role: Any) -> tu
     return TrainingEngine(recipe, layout, shape, load, role=role), layouts
 
 
-def own_rows(sequences: Sequence[TrainingSequence], layout: ParallelConfig) -> list[list[int]]:
+def own_rows(lengths: Sequence[int], layout: ParallelConfig) -> list[list[int]]:
     rows = pack(
-        [len(s) for s in sequences],
+        lengths,
         max_tokens=64,
         num_ranks=layout.dp,
         multiple=layout.sequence_multiple * layout.tp,
@@ -106,13 +107,13 @@ def train_and_export(
     from megarl.checkpoint import safetensors
 
     engine, layouts = build(recipe, layout, folder, "critic")
-    indices = own_rows(sequences, layout)
+    indices = own_rows(LENGTHS, layout)
     rows = row_batches(sequences, indices)
     before = engine.forward(rows)
     updates = [engine.update(rows) for _ in range(2)]
-    ends = [scored(sequence) for sequence in sequences]
-    end_indices = own_rows(ends, layout)
-    after = engine.forward(row_batches(ends, end_indices))
+    ends = with_score_places(TokenBatch.from_sequences(sequences))
+    end_indices = own_rows(ends.lengths.tolist(), layout)
+    after = engine.forward([ends.select(row) for row in end_indices])
     safetensors.export(
         out,
         folder,
@@ -124,7 +125,11 @@ def train_and_export(
         bucket_bytes=1 << 20,
     )
     zeros = before is None or all((row == 0).all() for row in before)
-    last = {index: float(found[-1]) for index, found in by_sequence(ends, end_indices, after).items()}
+    last = {
+        index: float(score)
+        for row, values in zip(end_indices, after or (), strict=False)
+        for index, score in zip(row, values[ends.select(row).cu_seqlens[1:] - 1], strict=True)
+    }
     return {"before_is_zero": zeros, "updates": updates, "scores": last}
 
 
@@ -239,7 +244,7 @@ def save_or_restore(
     policy, critic = (build(recipe, layout, folder, role)[0] for folder, role in zip(folders, ROLES, strict=True))
     engines = {"": policy, "critic": critic}
     sequences = answers(recipe_vocab(folders[0]))
-    rows = row_batches(sequences, own_rows(sequences, layout))
+    rows = row_batches(sequences, own_rows(LENGTHS, layout))
     policy_rows = [
         row.with_arrays({name: row.per_token[of] for name, of in (("token_weights",) * 2, ("advantages", "returns"))})
         for row in rows

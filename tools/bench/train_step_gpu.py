@@ -57,13 +57,14 @@ def lengths_of(num_tokens: int, row: int) -> list[int]:
     return lengths
 
 
-def make_sequences(lengths: Sequence[int], vocab_size: int) -> list[Any]:
+def make_batch(lengths: Sequence[int], vocab_size: int) -> Any:
     from megarl.config import AlgorithmConfig
-    from megarl.rollout.batches import assign_token_weights
+    from megarl.data.batch import TokenBatch
+    from megarl.rollout.weights import assign_token_weights
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(1)
-    return assign_token_weights(
+    batch = TokenBatch.from_sequences(
         [
             TrainingSequence(
                 token_ids=random.integers(1, vocab_size, n),
@@ -71,9 +72,10 @@ def make_sequences(lengths: Sequence[int], vocab_size: int) -> list[Any]:
                 advantages=random.normal(size=n).astype(np.float32),
             )
             for n in lengths
-        ],
-        AlgorithmConfig(),
+        ]
     )
+    assign_token_weights(batch, AlgorithmConfig())
+    return batch
 
 
 def flops(config: dict[str, Any], lengths: Sequence[int]) -> float:
@@ -243,7 +245,6 @@ def own_steps(
 
 def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], versions: dict[str, str]) -> bool:
     """All lines of one shape; False if the log-probs of both differ."""
-    from megarl.data.batch import TokenBatch
     from megarl.data.packing import pack
 
     config, adam = COMMON | SHAPES[name], name != "qwen3-8b"
@@ -258,9 +259,8 @@ def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], ver
     ceiling = sorted(ceilings)[len(ceilings) // 2]
     line("gemm", [c / 1e12 for c in ceilings], "TFLOP/s", None, "the ceiling of this run")
     lengths = lengths_of(options.tokens, options.row)
-    sequences = make_sequences(lengths, config["vocab_size"])
+    batch = make_batch(lengths, config["vocab_size"])
     (rows,) = pack(lengths, max_tokens=options.row, num_ranks=1)
-    batch = TokenBatch.from_sequences(sequences)
     batches = [batch.select(indices) for indices in rows]
     own, weights, taken, peak = own_steps(config, batches, options, dtype, adam)
     shares = [flops(config, lengths) / t / ceiling for t in taken]

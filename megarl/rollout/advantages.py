@@ -1,0 +1,131 @@
+"""Advantages and corrections of a step's batch, by the estimators that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import ADVANTAGES, gae, whiten
+from megarl.algorithms.importance import importance_weights, weight_metrics
+from megarl.algorithms.keywords import supported_kwargs
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.length_penalty import soft_overlong
+from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
+from megarl.algorithms.value_losses import explained_variance
+from megarl.config import AlgorithmConfig, Recipe
+from megarl.data.batch import TokenBatch
+from megarl.files.python_function import function_of
+from megarl.rollout.batch import RLBatch
+
+
+def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
+    """Set the batch's `advantages`, and with a critic its `returns`; both are those of whole trajectories.
+
+    Metrics: `kl/reference`, the mean over tokens, where the KL is in them, and with algorithm.k3_max `kl/capped`, the
+    share of tokens whose estimate is held there; with a critic `critic/value`, `/return`, the means over tokens, and
+    `/explained`, the share of the returns' variance that the values foresaw.
+    """
+    algorithm = recipe.algorithm
+    cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
+    scores = _scores(batch, recipe)
+    metrics: dict[str, float] = {}
+    divergence = torch.zeros(len(mask))
+    if algorithm.kl_coefficient and algorithm.kl_placement != "loss":
+        divergence = _divergence(batch, algorithm)
+        if algorithm.k3_max is not None:
+            metrics["kl/capped"] = float((divergence[mask] >= algorithm.k3_max).float().mean())
+        metrics["kl/reference"] = float(divergence[mask].mean())
+        divergence = kl_coefficient * divergence
+    if algorithm.advantage == "gae":
+        rewards = at_ends(scores, cu_samples, mask)
+        if algorithm.kl_placement == "reward":
+            rewards = rewards - divergence
+        expected = torch.from_numpy(batch.per_token["values"])
+        advantages, returns = gae(
+            rewards, expected, cu_samples, gamma=algorithm.gamma, gae_lambda=algorithm.gae_lambda, mask=mask
+        )
+        batch.per_token["returns"] = returns.numpy()
+        metrics |= _value_metrics(expected[mask], returns[mask])
+    else:
+        if algorithm.kl_placement == "reward":
+            scores = scores - sequence_sums(divergence, cu_samples, mask)
+        advantages = on_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
+    if algorithm.kl_placement == "return":
+        divergence, _ = gae(divergence, torch.zeros_like(divergence), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask)
+    if algorithm.kl_placement in ("return", "advantage"):
+        advantages = advantages - divergence
+    if algorithm.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    batch.per_token["advantages"] = torch.where(mask, advantages, 0.0).numpy()
+    return metrics
+
+
+def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Set the batch's `importance_weights`, which correct the gap between trainer and engine.
+
+    Metrics: `importance/mean`, the tokens' mean weight; `importance/rejected`, the share of tokens that count nothing;
+    `importance/cut`, the share of tokens whose weight is not their own ratio.
+    """
+    assert algorithm.importance_sampling is not None
+    mask = torch.from_numpy(batch.loss_mask)
+    old, rollout = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "rollout_logprobs"))
+    weights = importance_weights(
+        algorithm.importance_sampling,
+        old,
+        rollout,
+        torch.from_numpy(batch.cu_samples),
+        mask,
+        low=algorithm.importance_sampling_low,
+        high=algorithm.importance_sampling_high,
+        **algorithm.importance_sampling_kwargs,
+    )
+    batch.per_token["importance_weights"] = weights.numpy()
+    found = weight_metrics(weights, old, rollout, mask)
+    return {f"importance/{name}": value for name, value in found.items()}
+
+
+def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
+    """Rewards float32 [samples], with the penalty of length."""
+    scores = torch.from_numpy(batch.rewards).float()
+    if not (buffer := recipe.algorithm.overlong_buffer):
+        return scores
+    longest = recipe.rollout.sampling.max_new_tokens
+    lengths = torch.from_numpy(batch.num_sampled)
+    penalty = soft_overlong(lengths, longest=longest, buffer=buffer)
+    return scores + recipe.reward.correct_score * penalty
+
+
+def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """The estimated KL from the reference: [tokens], zero where not trained."""
+    old, reference = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "reference_logprobs"))
+    estimate: Callable[..., Tensor] = KL_ESTIMATORS[algorithm.kl_estimator]
+    settings = supported_kwargs(estimate, {"k3_max": algorithm.k3_max})
+    return torch.where(torch.from_numpy(batch.loss_mask), estimate(old, reference, **settings), 0.0)
+
+
+def _of_samples(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """Advantages [samples] by the estimator that the recipe names; zero where a trajectory was not scored."""
+    is_scored = torch.from_numpy(batch.is_scored)
+    advantage = function_of(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
+    offered: dict[str, Any] = {
+        "lengths": torch.from_numpy(batch.num_sampled)[is_scored],
+        "normalize_by_std": algorithm.normalize_by_std,
+        "lone_sample": algorithm.lone_sample,
+        "k": algorithm.pass_k,
+        "passes": torch.from_numpy(batch.is_correct)[is_scored],
+    }
+    groups = torch.from_numpy(batch.groups)[is_scored]
+    settings = supported_kwargs(advantage, offered) | algorithm.advantage_kwargs
+    of_scored = advantage(scores[is_scored], groups, **settings)
+    return torch.zeros_like(scores).masked_scatter(is_scored, of_scored)
+
+
+def _value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:
+    return {
+        "critic/value": float(values.mean()),
+        "critic/return": float(returns.mean()),
+        "critic/explained": explained_variance(values, returns),
+    }

@@ -1,0 +1,150 @@
+"""The batch of a step: its trajectories in flat arrays, and the minibatches that it is trained in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megarl.algorithms.reduction import token_weights
+from megarl.config import Recipe
+from megarl.data.batch import TokenBatch, borders, concatenate
+from megarl.rollout.weights import assign_token_weights
+from megarl.types import Segment, Trajectory
+
+
+@dataclass(slots=True, kw_only=True)
+class RLBatch(TokenBatch):
+    """The segments of all trajectories one after the other; a sample is a trajectory with all its segments.
+
+    Arrays of trajectories are [samples]: `rewards` float64, `groups` the numbers of their prompts, `num_sampled` the
+    tokens that the policy sampled, `is_correct` that the answer was right. A trajectory that was not scored, without
+    `is_scored`, takes no part in its group's statistics and is not trained.
+    """
+
+    weight_versions: NDArray[np.int32]
+    """[tokens]: the reshards that the engine had seen, -1 where not sampled."""
+    rewards: NDArray[np.float64]
+    groups: NDArray[np.int64]
+    num_sampled: NDArray[np.int64]
+    is_correct: NDArray[np.bool_]
+    is_scored: NDArray[np.bool_]
+
+    @classmethod
+    def from_groups(cls, groups: Sequence[Sequence[Trajectory]], *, mask_truncated: bool = False) -> RLBatch:
+        """The trajectories of these groups, one per prompt; with `mask_truncated` those of full length are not trained.
+
+        `old_logprobs` are there where any segment has them, NaN on sampled tokens of those that do not.
+        """
+        trajectories = [trajectory for group in groups for trajectory in group]
+        segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+        num_segments = np.array([len(trajectory.segments) for trajectory in trajectories])
+        rewards = [trajectory.reward for trajectory in trajectories]
+        is_scored = np.array([reward is not None for reward in rewards])
+        is_trained = is_scored.copy()
+        if mask_truncated:
+            is_trained &= np.array([trajectory.ended != "length" for trajectory in trajectories])
+        lengths = np.array([len(segment) for segment in segments])
+        is_sampled = np.concatenate([segment.loss_mask for segment in segments])
+        per_token = {"rollout_logprobs": np.concatenate([segment.rollout_logprobs for segment in segments])}
+        if any(segment.old_logprobs is not None for segment in segments):
+            per_token["old_logprobs"] = np.concatenate([_old_logprobs(segment) for segment in segments])
+        return cls(
+            token_ids=np.concatenate([segment.token_ids for segment in segments]),
+            loss_mask=is_sampled & np.repeat(np.repeat(is_trained, num_segments), lengths),
+            cu_seqlens=borders(lengths),
+            samples=np.repeat(np.arange(len(trajectories)), num_segments),
+            per_token=per_token,
+            routed_experts=_routed_experts(segments),
+            weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
+            rewards=np.array([0.0 if reward is None else reward.score for reward in rewards], np.float64),
+            groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+            num_sampled=np.array([trajectory.num_sampled for trajectory in trajectories]),
+            is_correct=np.array([reward is not None and reward.answer_correct for reward in rewards]),
+            is_scored=is_scored,
+        )
+
+    def start_from_rollout(self, weight_version: int) -> None:
+        """Let the ratio start from the engine's log-probs, whatever its weights.
+
+        `weight_version` is that of the trainer's weights before the update: engine and trainer are compared on tokens
+        that these weights sampled, the others' `rollout_logprobs` are NaN from now on.
+        """
+        rollout_logprobs = self.per_token["rollout_logprobs"]
+        is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
+        self.per_token["old_logprobs"] = rollout_logprobs
+        self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), rollout_logprobs)
+
+    def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
+        """The minibatch of each update of a step, with the token weights of that update.
+
+        Each of `train.epochs_per_step` passes visits all samples in `train.updates_per_step` updates: the first in the
+        given order, each later one in an order drawn from the seed, the step and the pass. `conversations` are dealt
+        out to the updates of a pass and learnt beside (`algorithm.ptx_coefficient`).
+        """
+        updates, longest = recipe.train.updates_per_step, recipe.rollout.sampling.max_new_tokens
+        minibatches: list[TokenBatch] = []
+        for number in range(recipe.train.epochs_per_step):
+            for update, samples in enumerate(parts(_order(len(self.groups), recipe.seed, step, number), updates)):
+                minibatch = self.select_samples(samples)
+                assign_token_weights(minibatch, recipe.algorithm, longest)
+                if conversations is not None:
+                    dealt = np.arange(update, conversations.num_sequences, updates)
+                    minibatch = _mixed(minibatch, conversations.select(dealt), recipe.algorithm.ptx_coefficient)
+                minibatches.append(minibatch)
+        if recipe.algorithm.old_logprobs == "rollout":
+            # From the second update on, the weights are not those that sampled.
+            for minibatch in minibatches[1:]:
+                minibatch.per_token["rollout_logprobs"] = np.full(len(minibatch.token_ids), np.nan, np.float32)
+        return minibatches
+
+    def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
+        """The minibatch of each of the critic's updates in a step: its loss is the mean over the tokens."""
+        algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
+        batch = self.with_arrays({name: self.per_token[name] for name in ("values", "returns")})
+        samples = np.arange(len(self.groups))
+        minibatches = [batch.select_samples(part) for part in parts(samples, recipe.critic.updates_per_step)]
+        for minibatch in minibatches:
+            assign_token_weights(minibatch, algorithm)
+        return minibatches
+
+
+def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    """Samples [samples] cut into `count` parts of one size."""
+    size = len(samples) // count
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
+    if segment.old_logprobs is not None:
+        return segment.old_logprobs
+    return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
+
+
+def _routed_experts(segments: Sequence[Segment]) -> NDArray[np.int16] | None:
+    found = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
+    return np.concatenate(found) if len(found) == len(segments) else None
+
+
+def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
+    """Indices in the order of a step's pass, counted from 0."""
+    if number == 0:
+        return np.arange(count)
+    return np.random.default_rng([seed, step, number]).permutation(count)
+
+
+def _mixed(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
+    """A policy's minibatch and conversations learnt by likelihood, which make so large a share of the loss."""
+    policy = minibatch.with_arrays(minibatch.per_token)
+    policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
+    policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)
+    # Batches that are put together carry the same arrays.
+    nothing = np.zeros(len(conversations.token_ids), np.float32)
+    learnt = conversations.with_arrays(dict.fromkeys(policy.per_token, nothing))
+    weights = token_weights(torch.from_numpy(learnt.cu_samples), torch.from_numpy(learnt.loss_mask), "token_mean")
+    learnt.per_token["token_weights"] = (share * weights).numpy()
+    learnt.per_token["supervised"] = np.ones(len(conversations.token_ids), np.float32)
+    return concatenate([policy, learnt])

@@ -1,0 +1,24 @@
+"""Token weights of a minibatch, by the aggregation that a recipe names."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.algorithms.reduction import token_weights
+from megarl.config import AlgorithmConfig
+from megarl.data.batch import TokenBatch
+
+
+def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:
+    """Set a minibatch's `token_weights`: the share of each token's loss in the whole minibatch.
+
+    A sample's segments count together, as one sequence of `algorithms.reduction.token_weights`.
+    """
+    weights = token_weights(
+        torch.from_numpy(batch.cu_samples),
+        torch.from_numpy(batch.loss_mask),
+        algorithm.aggregation,
+        constant_length=constant_length,
+        count_masked_sequences=algorithm.count_masked_sequences,
+    )
+    batch.per_token["token_weights"] = weights.numpy()
