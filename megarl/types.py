@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-FinishReason = Literal["stop", "length", "abort"]
-Ended = Literal["done", "length"]
-"""Why a trajectory has no further turn: its environment was done; a completion met the limit of its length."""
+FinishReason = Literal["stop", "length", "abort", "error"]
+Ended = Literal["done", "length", "turns", "error"]
+"""Why a trajectory has no further turn: its environment was done; the limit of tokens or of turns was met; the
+environment raised or the engine refused its request."""
 
 
 class MegarlError(Exception):
@@ -98,12 +99,12 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One completion to sample, from exactly these prompt tokens, with a seed of its own."""
+    """One completion to sample, from exactly these prompt tokens [prompt], with a seed of its own."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: NDArray[np.int32]
     sampling: SamplingSettings
     seed: int
 
@@ -115,7 +116,8 @@ class Completion:
     Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs are those of the sampled tokens under the
     sampling distribution (after temperature). The end-of-sequence token, if sampled, is the last token.
     `weight_version` counts the reshards the engine had seen when the completion began. `routed_experts` [prompt +
-    new_tokens - 1, layers, top_k], if asked for, are the experts of every token that went through the model.
+    new_tokens - 1, layers, top_k], if asked for, are the experts of every token that went through the model. A request
+    that the engine refused has no tokens, the finish reason `error`, and why in `error`.
     """
 
     request_id: str
@@ -124,6 +126,7 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     routed_experts: NDArray[np.int16] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +179,10 @@ class Trajectory:
     reward: Reward | None
     """None: not scored. It takes no part in its group's statistics, and its tokens are not trained."""
     failure: str | None = None
-    """Why the reward functions gave no reward, `error` or `timeout`; `reward` is zero then."""
+    """Why the reward functions gave no reward, `error` or `timeout`, `reward` is zero then; or, where the attempt
+    ended with an error, the error's kind, a colon and its text."""
     text: str = ""
-    """The completions as text, without special tokens."""
+    """The completions as text, without special tokens, an empty line between two."""
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -189,9 +193,15 @@ class Trajectory:
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
     @property
+    def num_turns(self) -> int:
+        """Completions that the policy sampled."""
+        return max((int(segment.turns.max()) + 1 for segment in self.segments), default=0)
+
+    @property
     def oldest_version(self) -> int:
-        """The weight version of the oldest sampled token."""
-        return min(int(segment.weight_versions[segment.loss_mask].min()) for segment in self.segments)
+        """The weight version of the oldest sampled token. Raises ValueError where none was sampled."""
+        sampled = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
+        return min(int(versions.min()) for versions in sampled if len(versions))
 
     def record(self) -> dict[str, object]:
         """The line of samples/."""

@@ -76,10 +76,12 @@ class Worker:
         """What the person at the terminal should know of how this run goes."""
         return self.notices
 
-    def advance(self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float) -> list[Completion]:
+    def advance(
+        self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
+    ) -> list[Completion]:
         """Sample for a while: new requests and aborts in, finished completions out (leaders only)."""
         assert self.engine is not None
-        return self.engine.advance(*work, budget_seconds)
+        return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def sleep_engine(self) -> None:
         """Hand the engine's memory to the trainer until the next reshard."""

@@ -140,6 +140,18 @@ class RolloutConfig(Section):
     """Sampling parameters of training."""
     max_concurrent_requests: PositiveInt = 256
     """Completions that one engine decodes concurrently."""
+    environment: str = "single_turn"
+    """Environment of the attempts: single_turn (one answer to the problem), or your own as package.module:Class
+    or path/to/file.py:Class (megarl.environments.Environment). Resume: a run whose loss reads no engine log-probs
+    (algorithm.old_logprobs trainer, no importance_sampling) goes on bit-equal in float32; one whose loss reads them
+    does so while all requests of a step fit in the engines at once, else up to rounding, since engines round by what
+    they decode together."""
+    max_turns: PositiveInt = 16
+    """Completions of one attempt at most. All its tokens together have room for data.max_prompt_tokens +
+    rollout.sampling.max_new_tokens."""
+    truncated_turn: Literal["end", "close"] = "end"
+    """A completion that meets the limit of its length, before the attempt has used its room, ends the attempt, or is
+    closed with the end of turn, untrained, and the attempt goes on."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache of one rank in GiB."""
     vllm: dict[str, Any] = Field(default_factory=dict)

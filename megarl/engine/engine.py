@@ -26,6 +26,7 @@ vllm_on_cpu.prepare()
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
+from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
@@ -76,19 +77,26 @@ class RolloutEngine:
             serve(self._worker, self._channel)
 
     def advance(
-        self, new_requests: Sequence[Request], aborts: Sequence[str], budget_seconds: float
+        self,
+        new_requests: Sequence[Request],
+        aborts: Sequence[str],
+        budget_seconds: float,
+        *,
+        leave_after: int | None = None,
     ) -> list[Completion]:
-        """Sample until nothing is unfinished or the budget has passed, and return what finished in this call.
+        """Sample until `leave_after` requests finished, nothing is unfinished or the budget has passed.
 
-        An aborted request comes back with the tokens it has; an id that is not running is passed over. Followers
-        return nothing, when their leader does.
+        Returns what finished in this call. An aborted request comes back with the tokens it has; an id that is not
+        running is passed over. A request that vLLM refuses (too long, empty, an unknown token) comes back with the
+        finish reason `error` and why; the others go on. Followers return nothing, when their leader does.
         """
         with preserved_random_state():
             if self._engine is None:
                 serve(self._worker, self._channel)
                 return []
             try:
-                return self._sample(self._engine, new_requests, aborts, time.monotonic() + budget_seconds)
+                deadline = time.monotonic() + budget_seconds
+                return self._sample(self._engine, new_requests, aborts, deadline, leave_after)
             finally:
                 self._channel.release()
 
@@ -139,23 +147,33 @@ class RolloutEngine:
             dist.destroy_process_group(self._channel.group)
 
     def _sample(
-        self, engine: LLMEngine, new_requests: Sequence[Request], aborts: Sequence[str], deadline: float
+        self,
+        engine: LLMEngine,
+        new_requests: Sequence[Request],
+        aborts: Sequence[str],
+        deadline: float,
+        leave_after: int | None,
     ) -> list[Completion]:
         completions = [self._abort(engine, request_id) for request_id in aborts if request_id in self._running]
         for request in new_requests:
-            self._add(engine, request)
+            completions += self._add(engine, request)
         while engine.has_unfinished_requests():
             completions += (self._finish(output) for output in engine.step())
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
         return completions
 
-    def _add(self, engine: LLMEngine, request: Request) -> None:
+    def _add(self, engine: LLMEngine, request: Request) -> list[Completion]:
+        """Give vLLM a request. Returns its completion if vLLM refuses it, else nothing."""
         if request.request_id in self._running:
             raise ValueError(f"request {request.request_id} is running already")
-        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)}
-        internal_id = engine.add_request(request.request_id, prompt, sampling_params(request))
+        prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids.tolist()}
+        try:
+            internal_id = engine.add_request(request.request_id, prompt, sampling_params(request))
+        except VLLMClientError as error:
+            return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)), self.weight_version)]
         self._running[request.request_id] = (internal_id, self.weight_version)
+        return []
 
     def _finish(self, output: Any) -> Completion:
         (sampled,) = output.outputs
@@ -273,6 +291,12 @@ def _open_channel(tp: int) -> CommandChannel:
     first = dist.get_rank() // tp * tp
     group: Any = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
     return CommandChannel(group, tuple(range(first, first + tp)))
+
+
+def _refused(request_id: str, reason: str, version: int) -> Completion:
+    nothing = np.zeros(0, np.float32)
+    token_ids = np.zeros(0, np.int64)
+    return Completion(request_id, token_ids, nothing, "error", version, error=reason[:_REASON_LENGTH])
 
 
 def _completion(

@@ -14,7 +14,7 @@ from megarl.rollout.advantages import compute_advantages, compute_importance_wei
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer, in_groups
 from megarl.rollout.evaluate import failure_metrics
-from megarl.rollout.metrics import reward_metrics, staleness_metrics, update_metrics
+from megarl.rollout.metrics import reward_metrics, rollout_metrics, staleness_metrics, update_metrics
 from megarl.rollout.pool import AbandonedError
 
 
@@ -23,7 +23,7 @@ async def train(session: Session) -> None:
     recipe, tracker, ranks = session.recipe, session.tracker, session.ranks
     problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     sampling = sampling_settings(recipe.rollout.sampling)
-    buffer = Buffer(recipe, problems, session.pool, sampling)
+    buffer = Buffer(recipe, problems, session.sampler, sampling)
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx) if recipe.data.ptx else []
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
     if checkpoint := session.origin.checkpoint:
@@ -75,7 +75,7 @@ async def train(session: Session) -> None:
             learnt = TokenBatch.from_sequences(beside) if beside else None
             minibatches = batch.minibatches(recipe, step, learnt) if step > recipe.frozen_steps else []
             updates = [await session.trainer.update(minibatch, buffer.kl_coefficient) for minibatch in minibatches]
-        scalars |= update_metrics(updates) | reward_metrics(sampled or kept)
+        scalars |= update_metrics(updates) | reward_metrics(sampled or kept) | rollout_metrics(sampled or kept)
         scalars |= staleness_metrics(kept, weight_version=step)
         scalars |= _adapt(buffer, scalars, num_samples=len(kept))
         await session.checkpoints.begin(step, buffer.save)

@@ -15,7 +15,9 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.data.chat import load_tokenizer
+from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
+from megarl.environments import find_environment
 from megarl.families.shape import read_model_shape
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
@@ -25,6 +27,7 @@ from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, sto
 from megarl.preflight import read_problems, row_multiple
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
+from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -93,7 +96,6 @@ async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
         folder.set_status("running")
-        concurrent = recipe.rollout.max_concurrent_requests
         session = Session(
             recipe=recipe,
             layout=layout,
@@ -109,7 +111,18 @@ async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin
                 attention_ratio(read_model_shape(recipe.model.path)),
                 together=recipe.sequences_per_example,
             ),
-            pool=EnginePool(ranks, layout, tokenizer, rewards, 2 * concurrent, lambda: bool(stop)),
+            sampler=GroupSampler(
+                pool=EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests),
+                dialogue=Dialogue(tokenizer),
+                score=lambda text, problem: rewards.score(text, problem.answer),
+                environment=recipe.rollout.environment,
+                make_environment=find_environment(recipe.rollout.environment),
+                max_prompt_tokens=recipe.data.max_prompt_tokens,
+                max_turns=recipe.rollout.max_turns,
+                truncated_turn=recipe.rollout.truncated_turn,
+                is_abandoned=lambda: bool(stop),
+                notice=tracker.notice,
+            ),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
             checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),
             origin=origin,

@@ -19,7 +19,7 @@ from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.evaluate import accuracy, failure_metrics
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.groups import GroupSampler
 from megarl.tracking.metrics import merge, values
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -40,7 +40,7 @@ class Session:
     tokenizer: Tokenizer
     ranks: WorkerGroup
     trainer: TrainerRanks
-    pool: EnginePool
+    sampler: GroupSampler
     validation: Mapping[str, list[Problem]]
     checkpoints: Checkpoints
     origin: Origin
@@ -121,7 +121,7 @@ class Session:
         sampling = sampling_settings(self.recipe.evaluation_sampling)
         with self.tracker.phase("evaluation"):
             for name, problems in self.validation.items():
-                measured, found[name] = await accuracy(self.pool, problems, sampling)
+                measured, found[name] = await accuracy(self.sampler, problems, sampling)
                 scalars |= {f"val/{name}/{key}": value for key, value in measured.items()}
                 failed_fraction = self.recipe.reward.max_failed_fraction
                 scalars |= failure_metrics(found[name], failed_fraction, f"val/{name}/reward_")

@@ -18,6 +18,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.preflight import learning, sizes
 from megarl.preflight.engine import engine_fit
+from megarl.preflight.environment import environment
 from megarl.preflight.files import (
     count_records,
     data_files,
@@ -100,6 +101,7 @@ def _faults(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong += learning.trackers(recipe)
     incomplete = check_model_folder(recipe.model.path)
     broken = [*incomplete, *data_files(recipe)]
+    wrong += environment(recipe, has_model=not incomplete)
     if Path(recipe.model.path).is_dir():
         try:
             shape = read_model_shape(recipe.model.path)

@@ -17,7 +17,8 @@ from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
 from megarl.rollout.batch import RLBatch
-from megarl.rollout.pool import AbandonedError, EnginePool
+from megarl.rollout.groups import GroupSampler
+from megarl.rollout.pool import AbandonedError
 from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
 
 Group = list[Trajectory]
@@ -34,7 +35,7 @@ class Buffer:
 
     recipe: Recipe
     problems: Sequence[Problem]
-    pool: EnginePool
+    sampler: GroupSampler
     sampling: SamplingSettings
     drawn: int = field(default=0, init=False)
     kl_coefficient: float = field(init=False)
@@ -77,7 +78,7 @@ class Buffer:
                     f"groups whose accuracy is within algorithm.dynamic_sampling {recipe.algorithm.dynamic_sampling}. "
                     "Use problems of another difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
                 )
-            trajectories = await self.pool.sample(
+            trajectories = await self.sampler.sample(
                 [self.problems[index] for index in self._order.batch(self.drawn)],
                 self.sampling,
                 samples_per_prompt=recipe.train.samples_per_prompt,

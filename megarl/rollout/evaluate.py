@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import get_args
 
 from megarl.rewards.worker import Failure
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.groups import GroupSampler
 from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
 
 
 async def accuracy(
-    pool: EnginePool, problems: Sequence[Problem], sampling: SamplingSettings
+    sampler: GroupSampler, problems: Sequence[Problem], sampling: SamplingSettings
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Share of right answers, of valid formats, and the mean length, of one validation set; and the trajectories."""
-    trajectories = await pool.sample(problems, sampling, seed="evaluation")
+    trajectories = await sampler.sample(problems, sampling, seed="evaluation")
     count = len(trajectories)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     return {
@@ -27,16 +27,18 @@ async def accuracy(
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
     """Completions whose scoring raised or gave no proper reward, PREFIX`errors`, or took too long, PREFIX`timeouts`.
 
-    Raises MegarlError if they are more than `max_failed_fraction` of all.
+    Raises MegarlError if they, and attempts that ended with an error, are more than `max_failed_fraction` of all.
     """
     failures = [t.failure for t in trajectories]
     metrics = {f"{prefix}{kind}s": float(failures.count(kind)) for kind in get_args(Failure)}
-    failed = sum(metrics.values())
+    failed = sum(failure is not None for failure in failures)
     if failed > max_failed_fraction * len(trajectories):
-        counts = ", ".join(f"{name} {count:.0f}" for name, count in metrics.items())
+        ends = {"rollout/ended/error": float(sum(t.ended == "error" for t in trajectories))}
+        counts = ", ".join(f"{name} {count:.0f}" for name, count in (metrics | ends).items() if count)
         raise MegarlError(
-            f"{failed:.0f} of {len(trajectories)} completions could not be scored ({counts}), which is more than "
+            f"{failed} of {len(trajectories)} completions could not be scored ({counts}), which is more than "
             f"reward.max_failed_fraction = {max_failed_fraction:g}; a warning above shows the first of each kind. Mend "
-            "the reward function, or raise reward.timeout_seconds, reward.wall_timeout_seconds or this fraction."
+            "the reward function or the environment, or raise reward.timeout_seconds, reward.wall_timeout_seconds or "
+            "this fraction."
         )
     return metrics

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 
 from megarl.algorithms.importance import gap_metrics
 from megarl.tracking.metrics import Metric, merge, values
-from megarl.types import Reward, Trajectory
+from megarl.types import Ended, Trajectory
 
 
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
@@ -31,7 +32,7 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
     """`staleness/mean`, `/max`: weight versions from a trajectory's oldest token to the weights that it updates."""
-    staleness = [weight_version - t.oldest_version for t in trajectories]
+    staleness = [weight_version - t.oldest_version for t in trajectories if t.num_sampled]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
@@ -40,17 +41,18 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards
     are all equal and teach nothing; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share that hit the
-    limit.
+    limit. Attempts that were not scored take no part in those of rewards.
     """
-    scores = np.array([r.score for r in _rewards(trajectories)])
+    scored = [(t, t.reward) for t in trajectories if t.reward is not None]
+    scores = np.array([reward.score for _, reward in scored])
     lengths = np.array([t.num_sampled for t in trajectories])
-    groups = np.array([t.group for t in trajectories])
+    groups = np.array([t.group for t, _ in scored])
     flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        "reward/accuracy": float(np.mean([r.answer_correct for r in _rewards(trajectories)])),
-        "reward/format_valid": float(np.mean([r.format_valid for r in _rewards(trajectories)])),
+        "reward/accuracy": float(np.mean([reward.answer_correct for _, reward in scored])),
+        "reward/format_valid": float(np.mean([reward.format_valid for _, reward in scored])),
         "reward/zero_variance_groups": float(np.mean(flat)),
         "rollout/completion_tokens/mean": float(lengths.mean()),
         "rollout/completion_tokens/max": float(lengths.max()),
@@ -58,7 +60,23 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _rewards(trajectories: Sequence[Trajectory]) -> list[Reward]:
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    assert len(rewards) == len(trajectories)
-    return rewards
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How a step's attempts went.
+
+    `rollout/turns/mean`, `/max`: completions of an attempt; `rollout/ended/WHY`: the share of attempts that ended so;
+    `rollout/errors/KIND`: attempts that an error ended, by its kind; `environment/NAME`: the means of the environment's
+    own numbers over the attempts that have them.
+    """
+    count = len(trajectories)
+    turns = [t.num_turns for t in trajectories]
+    metrics = {"rollout/turns/mean": sum(turns) / count, "rollout/turns/max": float(max(turns))}
+    for why in get_args(Ended):
+        metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
+    for trajectory in trajectories:
+        if trajectory.ended == "error" and trajectory.failure is not None:
+            name = f"rollout/errors/{trajectory.failure.partition(':')[0]}"
+            metrics[name] = metrics.get(name, 0.0) + 1
+    for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
+        found = [t.metrics[name] for t in trajectories if name in t.metrics]
+        metrics[f"environment/{name}"] = sum(found) / len(found)
+    return metrics

@@ -1,112 +1,191 @@
-"""The driver's side of the engines: requests out to the replicas, completions back as they finish, scored."""
+"""The driver's side of the engines: requests in from any number of coroutines, completions out. No torch."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.rewards.scoring import RewardPool
-from megarl.rollout.stitch import single_call
-from megarl.types import Completion, Problem, Request, SamplingSettings, Trajectory
+from megarl.types import Completion, Request
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+BUDGET_SECONDS = 1.0
+"""The longest that engines run between two looks of the driver."""
+_MARGIN = 2
+"""So many requests more than the least loaded a replica may hold, and still keep the trajectories that it knows."""
+Result = TypeVar("Result")
 
 
 class AbandonedError(Exception):
     """Sampling was given up half-way; the engines hold nothing of it any more."""
 
 
-async def sample_requests(
-    group: WorkerGroup,
-    layout: ParallelConfig,
-    requests: Iterable[Request],
-    *,
-    max_running: int,
-    budget_seconds: float = 1.0,
-    is_abandoned: Callable[[], bool] = lambda: False,
-) -> AsyncIterator[Completion]:
-    """Sample all requests over all replicas, yielding completions in the order in which they finish.
+class _Replica:
+    """What one engine holds, and what waits for it alone."""
 
-    Requests stay in order, so that those of one prompt meet in one replica's prefix cache; a replica that is done
-    early is given more. `max_running` bounds the requests one replica holds, `budget_seconds` how long the engines
-    run between two looks of the driver: its other tasks, such as scoring, go on meanwhile. Raises AbandonedError at
-    such a look, all requests aborted, once `is_abandoned` says so.
-    """
-    waiting = deque(requests)
-    running: dict[int, set[str]] = {leader: set() for leader in layout.leaders()}
-    while waiting or any(running.values()):
-        if is_abandoned():
-            aborts = [((), tuple(running.get(rank, ()))) for rank in range(layout.world_size)]
-            await group.scatter("advance", aborts, 0.0)
-            raise AbandonedError
-        per_rank: list[tuple[tuple[Request, ...], tuple[str, ...]]] = [((), ())] * layout.world_size
-        share = -(-(len(waiting) + sum(map(len, running.values()))) // len(running))
-        for leader, held in running.items():
-            new = tuple(waiting.popleft() for _ in range(min(len(waiting), min(max_running, share) - len(held))))
-            per_rank[leader] = (new, ())
-            held.update(request.request_id for request in new)
-        results: list[Any] = await group.scatter("advance", per_rank, budget_seconds, budget_seconds=budget_seconds)
-        for leader, held in running.items():
-            held.difference_update(completion.request_id for completion in results[leader])
-            for completion in results[leader]:
-                yield completion
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.running: set[str] = set()
+        self.waiting: deque[Request] = deque()
+        self.aborts: list[str] = []
+        self.pump: asyncio.Task[None] | None = None
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
 
 
-@dataclass(frozen=True, slots=True)
 class EnginePool:
-    """Engines and reward processes together: problems in, trajectories out, scored while others are sampled."""
+    """Requests in from any number of coroutines, completions out; one pump per replica, independent of the others.
 
-    group: WorkerGroup
-    layout: ParallelConfig
-    tokenizer: Tokenizer
-    rewards: RewardPool
-    max_running: int
-    is_abandoned: Callable[[], bool] = lambda: False
+    `max_running` bounds the requests that one replica holds. Requests stay in the order in which they came, so that
+    those of one prompt meet in one replica's prefix cache; a replica that is done early is given more.
 
-    async def sample(
-        self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
-    ) -> list[Trajectory]:
-        """`samples_per_prompt` attempts at each problem, grouped by problem in the given order.
+    An engine runs until a sixteenth of its requests finished, at most `budget_seconds`: the driver's other tasks, such
+    as scoring, go on meanwhile. A pump that fails fails every request, those that come later too.
+    """
 
-        A completion's seed is a function of `seed`, the problem's index and the sample's number: not of which
-        engine draws it or when. Raises AbandonedError where the run is to stop.
+    def __init__(
+        self, ranks: WorkerGroup, layout: ParallelConfig, *, max_running: int, budget_seconds: float = BUDGET_SECONDS
+    ) -> None:
+        self._ranks = ranks
+        self._max_running = max_running
+        self._budget_seconds = budget_seconds
+        tp = layout.rollout_tp
+        self._replicas = [_Replica(range(leader, leader + tp)) for leader in layout.leaders()]
+        self._waiting: deque[Request] = deque()
+        self._futures: dict[str, asyncio.Future[tuple[Completion, _Replica]]] = {}
+        self._homes: dict[str, _Replica] = {}
+        self._failure: Exception | None = None
+
+    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+        """Sample one completion; cancelling this aborts it.
+
+        Requests of one `affinity`, a trajectory's name, go to the replica that has its tokens in its prefix cache,
+        unless that has much more to do than another.
+
+        Raises ValueError for a request id that is in use, and the error of a pump that failed.
         """
-        requests = [
-            Request(f"{group}.{number}", problem.prompt_token_ids, sampling, _seed(seed, problem.index, number))
-            for group, problem in enumerate(problems)
-            for number in range(samples_per_prompt)
-        ]
-        completions = sample_requests(
-            self.group, self.layout, requests, max_running=self.max_running, is_abandoned=self.is_abandoned
+        if self._failure is not None:
+            raise self._failure
+        if request.request_id in self._futures:
+            raise ValueError(f"request {request.request_id} is running already")
+        future: asyncio.Future[tuple[Completion, _Replica]] = asyncio.get_running_loop().create_future()
+        self._futures[request.request_id] = future
+        self._queue_for(affinity).append(request)
+        self._start_pumps()
+        try:
+            completion, replica = await future
+        finally:
+            del self._futures[request.request_id]
+            if future.cancelled() or future.exception():
+                self._withdraw(request)
+        if affinity is not None:
+            self._homes[affinity] = replica
+        return completion
+
+    def forget(self, affinity: str) -> None:
+        """A trajectory is over: its replica need not be known any more."""
+        self._homes.pop(affinity, None)
+
+    async def drained(self) -> None:
+        """Wait until the engines hold nothing of what was withdrawn or finished."""
+        while pumps := [r.pump for r in self._replicas if r.pump is not None and not r.pump.done()]:
+            await asyncio.wait(pumps)
+
+    def _queue_for(self, affinity: str | None) -> deque[Request]:
+        home = self._homes.get(affinity) if affinity is not None else None
+        if home is None or home.load > min(replica.load for replica in self._replicas) + _MARGIN:
+            return self._waiting
+        return home.waiting
+
+    def _withdraw(self, request: Request) -> None:
+        """Nobody waits for a request any more: it leaves its queue, or its engine."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for replica in self._replicas:
+            if request in replica.waiting:
+                replica.waiting.remove(request)
+            if request.request_id in replica.running:
+                replica.aborts.append(request.request_id)
+        if self._failure is None:
+            self._start_pumps()
+
+    def _start_pumps(self) -> None:
+        for replica in self._replicas:
+            if replica.pump is None or replica.pump.done():
+                replica.pump = asyncio.create_task(self._pump(replica))
+
+    async def _pump(self, replica: _Replica) -> None:
+        """Run one engine for as long as it has anything to do."""
+        try:
+            while True:
+                new = self._admitted(replica)
+                if not replica.running:
+                    return
+                await self._advance(replica, new)
+                # Who waited for a completion files its next request now.
+                await asyncio.sleep(0)
+        except Exception as error:
+            self._fail(error)
+
+    def _admitted(self, replica: _Replica) -> tuple[Request, ...]:
+        """Take the requests that a replica's engine has room for: its own, then its share of those for all."""
+        unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
+        share = -(-unfinished // len(self._replicas))
+        own = min(len(replica.waiting), self._max_running - len(replica.running))
+        new = [replica.waiting.popleft() for _ in range(own)]
+        room = min(self._max_running, share) - len(replica.running) - len(new)
+        new += [self._waiting.popleft() for _ in range(min(len(self._waiting), room))]
+        replica.running.update(request.request_id for request in new)
+        return tuple(new)
+
+    async def _advance(self, replica: _Replica, new: tuple[Request, ...]) -> None:
+        aborts = tuple(name for name in replica.aborts if name in replica.running)
+        replica.aborts = []
+        work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
+        per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
+        leave_after = max(1, len(replica.running) // 16)
+        budget = self._budget_seconds
+        completions, *_ = await self._ranks.ask(
+            replica.ranks, "advance", per_rank, budget, leave_after, budget_seconds=budget
         )
-        scored = [asyncio.create_task(self._score(completion, problems)) async for completion in completions]
-        return sorted(await asyncio.gather(*scored), key=lambda trajectory: (trajectory.group, trajectory.number))
+        for completion in completions:
+            replica.running.discard(completion.request_id)
+            future = self._futures.get(completion.request_id)
+            if future is not None and not future.done():
+                future.set_result((completion, replica))
 
-    async def _score(self, completion: Completion, problems: Sequence[Problem]) -> Trajectory:
-        group, number = map(int, completion.request_id.split("."))
-        problem = problems[group]
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        scored = await self.rewards.score(text, problem.answer)  # type: ignore[arg-type]
-        return Trajectory(
-            environment="single_turn",
-            problem=problem,
-            group=group,
-            number=number,
-            segments=(single_call(problem.prompt_token_ids, completion),),
-            reward=scored.reward,
-            failure=scored.failure,
-            text=text,  # type: ignore[arg-type]
-            ended="length" if completion.finish_reason == "length" else "done",
-        )
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(self._failure)
 
 
-def _seed(*parts: object) -> int:
-    """31 bits that look random and depend on nothing but the parts."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
+async def gather_unless_abandoned(
+    pool: EnginePool, attempts: Iterable[Coroutine[Any, Any, Result]], is_abandoned: Callable[[], bool]
+) -> list[Result]:
+    """The results of all attempts in order, which run side by side.
+
+    Raises AbandonedError once `is_abandoned` says so, and the first error of an attempt; the others are cancelled then,
+    and the engines hold nothing of them.
+    """
+    tasks = [asyncio.create_task(attempt) for attempt in attempts]
+    waiting = set(tasks)
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=BUDGET_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if waiting and is_abandoned():
+                raise AbandonedError
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await pool.drained()
+        raise
+    return [task.result() for task in tasks]

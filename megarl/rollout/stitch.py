@@ -3,27 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.types import Completion, Segment
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-def single_call(prompt_token_ids: Sequence[int], completion: Completion) -> Segment:
-    """The tokens [prompt + completion] of one model call."""
-    num_prompt, num_sampled = len(prompt_token_ids), len(completion.token_ids)
-    loss_mask = np.arange(num_prompt + num_sampled) >= num_prompt
-    rollout_logprobs = np.zeros(len(loss_mask), np.float32)
-    rollout_logprobs[num_prompt:] = completion.rollout_logprobs
-    routed_experts = completion.routed_experts
-    if routed_experts is not None:
-        # The last token was sampled but never read; nothing follows it, so any experts do.
-        routed_experts = np.concatenate([routed_experts, routed_experts[-1:]])
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """What the engine was sent, token ids [prompt], and what it sampled."""
+
+    prompt_token_ids: NDArray[np.int32]
+    completion: Completion
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """Prompt and completion [prompt + new_tokens]."""
+        return np.concatenate([self.prompt_token_ids.astype(np.int64), self.completion.token_ids])
+
+
+def stitch(calls: Sequence[ModelCall]) -> Segment:
+    """The one segment of calls whose prompts each begin with all tokens of the call before.
+
+    Tokens between a completion and the next one, the observation, are context: not trained. Raises ValueError for a
+    prompt that does not extend the call before, and for no calls.
+    """
+    if not calls:
+        raise ValueError("a segment needs a model call")
+    token_ids = calls[-1].token_ids
+    rollout_logprobs = np.zeros(len(token_ids), np.float32)
+    weight_versions = np.full(len(token_ids), -1, np.int32)
+    turns = np.full(len(token_ids), -1, np.int16)
+    end = 0
+    for number, call in enumerate(calls):
+        start = len(call.prompt_token_ids)
+        if start < end:
+            raise ValueError(f"model call {number} does not extend the call before: its prompt is shorter")
+        end = start + len(call.completion.token_ids)
+        if not np.array_equal(call.token_ids, token_ids[:end]):
+            raise ValueError(f"the tokens of model call {number} are not those that the last call extends")
+        rollout_logprobs[start:end] = call.completion.rollout_logprobs
+        weight_versions[start:end] = call.completion.weight_version
+        turns[start:end] = number
     return Segment(
-        token_ids=np.concatenate([np.array(prompt_token_ids, np.int64), completion.token_ids]),
-        loss_mask=loss_mask,
+        token_ids=token_ids,
+        loss_mask=turns >= 0,
         rollout_logprobs=rollout_logprobs,
-        weight_versions=np.where(loss_mask, completion.weight_version, -1).astype(np.int32),
-        turns=np.where(loss_mask, 0, -1).astype(np.int16),
-        routed_experts=routed_experts,
+        weight_versions=weight_versions,
+        turns=turns,
+        routed_experts=_routed_experts(calls[-1].completion),
     )
+
+
+def _routed_experts(last: Completion) -> NDArray[np.int16] | None:
+    """The experts [tokens, layers, top_k] of all tokens: the last call's, which read those of the calls before."""
+    if last.routed_experts is None:
+        return None
+    # The last token was sampled but never read; nothing follows it, so any experts do.
+    return np.concatenate([last.routed_experts, last.routed_experts[-1:]])

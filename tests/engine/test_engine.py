@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ SAMPLED = SamplingSettings(NEW_TOKENS, temperature=0.7)
 NUCLEUS = SamplingSettings(NEW_TOKENS, temperature=1.3, top_p=0.9, top_k=20)
 
 
+def request(name: str, prompt: Sequence[int], sampling: SamplingSettings, seed: int = 0) -> Request:
+    return Request(name, np.array(prompt, np.int32), sampling, seed)
+
+
 def prompts(replica: int) -> list[tuple[int, ...]]:
     """Replica r gets other prompts than replica 0, and more of them; two share a prefix longer than a block."""
     shared = tuple(range(100, 140))
@@ -36,7 +41,7 @@ def prompts(replica: int) -> list[tuple[int, ...]]:
 
 
 def requests(replica: int, tag: str, sampling: SamplingSettings) -> list[Request]:
-    return [Request(f"{tag}{i}", p, sampling, seed=1000 + i) for i, p in enumerate(prompts(replica))]
+    return [request(f"{tag}{i}", p, sampling, seed=1000 + i) for i, p in enumerate(prompts(replica))]
 
 
 def scenario(model_path: str, tp: int) -> dict[str, Any]:
@@ -56,8 +61,13 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     weights = load_file(f"{model_path}/model.safetensors")
     engine.model.load_weights(weights.items())
 
-    def run(new: list[Request], aborts: tuple[str, ...] = (), budget: float = float("inf")) -> dict[str, Completion]:
-        done = engine.advance(new if engine.is_leader else (), aborts, budget)
+    def run(
+        new: list[Request],
+        aborts: tuple[str, ...] = (),
+        budget: float = float("inf"),
+        leave_after: int | None = None,
+    ) -> dict[str, Completion]:
+        done = engine.advance(new if engine.is_leader else (), aborts, budget, leave_after=leave_after)
         return {completion.request_id: completion for completion in done}
 
     result: dict[str, Any] = {"replica": engine.replica, "is_leader": engine.is_leader}
@@ -68,8 +78,8 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
 
     # The same requests by and by: each call makes one step and brings one more.
     late: dict[str, Completion] = {}
-    for request in together:
-        late |= run([request], budget=0.0)
+    for one in together:
+        late |= run([one], budget=0.0)
     result["unfinished_between"] = len(engine._running)
     result["late"] = late | run([])
 
@@ -77,8 +87,19 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     result["stop_text"] = _stop_text(model_path, greedy)
     by_text = SamplingSettings(NEW_TOKENS, 0.0, stop=(result["stop_text"],))
     by_token = SamplingSettings(NEW_TOKENS, 0.0, stop_token_ids=(greedy[3],))
-    stop, token_stop = Request("stop", (7, 11, 13), by_text, 0), Request("token_stop", (7, 11, 13), by_token, 0)
+    stop, token_stop = request("stop", (7, 11, 13), by_text), request("token_stop", (7, 11, 13), by_token)
     result["stops"] = run([stop, token_stop])
+
+    # Beside requests of four and of forty tokens, some that vLLM refuses: too long, empty, with an unknown token.
+    short, long = (request(name, (7, 11, 13), SamplingSettings(n, 0.0)) for name, n in (("short", 4), ("long", 40)))
+    refused = [request(f"refused{i}", p, GREEDY) for i, p in enumerate([(5,) * 200, (), (3, 10**9)])]
+    result["refused"] = run([*refused, *requests(engine.replica, "r", SAMPLED)])
+    with _counted_steps(engine) as steps:
+        result["early"] = [run([short, long], leave_after=1), run([], leave_after=1)]
+        result["early_steps"] = list(steps)
+    with _counted_steps(engine) as steps:
+        run([short, long])
+        result["at_once_steps"] = list(steps)
 
     # An abort, and new weights (the same ones) in the midst of a completion.
     run([*requests(engine.replica, "a", SAMPLED), *requests(engine.replica, "k", SAMPLED)], budget=0.0)
@@ -104,6 +125,24 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     return result
 
 
+@contextmanager
+def _counted_steps(engine: Any) -> Iterator[list[int]]:
+    """The unfinished requests before each step of the leader's engine."""
+    steps: list[int] = []
+    if not engine.is_leader:
+        yield steps
+        return
+    step = engine._engine.step
+
+    def counted() -> Any:
+        steps.append(len(engine._running))
+        return step()
+
+    engine._engine.step = counted
+    yield steps
+    del engine._engine.step
+
+
 def _parameters(engine: Any) -> list[tuple[str, torch.Tensor]]:
     return [item for item in engine.model.named_parameters() if "layers.1." not in item[0]]
 
@@ -112,7 +151,7 @@ def _write_is_seen(engine: Any, name: str, run: Callable[..., dict[str, Completi
     """Whether a change of one live parameter changes a log-prob; every rank of the engine changes its part."""
     parameter = dict(engine.model.named_parameters())[name]
     before = parameter.detach().clone()
-    probe = [Request("probe", (7, 11, 13), SamplingSettings(1, 0.0), 0)]
+    probe = [request("probe", (7, 11, 13), SamplingSettings(1, 0.0))]
 
     def logprobs() -> list[float]:
         engine.weights_updated()
@@ -224,6 +263,28 @@ def test_stops_end_a_completion_and_stay_part_of_it(world_size, tp, outcome, mod
         expected = next(n for n in range(1, NEW_TOKENS) if result["stop_text"] in tokenizer.decode(full[:n]))
         assert result["stops"]["stop"].token_ids.tolist() == full[:expected]
         assert {c.finish_reason for c in result["stops"].values()} == {"stop"}
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_a_call_returns_with_the_first_that_finished(world_size, tp, outcome) -> None:
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        first, second = result["early"]
+        assert first.keys() == {"short"} and second.keys() == {"long"}
+        assert len(first["short"].token_ids) <= 4 < len(second["long"].token_ids) <= 40
+        assert result["early_steps"] == result["at_once_steps"] and len(result["early_steps"]) <= 40
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_a_request_that_vllm_refuses_comes_back_and_its_neighbours_go_on(world_size, tp, outcome) -> None:
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        refused = {name: c for name, c in result["refused"].items() if name.startswith("refused")}
+        assert refused.keys() == {"refused0", "refused1", "refused2"}
+        for completion, word in zip(refused.values(), ("200", "empty", str(10**9)), strict=True):
+            assert completion.finish_reason == "error" and completion.error and word in completion.error
+            assert len(completion.token_ids) == len(completion.rollout_logprobs) == 0
+        for i in range(len(prompts(result["replica"]))):
+            expected = result["together"][f"s{i}"].token_ids
+            np.testing.assert_array_equal(result["refused"][f"r{i}"].token_ids, expected)
 
 
 @pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)

@@ -30,7 +30,7 @@ def sample_moe(model_path: str, tp: int, fields: dict[str, Any]) -> dict[str, An
     for piece in record_layout(engine.model, {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}):
         source = tensors[piece.box.name][tuple(map(slice, piece.box.start, piece.box.stop))]
         live[piece.storage].view(-1).as_strided(piece.box.shape, piece.strides, piece.offset).copy_(source)
-    request = Request("r", PROMPT, SamplingSettings(8, 0.0), 0)
+    request = Request("r", np.array(PROMPT, np.int32), SamplingSettings(8, 0.0), 0)
     completions = engine.advance([request] if engine.is_leader else (), (), float("inf"))
     engine.close()
     return {c.request_id: (c.token_ids, c.rollout_logprobs) for c in completions}

@@ -17,7 +17,7 @@ from megarl.data.batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.metrics import reward_metrics, staleness_metrics, update_metrics
-from megarl.rollout.stitch import single_call
+from megarl.rollout.stitch import ModelCall, stitch
 from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Completion, Problem, Reward, Segment, TrainingSequence, Trajectory
@@ -37,7 +37,7 @@ def attempt(group: int, score: float, new_tokens: int, finish_reason: Any = "sto
         finish_reason=finish_reason,
         weight_version=1,
     )
-    segment = single_call(problem.prompt_token_ids, completion)
+    segment = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), completion)])
     ended = "length" if finish_reason == "length" else "done"
     reward = Reward(score, score >= 0, score > 0)
     return Trajectory("single_turn", problem, group, 0, (segment,), reward, text="text", ended=ended)

@@ -14,7 +14,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
 from megarl.rollout.buffer import Buffer, passes_filter
-from megarl.rollout.stitch import single_call
+from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
     MegarlError,
@@ -47,7 +47,7 @@ class Students:
 
     def one(self, problem: Problem, group: int, number: int, name: str) -> Trajectory:
         is_right = number < self.right[problem.index]
-        segment = single_call(problem.prompt_token_ids, self.completion(name))
+        segment = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), self.completion(name))])
         reward = Reward(10.0 * is_right, True, is_right)
         return Trajectory("single_turn", problem, group, number, (segment,), reward, text="text")
 
@@ -82,7 +82,7 @@ def step(collected: Buffer) -> tuple[list[int], list[int], dict[str, float]]:
 def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
     collected = collection(dict.fromkeys(range(10), 0))
     assert [step(collected) for _ in range(2)] == [([0, 1, 2], [0, 1, 2], {}), ([3, 4, 5], [3, 4, 5], {})]
-    assert collected.pool.seeds == ["7 1", "7 2"]  # type: ignore[attr-defined]
+    assert collected.sampler.seeds == ["7 1", "7 2"]  # type: ignore[attr-defined]
 
 
 def measured(attempts: int, kept: float) -> dict[str, float]:

@@ -1,0 +1,113 @@
+"""Environments: what a policy acts in. A small async protocol, a table of members, no torch.
+
+A new environment is a file here and a line in `ENVIRONMENTS`; or a class in a file of its own, which the recipe names
+(`rollout.environment: path/to/file.py:Class`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from megarl.types import ConfigError, Problem
+
+Message = Mapping[str, Any]
+"""A message of a conversation: `role`, `content` and what else the chat template reads."""
+
+ENVIRONMENTS = {
+    "single_turn": "megarl.environments.single_turn:SingleTurn",
+}
+"""The environments that a recipe can name, and where their classes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How an attempt begins: the messages that the policy answers first."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A completion of the policy: its text without special tokens, and its number within the attempt, from 0.
+
+    `finish_reason` is `length` where the completion met a limit of its length before it ended.
+    """
+
+    number: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The answer to a turn: messages that the policy sees before its next turn, a reward, whether the attempt is over.
+
+    The reward of an attempt is the sum of its steps' rewards. Where no step has one, the recipe's reward functions
+    score the text of the last turn. `answer_correct` is for accuracy metrics and `algorithm.dynamic_sampling`; where no
+    step knows, an attempt with a reward above zero counts as correct. `metrics` are numbers of this step, each logged
+    as `environment/NAME`: the mean over attempts of the sum over steps.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float | None = None
+    done: bool = False
+    answer_correct: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One attempt at a problem: made fresh for it, without arguments, and closed once."""
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        """Begin. Equal problems and seeds begin alike."""
+        ...
+
+    async def step(self, turn: Turn) -> Step:
+        """Take the policy's turn."""
+        ...
+
+    async def close(self) -> None:
+        """The attempt is over, by its end or by an error; let go of what it holds."""
+        ...
+
+
+def find_environment(name: str) -> Callable[[], Environment]:
+    """The class that a recipe names: one of `ENVIRONMENTS`, `package.module:Class` or `path/to/file.py:Class`.
+
+    Raises ConfigError where there is none, or it has not the methods of `Environment` as coroutines.
+    """
+    where, colon, attribute = ENVIRONMENTS.get(name, name).rpartition(":")
+    field = f"rollout.environment = {name!r}"
+    if not colon or not attribute.isidentifier():
+        known = ", ".join(ENVIRONMENTS)
+        raise ConfigError(f"{field}: give one of {known}, package.module:Class or path/to/file.py:Class")
+    try:
+        found: Any = getattr(_module(where), attribute)
+    except Exception as error:  # a module of the recipe's author: it may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{field}: {attribute} cannot be imported from {where}: {cause}") from error
+    methods = ("reset", "step", "close")
+    if not inspect.isclass(found):
+        raise ConfigError(f"{field}: is no class; give one with `async def` {', '.join(methods)}")
+    if wrong := [name for name in methods if not inspect.iscoroutinefunction(getattr(found, name, None))]:
+        raise ConfigError(f"{field}: the class lacks `async def` {', '.join(wrong)}")
+    return cast(Callable[[], Environment], found)
+
+
+def _module(where: str) -> Any:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path.absolute()}")
+    spec = importlib.util.spec_from_file_location(f"megarl_environment_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,209 @@
+"""One attempt at a problem: policy and environment take turns until one of them is done."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Environment, Start, Step, Turn
+from megarl.rewards.worker import Scored
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stitch import ModelCall, stitch
+from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Segment, Trajectory
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Score = Callable[[str, Problem], Awaitable[Scored]]
+"""The recipe's reward functions, on a text that answers a problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The bounds of an attempt: tokens of prompt, completions and observations together, and the number of completions.
+
+    `truncated_turn` is what a completion does that met the limit of its length: it ends the attempt, or its turn is
+    closed and the attempt goes on.
+    """
+
+    context_tokens: int
+    max_turns: int = 1
+    truncated_turn: Literal["end", "close"] = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is attempted. `group` and `number` name the attempt, `environment` is the recipe's name of it.
+
+    All that is drawn is a function of `seed`, the problem and the number, not of which engine draws it or when.
+    """
+
+    environment: str
+    problem: Problem
+    group: int
+    number: int
+    seed: str
+    sampling: SamplingSettings
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}.{self.number}"
+
+
+class _AttemptError(Exception):
+    """An attempt cannot go on; the text is the kind of error, a colon and the reason."""
+
+
+async def attempt(
+    task: Task, environment: Environment, pool: EnginePool, budget: Budget, dialogue: Dialogue, score: Score
+) -> Trajectory:
+    """Start, sample, step the environment, observe, until it is done or the budget is spent; then the reward.
+
+    Where the environment raises or the engine refuses a request, the trajectory ended with `error`: the tokens until
+    then, no reward, and why in `failure`.
+    """
+    calls: list[ModelCall] = []
+    steps: list[Step] = []
+    failure: str | None = None
+    try:
+        ended = await _take_turns(task, environment, pool, budget, dialogue, calls, steps)
+    except _AttemptError as error:
+        ended, failure = "error", str(error)
+    finally:
+        pool.forget(task.name)
+        await environment.close()
+    texts = [dialogue.text(call.completion.token_ids) for call in calls]
+    trajectory = Trajectory(
+        environment=task.environment,
+        problem=task.problem,
+        group=task.group,
+        number=task.number,
+        segments=(stitch(calls) if calls else _unanswered(task.problem),),
+        reward=None,
+        failure=failure,
+        text="\n\n".join(texts),
+        ended=ended,
+        turn_rewards=tuple((number, step.reward) for number, step in enumerate(steps) if step.reward is not None),
+        metrics=_summed([step.metrics for step in steps]),
+    )
+    if failure is not None:
+        return trajectory
+    if trajectory.turn_rewards:
+        return replace(trajectory, reward=_of_steps(steps))
+    scored = await score(texts[-1] if texts else "", task.problem)
+    return replace(trajectory, reward=scored.reward, failure=scored.failure)
+
+
+async def _take_turns(
+    task: Task,
+    environment: Environment,
+    pool: EnginePool,
+    budget: Budget,
+    dialogue: Dialogue,
+    calls: list[ModelCall],
+    steps: list[Step],
+) -> Ended:
+    """Fill `calls` and `steps` turn by turn. Returns why there is no further turn, raises _AttemptError."""
+    start = await _answer_of(
+        environment.reset(task.problem, _seed(task.seed, task.problem.index, task.number, "reset"))
+    )
+    token_ids = _opening(task, start, dialogue)
+    for number in range(budget.max_turns):
+        room = budget.context_tokens - len(token_ids)
+        if room <= 0:
+            return "length"
+        request = Request(
+            f"{task.name}.{number}",
+            token_ids,
+            replace(task.sampling, max_new_tokens=min(task.sampling.max_new_tokens, room)),
+            call_seed(task, token_ids, calls),
+        )
+        completion = await pool.generate(request, affinity=task.name)
+        if completion.finish_reason == "error":
+            raise _AttemptError(f"Refused: {completion.error}")
+        calls.append(ModelCall(token_ids, completion))
+        is_cut = completion.finish_reason == "length"
+        turn = Turn(number, dialogue.text(completion.token_ids), "length" if is_cut else "stop")
+        step = _checked(await _answer_of(environment.step(turn)))
+        steps.append(step)
+        if is_cut and (step.done or budget.truncated_turn == "end"):
+            return "length"
+        if step.done:
+            return "done"
+        token_ids = _observed(calls[-1], step, dialogue)
+    return "turns"
+
+
+def _unanswered(problem: Problem) -> Segment:
+    """The problem's prompt alone, of which nothing is trained."""
+    nothing = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", -1)
+    return stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), nothing)])
+
+
+async def _answer_of(call: Awaitable[Any]) -> Any:
+    """What an environment answers. Raises _AttemptError for whatever it raises."""
+    try:
+        return await call
+    except Exception as error:
+        raise _AttemptError(f"{type(error).__name__}: {error}") from error
+
+
+def _checked(step: Step) -> Step:
+    if not isinstance(step, Step):
+        raise _AttemptError(f"TypeError: step gave {step!r:.80}, not a Step")
+    if step.reward is not None and not math.isfinite(step.reward):
+        raise _AttemptError(f"ValueError: step gave the reward {step.reward}")
+    return step
+
+
+def _opening(task: Task, start: Start, dialogue: Dialogue) -> NDArray[np.int32]:
+    if start.messages == task.problem.messages:
+        return np.array(task.problem.prompt_token_ids, np.int32)  # rendered and checked when the data were read
+    try:
+        return dialogue.opening(start.messages)
+    except ValueError as error:
+        raise _AttemptError(f"ValueError: {error}") from error
+
+
+def _observed(call: ModelCall, step: Step, dialogue: Dialogue) -> NDArray[np.int32]:
+    """The next prompt: the tokens of the call as they are, then those of what the environment said."""
+    token_ids = call.token_ids.astype(np.int32)
+    try:
+        return np.concatenate([token_ids, dialogue.observation(token_ids, step.messages)])
+    except ValueError as error:
+        raise _AttemptError(f"ValueError: {error}") from error
+
+
+def _of_steps(steps: Sequence[Step]) -> Reward:
+    score = sum(step.reward for step in steps if step.reward is not None)
+    known = [step.answer_correct for step in steps if step.answer_correct is not None]
+    return Reward(score, format_valid=True, answer_correct=known[-1] if known else score > 0)
+
+
+def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:
+    """The seed of a model call: another one for every turn, whose draws would repeat those of the turn before.
+
+    A function of the task, the prompt and how often the attempt sampled from this prompt before: not of the order in
+    which calls of parallel attempts come.
+    """
+    drawn = task.seed, task.problem.index, task.number
+    if not calls:
+        return _seed(*drawn)
+    times_seen = sum(np.array_equal(call.prompt_token_ids, token_ids) for call in calls)
+    return _seed(*drawn, hashlib.sha256(token_ids.tobytes()).hexdigest(), times_seen)
+
+
+def _seed(*parts: object) -> int:
+    """31 bits that look random and depend on nothing but the parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

@@ -1,0 +1,66 @@
+"""Groups of trajectories: several attempts at each of several problems, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Environment
+from megarl.rollout.attempt import Budget, Score, Task, attempt
+from megarl.rollout.pool import EnginePool, gather_unless_abandoned
+from megarl.types import Problem, SamplingSettings, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSampler:
+    """Problems in, trajectories out, scored while others are sampled.
+
+    `environment` is the recipe's name of what `make_environment` makes, fresh for each attempt. `notice` is told the
+    first failure of each kind.
+    """
+
+    pool: EnginePool
+    dialogue: Dialogue
+    score: Score
+    environment: str
+    make_environment: Callable[[], Environment]
+    max_prompt_tokens: int
+    max_turns: int = 1
+    truncated_turn: Literal["end", "close"] = "end"
+    is_abandoned: Callable[[], bool] = lambda: False
+    notice: Callable[[str], object] = lambda text: None
+    _noticed: set[str] = field(default_factory=set)
+
+    async def sample(
+        self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
+    ) -> list[Trajectory]:
+        """`samples_per_prompt` attempts at each problem, grouped by problem in the given order.
+
+        Raises AbandonedError where the run is to stop: the engines hold nothing of the attempts any more.
+        """
+        budget = Budget(self.max_prompt_tokens + sampling.max_new_tokens, self.max_turns, self.truncated_turn)
+        tasks = [
+            Task(self.environment, problem, group, number, seed, sampling)
+            for group, problem in enumerate(problems)
+            for number in range(samples_per_prompt)
+        ]
+        attempts = [
+            attempt(task, self.make_environment(), self.pool, budget, self.dialogue, self.score) for task in tasks
+        ]
+        trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
+        for trajectory in trajectories:
+            self._tell_first(trajectory)
+        return trajectories
+
+    def _tell_first(self, trajectory: Trajectory) -> None:
+        if trajectory.ended != "error" or trajectory.failure is None:
+            return
+        kind = trajectory.failure.partition(":")[0]
+        if kind not in self._noticed:
+            self._noticed.add(kind)
+            self.notice(
+                f"an attempt of environment {trajectory.environment} at problem {trajectory.problem.index} ended with "
+                f"an error (the first of its kind; all are counted in rollout/errors/{kind}): {trajectory.failure}"
+            )

@@ -1,0 +1,295 @@
+"""Attempts at problems, by real engines: a two-turn game, one turn, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config.parallel import ParallelConfig
+from megarl.data.chat import encode, load_tokenizer, render
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Environment, Start, Step, Turn
+from megarl.environments.single_turn import SingleTurn
+from megarl.rewards.worker import Scored
+from megarl.rollout.groups import GroupSampler
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stitch import stitch
+from megarl.types import Problem, Reward, SamplingSettings, Segment, Trajectory
+from tests.rollout.engines import engines
+
+TWO = ParallelConfig(1, 1, 2, 1)
+SAMPLING = SamplingSettings(24, temperature=1.0)
+SEEDS = [1256873213, 949102091, 568212934, 1095929703, 619324796, 1578343595]
+
+
+class LongestWord:
+    """A game of two turns: say words, then longer ones; the reward is for each word more."""
+
+    closed = 0
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        self.seed = seed
+        return Start((*problem.messages, {"role": "user", "content": "Say a few words."}))
+
+    async def step(self, turn: Turn) -> Step:
+        longest = max(map(len, re.findall(r"\w+", turn.text)), default=0)
+        metrics = {"longest": float(longest)}
+        if turn.number == 0:
+            self.goal = longest
+            return Step(({"role": "user", "content": f"Longer than {longest}!"},), reward=0.5, metrics=metrics)
+        return Step(reward=float(longest > self.goal), done=True, answer_correct=longest > self.goal, metrics=metrics)
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+class Faulty(LongestWord):
+    """Raises at its second step."""
+
+    async def step(self, turn: Turn) -> Step:
+        if turn.number:
+            raise KeyError("no such word")
+        return await super().step(turn)
+
+
+class NotFinite(LongestWord):
+    async def step(self, turn: Turn) -> Step:
+        return Step(reward=float("nan"))
+
+
+class Endless(LongestWord):
+    async def step(self, turn: Turn) -> Step:
+        return Step(({"role": "user", "content": "On!"},))
+
+
+class TooLong(LongestWord):
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        return Start(({"role": "user", "content": "word " * 1000},))
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_model: Callable[..., Path]) -> str:
+    return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.002))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+    context = engines(model_path, 2)
+    group = runner.run(context.__aenter__())
+    yield group
+    runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: str) -> Any:
+    return load_tokenizer(model_path)
+
+
+@pytest.fixture(scope="module")
+def problems(tokenizer: Any) -> list[Problem]:
+    found = []
+    for index in (7, 2, 11):
+        messages = ({"role": "user", "content": f"Problem {index}."},)
+        prompt = encode(tokenizer, render(tokenizer, messages, generation_prompt=True))
+        found.append(Problem(index, messages, tuple(prompt), f"{index}"))
+    return found
+
+
+async def score(text: str, problem: Problem) -> Scored:
+    return Scored(Reward(float(len(text)), True, False))
+
+
+@pytest.fixture
+def sampler(group: WorkerGroup, runner: asyncio.Runner, tokenizer: Any) -> Callable[..., GroupSampler]:
+    def make(environment: Callable[[], Environment], max_prompt_tokens: int = 150, **more: Any) -> GroupSampler:
+        runner.run(group.call("seen"))
+        return GroupSampler(
+            pool=EnginePool(group, TWO, max_running=8),
+            dialogue=Dialogue(tokenizer),
+            score=score,
+            environment="game",
+            make_environment=environment,
+            max_prompt_tokens=max_prompt_tokens,
+            **more,
+        )
+
+    return make
+
+
+def runs(mask: np.ndarray) -> list[tuple[bool, int]]:
+    """Lengths of the stretches of equal values."""
+    ends = [*np.flatnonzero(np.diff(mask)) + 1, len(mask)]
+    return [(bool(mask[start]), end - start) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def only(trajectory: Trajectory) -> Segment:
+    [segment] = trajectory.segments
+    return segment
+
+
+def test_a_game_of_two_turns_is_one_segment_of_what_the_engine_read_and_sampled(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any, tokenizer: Any
+) -> None:
+    closed = LongestWord.closed
+    game = sampler(LongestWord, max_turns=4, truncated_turn="close")
+    found = runner.run(game.sample(problems, SAMPLING, samples_per_prompt=4, seed="s"))
+    assert LongestWord.closed == closed + 12
+    assert [(t.group, t.number, t.problem.index) for t in found] == [
+        (group, number, index) for group, index in enumerate((7, 2, 11)) for number in range(4)
+    ]
+    sent = {name: prompt for of_rank in runner.run(group.call("seen")) for name, prompt, _ in of_rank}
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    num_cut = 0
+    for trajectory in found:
+        segment = only(trajectory)
+        tokens = segment.token_ids.tolist()
+        assert trajectory.ended in ("done", "length") and trajectory.num_turns == 2
+        stretches = runs(segment.loss_mask)
+        assert [is_sampled for is_sampled, _ in stretches] == [False, True, False, True]
+        first, second = (sent[f"{trajectory.group}.{trajectory.number}.{turn}"] for turn in (0, 1))
+        start = len(first) + stretches[1][1]
+        assert tokens[: len(first)] == first and tokens[: len(second)] == second
+        # One end of the turn at the border, sampled or, where the turn was cut, added and not trained.
+        border = tokens[len(first) : len(second)]
+        is_cut = tokens[start - 1] != end
+        num_cut += is_cut
+        longest = trajectory.metrics["longest"]
+        observed = tokenizer.decode(tokens[start : len(second)])
+        after = "<|im_end|>\n" if is_cut else "\n"
+        goal = int(re.findall(r"Longer than (\d+)!", observed)[0])
+        expected = f"{after}<|im_start|>user\nLonger than {goal}!<|im_end|>\n<|im_start|>assistant\n"
+        assert observed == expected and border.count(end) == 2
+        (_, half), (_, won) = trajectory.turn_rewards
+        assert trajectory.reward == Reward(0.5 + won, True, won > 0) and half == 0.5
+        assert (longest - goal > goal) == (won > 0)
+        assert trajectory.text.count("\n\n") >= 1 and not segment.rollout_logprobs[~segment.loss_mask].any()
+    assert 0 < num_cut < 12
+
+
+def test_the_next_turn_draws_anew_and_every_engine_and_order_alike(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any
+) -> None:
+    def sampled(problems: list[Problem]) -> dict[int, list[int]]:
+        game = sampler(LongestWord, max_turns=2, truncated_turn="close")
+        found = runner.run(game.sample(problems, SAMPLING, seed="s"))
+        return {t.problem.index: only(t).token_ids.tolist() for t in found}
+
+    expected = sampled(problems)
+    seeds = [seed for of_rank in runner.run(group.call("seen")) for _, _, seed in of_rank]
+    assert len(set(seeds)) == 6 and all(0 <= seed < 2**31 for seed in seeds)
+    assert sampled(problems[::-1]) == expected
+    # The model is flat: with the seed of the turn before, the draws would be the same.
+    game = sampler(LongestWord, max_turns=2, truncated_turn="close")
+    for trajectory in runner.run(game.sample(problems, SAMPLING, seed="t")):
+        segment = only(trajectory)
+        first, second = (segment.token_ids[segment.turns == turn].tolist() for turn in (0, 1))
+        assert first[:5] != second[:5]
+        assert only(trajectory).token_ids.tolist() != expected[trajectory.problem.index]
+
+
+def test_one_turn_is_the_problem_s_prompt_and_one_completion(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any
+) -> None:
+    single = sampler(SingleTurn)
+    found = runner.run(single.sample(problems, SAMPLING, samples_per_prompt=2, seed="7 1"))
+    sent = {name: seed for of_rank in runner.run(group.call("seen")) for name, _, seed in of_rank}
+    # Of sha256 of ("7 1", problem, sample), as runs have drawn since single turns were all there was.
+    assert [sent[f"{g}.{n}.0"] for g in range(3) for n in range(2)] == SEEDS
+    for trajectory in found:
+        segment = only(trajectory)
+        num_prompt = len(trajectory.problem.prompt_token_ids)
+        assert segment.token_ids[:num_prompt].tolist() == list(trajectory.problem.prompt_token_ids)
+        assert runs(segment.loss_mask) == [(False, num_prompt), (True, len(segment) - num_prompt)]
+        assert trajectory.reward == Reward(float(len(trajectory.text)), True, False)
+        assert trajectory.ended == ("length" if trajectory.num_sampled == 24 else "done")
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "ended"),
+    [
+        pytest.param(LongestWord, {"truncated_turn": "end"}, "length", id="a turn that is cut ends it"),
+        pytest.param(Endless, {"truncated_turn": "close", "max_turns": 2}, "turns", id="turns are spent"),
+        pytest.param(
+            Endless, {"truncated_turn": "close", "max_prompt_tokens": 20}, "length", id="the context is spent"
+        ),
+    ],
+)
+def test_an_attempt_ends_with_its_budget(
+    environment: Any,
+    settings: dict[str, Any],
+    ended: str,
+    sampler: Callable[..., GroupSampler],
+    runner: asyncio.Runner,
+    problems: Any,
+) -> None:
+    made = sampler(environment, **{"max_turns": 40} | settings)
+    short = replace(SAMPLING, max_new_tokens=40 if "max_prompt_tokens" in settings else 3)
+    found = runner.run(made.sample(problems, short, samples_per_prompt=2, seed="s"))
+    assert ended in {t.ended for t in found} <= {ended, "done"}
+    for trajectory in found:
+        assert trajectory.num_turns <= made.max_turns
+        assert len(only(trajectory)) <= made.max_prompt_tokens + short.max_new_tokens
+        assert trajectory.reward is not None
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind", "num_turns"),
+    [
+        pytest.param(Faulty, "KeyError", 2, id="raises"),
+        pytest.param(NotFinite, "ValueError", 1, id="reward is no number"),
+        pytest.param(TooLong, "Refused", 0, id="the engine refuses"),
+    ],
+)
+def test_an_error_ends_its_attempt_alone_and_is_told_once(
+    environment: Any,
+    kind: str,
+    num_turns: int,
+    sampler: Callable[..., GroupSampler],
+    runner: asyncio.Runner,
+    problems: Any,
+) -> None:
+    told: list[str] = []
+    closed = environment.closed
+    made = sampler(environment, 2000, max_turns=4, truncated_turn="close", notice=told.append)
+    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
+    assert environment.closed == closed + 3
+    for trajectory in found:
+        assert trajectory.ended == "error" and trajectory.reward is None and trajectory.num_turns == num_turns
+        assert trajectory.failure is not None and trajectory.failure.startswith(f"{kind}: ")
+    [text] = told
+    assert f"rollout/errors/{kind}" in text
+
+
+def test_sampled_ids_stay_as_they_are_whatever_their_text_would_be_encoded_to(tokenizer: Any) -> None:
+    """`Th` and `e` are sampled apart, and the tokenizer would join them."""
+    from megarl.rollout.stitch import ModelCall
+    from megarl.types import Completion
+
+    dialogue = Dialogue(tokenizer)
+    opening = dialogue.opening([{"role": "user", "content": "Say."}])
+    word = tokenizer.encode(" number", add_special_tokens=False)
+    letters = [i for letter in " number" for i in tokenizer.encode(letter, add_special_tokens=False)]
+    assert letters != word and dialogue.text(np.array(letters)) == " number"
+    completion = Completion("r", np.array(letters), np.zeros(len(letters), np.float32), "stop", 0)
+    call = ModelCall(opening, completion)
+    held = call.token_ids.astype(np.int32)
+    observation = dialogue.observation(held, [{"role": "user", "content": "<|im_end|> is text."}])
+    following = ModelCall(np.concatenate([held, observation]), completion)
+    assert following.prompt_token_ids[: len(held)].tolist() == [*opening.tolist(), *letters]
+    assert int(stitch([call, following]).loss_mask.sum()) == 2 * len(letters)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert observation.tolist().count(end) == 2, "of the turn and of the observation, none of the content"

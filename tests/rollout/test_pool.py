@@ -1,0 +1,198 @@
+"""The pool of engines, on real ones: who waits for whom, what is sampled in which company, and what is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config.parallel import ParallelConfig
+from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
+from megarl.types import Completion, PeerLostError, Request, SamplingSettings
+from tests.rollout.engines import engines
+
+ONE = ParallelConfig(1, 1, 1, 1)
+TWO = ParallelConfig(1, 1, 2, 1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_model: Callable[..., Path]) -> str:
+    return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.1))
+
+
+def request(name: str, prompt: tuple[int, ...], tokens: int, seed: int = 0) -> Request:
+    return Request(name, np.array(prompt, np.int32), SamplingSettings(tokens, 1.0), seed)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+    """Two engines, for all tests that leave them as they were."""
+    context = engines(model_path, 2)
+    group = runner.run(context.__aenter__())
+    yield group
+    runner.run(context.__aexit__(None, None, None))
+
+
+async def long_one(pool: EnginePool, tokens: int) -> Request:
+    """A request that is answered with so many tokens."""
+    for seed in range(50):
+        found = await pool.generate(request("probe", (7, 11, 13), tokens, seed))
+        if len(found.token_ids) == tokens:
+            return request("long", (7, 11, 13), tokens, seed)
+    raise AssertionError("all end early")
+
+
+async def sampled(group: WorkerGroup, layout: ParallelConfig, order: list[int], max_running: int) -> dict[str, Any]:
+    pool = EnginePool(group, layout, max_running=max_running)
+    asked = [request(f"{n}", (5 + n // 4, 17, 19), 6 + 5 * (n % 4), 100 + n) for n in range(40)]
+    found = await asyncio.gather(*(pool.generate(asked[n]) for n in order))
+    return {completion.request_id: completion for completion in found}
+
+
+def test_a_request_is_sampled_alike_by_any_engine_in_any_order(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        order = list(range(40))
+        shuffled = random.Random(5).sample(order, 40)
+        await group.call("seen")
+        first = await sampled(group, ONE, order, 100)
+        others = [await sampled(group, TWO, shuffled, 100), await sampled(group, TWO, shuffled, 3)]
+        seen = await group.call("seen")
+        assert len(first) == 40 and all(len(of_rank) > 20 for of_rank in seen)
+        for other in others:
+            assert other.keys() == first.keys()
+            for name, completion in first.items():
+                assert other[name].token_ids.tolist() == completion.token_ids.tolist()
+                np.testing.assert_allclose(other[name].rollout_logprobs, completion.rollout_logprobs, rtol=1e-6)
+
+    runner.run(drive())
+
+
+def test_turns_on_one_engine_do_not_wait_for_a_long_completion_on_the_other(
+    group: WorkerGroup, runner: asyncio.Runner
+) -> None:
+    async def drive() -> None:
+        await group.call("seen")
+        long = await long_one(EnginePool(group, ONE, max_running=8), 200)
+        pool = EnginePool(group, TWO, max_running=8)
+        await group.call("seen")
+        running = asyncio.create_task(pool.generate(long))
+        await asyncio.sleep(0)
+        for turn in range(8):
+            await pool.generate(request(f"turn{turn}", (5, 17, turn), 5), affinity="a")
+            assert not running.done()
+        assert len((await running).token_ids) == 200
+        seen = await group.call("seen")
+        assert [[name for name, _, _ in of_rank] for of_rank in seen] == [["long"], [f"turn{n}" for n in range(8)]]
+
+    runner.run(drive())
+
+
+def test_neighbours_meet_in_one_engine_which_holds_no_more_than_it_may(
+    group: WorkerGroup, runner: asyncio.Runner
+) -> None:
+    async def drive(max_running: int) -> list[list[int]]:
+        await group.call("seen")
+        pool = EnginePool(group, TWO, max_running=max_running)
+        await asyncio.gather(*(pool.generate(request(f"{n}", (5, 17), 4, n)) for n in range(12)))
+        return [[seed for _, _, seed in of_rank] for of_rank in await group.call("seen")]
+
+    assert runner.run(drive(100)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    first, second = runner.run(drive(2))
+    assert (first[:2], second[:2]) == ([0, 1], [2, 3]) and sorted(first + second) == list(range(12))
+
+
+def test_a_request_that_is_refused_leaves_the_others_as_they_were(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        await group.call("seen")
+        pool = EnginePool(group, ONE, max_running=8)
+        good = [request(f"good{n}", (5, 17, n), 12, n) for n in range(3)]
+        alone = await asyncio.gather(*map(pool.generate, good))
+        bad = [request("long", (5,) * 300, 4), request("empty", (), 4), request("unknown", (10**9,), 4)]
+        *beside, too_long, empty, unknown = await asyncio.gather(*map(pool.generate, [*good, *bad]))
+        assert [c.token_ids.tolist() for c in beside] == [c.token_ids.tolist() for c in alone]
+        for completion in (too_long, empty, unknown):
+            assert completion.finish_reason == "error" and completion.error and not len(completion.token_ids)
+
+    runner.run(drive())
+
+
+def test_a_cancelled_request_leaves_its_engine_at_once(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        await group.call("seen")
+        pool = EnginePool(group, ONE, max_running=2)
+        long = await long_one(pool, 200)
+        running = asyncio.create_task(pool.generate(long))
+        waiting = [asyncio.create_task(pool.generate(request(f"{n}", (5,), 200, n))) for n in range(3)]
+        await pool.generate(request("short", (5, 17), 1), affinity="short")
+        for task in (running, *waiting):
+            task.cancel()
+        await asyncio.gather(running, *waiting, return_exceptions=True)
+        await pool.drained()
+        assert await group.call("unfinished") == [0, 0]
+        again = await pool.generate(long)
+        assert len(again.token_ids) == 200
+
+    runner.run(drive())
+
+
+def test_an_abandoned_step_leaves_no_request_in_the_engines(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        await group.call("seen")
+        pool = EnginePool(group, TWO, max_running=4, budget_seconds=0.01)
+        looks = iter([False, True])
+
+        async def endless(number: int) -> None:
+            for turn in range(10**6):
+                await pool.generate(request(f"{number}.{turn}", (5, number), 200, turn), affinity=f"{number}")
+
+        with pytest.raises(AbandonedError):
+            await gather_unless_abandoned(pool, map(endless, range(12)), lambda: next(looks))
+        assert await group.call("unfinished") == [0, 0]
+
+    runner.run(drive())
+
+
+def test_an_engine_that_dies_fails_every_request(model_path: str) -> None:
+    async def fails(call: Awaitable[Completion]) -> bool:
+        try:
+            await call
+        except PeerLostError:
+            return True
+        return False
+
+    async def drive() -> None:
+        async with engines(model_path, 2) as group:
+            pool = EnginePool(group, TWO, max_running=8, budget_seconds=0.05)
+            calls = [pool.generate(request(f"{n}", (5, n), 250, n)) for n in range(8)]
+            tasks = [asyncio.create_task(fails(call)) for call in calls]
+            await asyncio.sleep(0.1)
+            group._handles[1].kill()
+            assert any(await asyncio.gather(*tasks))
+            assert await fails(pool.generate(request("later", (5,), 4)))
+
+    asyncio.run(drive())
+
+
+def test_a_request_id_is_used_once_at_a_time(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        await group.call("seen")
+        pool = EnginePool(group, ONE, max_running=8)
+        first = asyncio.create_task(pool.generate(request("one", (5, 17), 4)))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="one is running"):
+            await pool.generate(request("one", (5, 17), 4))
+        await first
+
+    runner.run(drive())
