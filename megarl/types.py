@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,15 +109,22 @@ class Request:
     seed: int
 
 
+class ExpertsHandle(NamedTuple):
+    """Where the experts are that an engine chose for a completion: with the rank that sampled it, under a number."""
+
+    rank: int
+    number: int
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What the engine sampled for one request.
 
     Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs are those of the sampled tokens under the
     sampling distribution (after temperature). The end-of-sequence token, if sampled, is the last token.
-    `weight_version` counts the reshards the engine had seen when the completion began. `routed_experts` [prompt +
-    new_tokens - 1, layers, top_k], if asked for, are the experts of every token that went through the model. A request
-    that the engine refused has no tokens, the finish reason `error`, and why in `error`.
+    `weight_version` counts the reshards the engine had seen when the completion began. `routed_experts`, if asked for,
+    are those of every token that went through the model: prompt and new tokens but the last. A request that the engine
+    refused has no tokens, the finish reason `error`, and why in `error`.
     """
 
     request_id: str
@@ -125,7 +132,7 @@ class Completion:
     rollout_logprobs: NDArray[np.float32]
     finish_reason: FinishReason
     weight_version: int
-    routed_experts: NDArray[np.int16] | None = None
+    routed_experts: ExpertsHandle | None = None
     error: str | None = None
 
 
@@ -156,8 +163,8 @@ class Segment:
     """-1 where not sampled."""
     old_logprobs: NDArray[np.float32] | None = None
     """The trainer's under the weights that sampled, where they were computed; 0 where not sampled."""
-    routed_experts: NDArray[np.int16] | None = None
-    """[tokens, layers, top_k]: the experts that each token is sent to."""
+    routed_experts: ExpertsHandle | None = None
+    """Of the segment's last completion, whose prompt is all that stands before: so they are those of all tokens."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -245,8 +252,6 @@ class TrainingSequence:
     """1 on the trained tokens of an answer that was judged good (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
     """1 where a token is learnt by likelihood amid a policy's (ptx), else 0."""
-    routed_experts: NDArray[np.int16] | None = None
-    """[tokens, layers, top_k]: the experts that each token is sent to, not those that its prediction came from."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

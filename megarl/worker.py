@@ -32,7 +32,8 @@ from megarl.training import checkpoint
 from megarl.training.engine import TrainingEngine
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
-from megarl.types import Completion, Request
+from megarl.training.routed_experts import ExpertExchange, HeldExperts
+from megarl.types import Completion, ExpertsHandle, Request
 
 Model = TypeVar("Model", bound=ModelShard)
 
@@ -46,6 +47,7 @@ class Worker:
         self.recipe, self.layout, self.rank, self.topology = recipe, layout, rank, topology
         device.init_world(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(layout)
+        self.held_experts = HeldExperts(rank, world_size)
         # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
         # building the models takes as much.
         self.engine = self._build_engine() if recipe.has_engine else None
@@ -58,6 +60,9 @@ class Worker:
             self.frozen["reward"] = self._build(FrozenModel, reward_model, has_value_head=True)
         is_reward_model = recipe.loop == "reward_model"
         self.trainer = self._build(TrainingEngine, recipe.model.path, has_value_head=is_reward_model)
+        if recipe.trainer.router_replay:
+            top_k = self.trainer.shape.top_k
+            self.trainer.expert_exchange = ExpertExchange(self.held_experts, self.trainer.expert_layers, top_k)
         self.critic: TrainingEngine | None = None
         if recipe.has_critic:
             critic = partial(TrainingEngine, role="critic")
@@ -174,6 +179,7 @@ class Worker:
         """
         version = self.engine.weight_version - is_resharded if self.engine else 0
         with self._everything_learning() as models:
+            self.held_experts.save(folder)
             self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
             self._save.write(asynchronous=asynchronous)
 
@@ -187,6 +193,14 @@ class Worker:
             driver = checkpoint.restore(folder, models, str(self.layout))
         if self.engine:
             self.engine.weight_version = driver["weight_version"]
+
+    def retain_experts(self, handles: Sequence[ExpertsHandle]) -> int:
+        """Forget the experts of all trajectories but those with these handles. Returns the bytes held before."""
+        return self.held_experts.retain(handles)
+
+    def load_experts(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
+        """Hold the experts of a checkpoint's trajectories that wait; see `HeldExperts.load`."""
+        self.held_experts.load(folder, handles)
 
     @contextmanager
     def _everything_learning(self) -> Iterator[dict[str, TrainingEngine]]:
@@ -210,6 +224,7 @@ class Worker:
             max_model_len=recipe.data.max_prompt_tokens + longest,
             dtype=recipe.model.dtype,
             seed=recipe.seed,
+            keep_experts=self.held_experts.keep,
         )
 
     def _build(self, kind: Callable[..., Model], folder: str, *, has_value_head: bool = False) -> Model:

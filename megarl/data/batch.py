@@ -30,8 +30,8 @@ class TokenBatch:
     """[sequences]: the sample that each sequence is a segment of, numbers that do not fall. Losses and advantages take
     a sample's segments together."""
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    routed_experts: NDArray[np.int16] | None = None
-    """[tokens, layers, top_k]: the experts that each token is sent to, not those that its prediction came from."""
+    experts: NDArray[np.int64] | None = None
+    """[sequences, 2]: `types.ExpertsHandle` of the experts that the engine sent each sequence's tokens to."""
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
@@ -46,7 +46,6 @@ class TokenBatch:
                 for name in PER_TOKEN
                 if getattr(sequences[0], name) is not None
             },
-            routed_experts=None if sequences[0].routed_experts is None else _joined_experts(sequences),
         )
 
     @property
@@ -84,7 +83,7 @@ class TokenBatch:
             cu_seqlens=borders(self.lengths[chosen]),
             samples=self.samples[chosen],
             per_token={name: values[places] for name, values in self.per_token.items()},
-            routed_experts=None if self.routed_experts is None else self.routed_experts[places],
+            experts=None if self.experts is None else self.experts[chosen],
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
@@ -99,9 +98,7 @@ class TokenBatch:
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
         """The same sequences with these per-token arrays and no others."""
-        return TokenBatch(
-            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.routed_experts
-        )
+        return TokenBatch(self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts)
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -119,10 +116,6 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         samples=np.concatenate(samples),
         per_token={name: np.concatenate([batch.per_token[name] for batch in batches]) for name in batches[0].per_token},
     )
-
-
-def _joined_experts(sequences: Sequence[TrainingSequence]) -> NDArray[np.int16]:
-    return np.concatenate([s.routed_experts for s in sequences if s.routed_experts is not None])
 
 
 def borders(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

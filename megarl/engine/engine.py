@@ -8,19 +8,20 @@ import functools
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from megarl.config import RolloutConfig
 from megarl.config.decided_fields import ENGINE_FIELDS
 from megarl.platform import device, vllm_on_cpu
-from megarl.types import Completion, ConfigError, FinishReason, Request
+from megarl.types import Completion, ConfigError, ExpertsHandle, FinishReason, Request
 
 vllm_on_cpu.prepare()
 
@@ -47,13 +48,24 @@ class RolloutEngine:
     `weight_version` counts `weights_updated`; `model` is this rank's live vLLM module, `replica` the engine's number.
     """
 
-    def __init__(self, model_path: str, config: RolloutConfig, *, max_model_len: int, dtype: str, seed: int) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        dtype: str,
+        seed: int,
+        keep_experts: Callable[[NDArray[np.integer]], ExpertsHandle] | None = None,
+    ) -> None:
+        """`keep_experts` takes the experts [tokens, layers, top_k] of each completion that has them."""
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
         rank = dist.get_rank()
         self.replica = rank // config.tp
         self.is_leader = rank % config.tp == 0
         self.weight_version = 0
+        self._keep_experts = keep_experts
         self._can_sleep = arguments.enable_sleep_mode
         self._asleep: set[str] = set()
         self._running: dict[str, tuple[str, int]] = {}
@@ -179,8 +191,9 @@ class RolloutEngine:
         (sampled,) = output.outputs
         _, version = self._running.pop(output.request_id)
         done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version)
-        experts = sampled.routed_experts
-        return done if experts is None else dataclasses.replace(done, routed_experts=experts.astype(np.int16))
+        if sampled.routed_experts is None or self._keep_experts is None:
+            return done
+        return dataclasses.replace(done, routed_experts=self._keep_experts(sampled.routed_experts))
 
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
         internal_id, version = self._running.pop(request_id)

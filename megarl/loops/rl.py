@@ -32,6 +32,8 @@ async def train(session: Session) -> None:
                 f"{lacking} trajectories of {checkpoint} wait without the trainer's log-probs, since "
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
             )
+        if recipe.trainer.router_replay:
+            await ranks.call("load_experts", checkpoint, buffer.waiting_experts)
         resumed_step, unlogged = session.folder.resumed_step, session.origin.unlogged
         await session.reshard(resumed_step)
         if unlogged is not None:
@@ -78,6 +80,10 @@ async def train(session: Session) -> None:
         scalars |= update_metrics(updates) | reward_metrics(sampled or kept) | rollout_metrics(sampled or kept)
         scalars |= staleness_metrics(kept, weight_version=step)
         scalars |= _adapt(buffer, scalars, num_samples=len(kept))
+        if recipe.trainer.router_replay:
+            scalars["rollout/routed_experts_bytes"] = float(
+                sum(await ranks.call("retain_experts", buffer.waiting_experts))
+            )
         await session.checkpoints.begin(step, buffer.save)
         with tracker.phase("reshard"):
             scalars |= await session.reshard(step)

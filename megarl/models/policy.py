@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,12 +69,15 @@ class PackedModel(GPTModel):
         )
         self.qkv_format = "thd" if uses_transformer_engine() else "packed"
 
-    def replay_routes(self, routes: Tensor) -> None:
-        """Send the next pass's tokens to these experts: [tokens of this rank, layers of the model, top_k]."""
+    def replay_routes(self, routes: Tensor, layer_numbers: Sequence[int]) -> None:
+        """Send the next pass's tokens to these experts: int64 [tokens of this rank, layers, top_k].
+
+        `layer_numbers` [layers], from 0, name those of the rank; this chunk's are among them.
+        """
         layers: Any = self.decoder.layers
         for layer in layers:
             replay = layer.mlp.router.router_replay
-            replay.target_topk_idx = routes[:, layer.layer_number - 1]
+            replay.target_topk_idx = routes[:, layer_numbers.index(layer.layer_number - 1)]
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def _preprocess(

@@ -58,7 +58,7 @@ class RLBatch(TokenBatch):
             cu_seqlens=borders(lengths),
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
-            routed_experts=_routed_experts(segments),
+            experts=_experts(segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
             rewards=np.array([0.0 if reward is None else reward.score for reward in rewards], np.float64),
             groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
@@ -124,9 +124,9 @@ def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
     return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
 
 
-def _routed_experts(segments: Sequence[Segment]) -> NDArray[np.int16] | None:
-    found = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
-    return np.concatenate(found) if len(found) == len(segments) else None
+def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
+    handles = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
+    return np.array(handles, np.int64) if len(handles) == len(segments) else None
 
 
 def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:

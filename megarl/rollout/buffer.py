@@ -19,7 +19,7 @@ from megarl.data.sampler import DataOrder
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import AbandonedError
-from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
+from megarl.types import ExpertsHandle, MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
 
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
@@ -124,6 +124,12 @@ class Buffer:
         return everything[: len(kept)]
 
     @property
+    def waiting_experts(self) -> list[ExpertsHandle]:
+        """Handles of the routed experts of what waits for a later step, where they are kept."""
+        segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
+        return [segment.routed_experts for segment in segments if segment.routed_experts is not None]
+
+    @property
     def _needs_old_logprobs(self) -> bool:
         """Whether the trainer's log-probs of all that is trained on are needed before the first update."""
         algorithm = self.recipe.algorithm
@@ -191,7 +197,9 @@ def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) ->
 
 
 def _segment(arrays: Mapping[str, np.ndarray], prefix: str) -> Segment:
-    found = {name: arrays[prefix + name] for name in SEGMENT_ARRAYS if prefix + name in arrays}
+    found: dict[str, Any] = {name: arrays[prefix + name] for name in SEGMENT_ARRAYS if prefix + name in arrays}
+    if "routed_experts" in found:
+        found["routed_experts"] = ExpertsHandle(*found["routed_experts"].tolist())
     return Segment(**found)
 
 

@@ -56,13 +56,5 @@ def stitch(calls: Sequence[ModelCall]) -> Segment:
         rollout_logprobs=rollout_logprobs,
         weight_versions=weight_versions,
         turns=turns,
-        routed_experts=_routed_experts(calls[-1].completion),
+        routed_experts=calls[-1].completion.routed_experts,
     )
-
-
-def _routed_experts(last: Completion) -> NDArray[np.int16] | None:
-    """The experts [tokens, layers, top_k] of all tokens: the last call's, which read those of the calls before."""
-    if last.routed_experts is None:
-        return None
-    # The last token was sampled but never read; nothing follows it, so any experts do.
-    return np.concatenate([last.routed_experts, last.routed_experts[-1:]])

@@ -34,8 +34,6 @@ class Microbatch:
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
     """[sequences]: tokens of each sequence of the whole row, and what they take in it."""
-    routes: Tensor | None = None
-    """[tokens, layers, top_k]: the experts of each token, where the sequences say."""
 
 
 def pack_row(
@@ -70,15 +68,9 @@ def pack_row(
     def own_predictions(values: np.ndarray) -> Tensor:
         return own_part(values[is_predicted], places[is_predicted] - 1)
 
-    routes = None
-    if (experts := batch.routed_experts) is not None:
-        # Padding goes to as many experts as a token; sequences count from the first of them.
-        unused = np.arange(experts.shape[-1], dtype=experts.dtype)
-        routes = own_tokens(experts - unused).long() + torch.from_numpy(unused).to(device)
     return Microbatch(
         lengths=lengths,
         padded=padded,
-        routes=routes,
         input_ids=own_tokens(batch.token_ids)[None],
         labels=own_predictions(batch.token_ids)[None],
         row=row,

@@ -166,7 +166,7 @@ class TrainingEngine(ModelShard):
     def forward_frozen(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
         """`forward` of the model that training started from: without adapters, and choosing its experts itself."""
         with adapters.running(self.chunks, on=False, drops=False):
-            return self.forward([replace(row, routed_experts=None) for row in rows])
+            return self.forward([replace(row, experts=None) for row in rows])
 
     def update(
         self, rows: Sequence[TokenBatch], kl_coefficient: float | None = None, kto_kl: float | None = None

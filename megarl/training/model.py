@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from megarl.platform import device
 from megarl.platform.megatron_ranks import permuted_ranks
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
+from megarl.training.routed_experts import ExpertExchange, OwnTokens, routes_of_rows
 
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
 """Fills a model's parameters, given by name, in place."""
@@ -70,6 +71,8 @@ class ModelShard:
                 # where their tensor parallelism is another than the rest's.
                 parameter.allreduce = False  # type: ignore[attr-defined]
         load_weights(self.parameters)
+        self.expert_exchange: ExpertExchange | None = None
+        """Where the experts come from that are replayed; without it the model chooses its own."""
 
     def _build(self, index: int) -> PackedModel:
         recipe, vp_stage = self.recipe, index if self.layout.vpp > 1 else None
@@ -113,6 +116,28 @@ class ModelShard:
         """A rank's tokens of a row are a multiple of this."""
         return self.layout.tp if self.sequence_parallel else 1
 
+    @property
+    def expert_layers(self) -> list[int]:
+        """The numbers, from 0, of the layers on this rank."""
+        layers: list[Any] = [layer for chunk in self.chunks for layer in chunk.decoder.layers]
+        return [layer.layer_number - 1 for layer in layers]
+
+    def _fetch_routes(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
+        """The experts of each row's tokens on this rank, int16 [tokens, own layers, top_k], where an engine chose them.
+
+        A collective over the world where it did.
+        """
+        if self.expert_exchange is None or rows[0].experts is None:
+            return [None] * len(rows)
+        parts = self._multiple
+        part = parallel_state.get_tensor_model_parallel_rank() % parts
+        own = []
+        for row, batch in zip(rows, batches, strict=True):
+            assert batch.row.local is not None
+            places = batch.row.local.cpu().numpy()
+            own.append(OwnTokens(row, batch.padded, np.split(places, parts)[part]))
+        return routes_of_rows(self.expert_exchange, own)
+
     def _run(
         self, rows: Sequence[TokenBatch], reduce: Callable[[Tensor, Microbatch], Any], *, forward_only: bool
     ) -> list[Any]:
@@ -129,12 +154,15 @@ class ModelShard:
             for row in rows
         ]
 
-        def forward_step(iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            batch: Microbatch = next(iterator)
-            if batch.routes is not None and self.config.moe_enable_routing_replay:
-                parts = self._multiple
-                routes = batch.routes.chunk(parts)[parallel_state.get_tensor_model_parallel_rank() % parts]
-                get_attr_wrapped_model(chunk, "replay_routes")(routes)  # type: ignore[operator]
+        routes = self._fetch_routes(rows, batches)
+
+        def forward_step(
+            iterator: Iterator[tuple[Microbatch, Tensor | None]], chunk: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
+            batch, experts = next(iterator)
+            if experts is not None:
+                replay_routes: Any = get_attr_wrapped_model(chunk, "replay_routes")
+                replay_routes(experts.to(self.device).long(), self.expert_layers)
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,
@@ -147,7 +175,7 @@ class ModelShard:
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=[iter(batches) for _ in self.models],
+                data_iterator=[zip(batches, routes, strict=True) for _ in self.models],
                 model=list(self.models),
                 num_microbatches=len(rows),
                 seq_length=self.recipe.trainer.max_tokens_per_microbatch,

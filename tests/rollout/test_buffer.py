@@ -17,6 +17,7 @@ from megarl.rollout.buffer import Buffer, passes_filter
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
+    ExpertsHandle,
     MegarlError,
     Problem,
     Reward,
@@ -55,7 +56,7 @@ class Students:
         random = np.random.default_rng(sum(name.encode()))
         size = int(random.integers(1, 6))
         logprobs = -random.random(size, dtype=np.float32)
-        routed = random.integers(0, 8, (size + 1, 2, 2)).astype(np.int16)
+        routed = ExpertsHandle(int(random.integers(0, 8)), int(random.integers(0, 99)) << 20)
         return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed)
 
 

@@ -1,0 +1,182 @@
+"""Router replay: the experts that an engine chose, kept where they were sampled and fetched where they are trained.
+
+A completion's experts are far larger than all else of it ([tokens, layers, top_k]). They never pass through the driver:
+the rank that sampled keeps them (`HeldExperts`), a completion carries a handle, and before a pass each rank fetches
+what its tokens and its layers need from the ranks that hold it (`ExpertExchange`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save
+
+from megarl.data.batch import TokenBatch
+from megarl.files.atomic import disk_full_named
+from megarl.platform import signed
+from megarl.types import DataError, ExpertsHandle
+
+_MOST_RANKS = 1 << 20
+"""A number's remainder by this is the rank that gave it, so that no two ranks give the same."""
+
+
+class HeldExperts:
+    """Experts of completions that this rank sampled, int16 [tokens, layers, top_k], by number, in host memory.
+
+    After a resume in a world of another size, those of rank r are held by rank r modulo that size.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._arrays: dict[int, NDArray[np.int16]] = {}
+        self._num_given = 0
+
+    def keep(self, experts: NDArray[np.integer]) -> ExpertsHandle:
+        """Keep a completion's experts [tokens that went through the model, layers, top_k]."""
+        number = self._num_given * _MOST_RANKS + self._rank
+        self._num_given += 1
+        self._arrays[number] = experts.astype(np.int16)
+        return ExpertsHandle(self._rank, number)
+
+    def retain(self, handles: Iterable[ExpertsHandle]) -> int:
+        """Forget all but these; others' handles do not matter. Returns the bytes that were held before."""
+        num_bytes = sum(experts.nbytes for experts in self._arrays.values())
+        self._arrays = {number: self._arrays[number] for number in self._own(handles)}
+        return num_bytes
+
+    def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
+        """Experts [end - first, layers, top_k] of these tokens of the sequence that a completion ends.
+
+        The last token was sampled but never went through the model; nothing follows it, so any experts do.
+        """
+        if number not in self._arrays:
+            raise KeyError(f"rank {self._rank} holds no routed experts number {number}")
+        experts = self._arrays[number]
+        return experts[np.minimum(np.arange(first, end), len(experts) - 1)]
+
+    def save(self, folder: Path) -> None:
+        """Write what is held into a checkpoint's folder, a file for each rank that sampled. Raises DiskFullError."""
+        for sampler in {number % _MOST_RANKS for number in self._arrays}:
+            found = {str(n): experts for n, experts in self._arrays.items() if n % _MOST_RANKS == sampler}
+            with disk_full_named(folder, sum(experts.nbytes for experts in found.values())):
+                _file(folder, sampler).write_bytes(save(found))
+
+    def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
+        """Hold those of these experts that are this rank's, from a checkpoint's folder.
+
+        Raises DataError for one that the checkpoint lacks.
+        """
+        wanted = self._own(handles)
+        for sampler in {number % _MOST_RANKS for number in wanted}:
+            file = _file(folder, sampler)
+            found = load_file(file) if file.exists() else {}
+            self._arrays |= {int(name): experts for name, experts in found.items() if int(name) in wanted}
+        if missing := wanted - self._arrays.keys():
+            raise DataError(
+                f"{folder}: lacks the routed experts of {len(missing)} trajectories that wait; resume from an older "
+                "checkpoint (remove this one)"
+            )
+        self._num_given = 1 + max((number // _MOST_RANKS for number in self._arrays), default=-1)
+
+    def _own(self, handles: Iterable[ExpertsHandle]) -> set[int]:
+        return {handle.number for handle in handles if handle.rank % self._world_size == self._rank}
+
+
+def _file(folder: Path, sampler: int) -> Path:
+    return folder / f"routed_experts_{sampler:05d}.safetensors"
+
+
+class ExpertExchange:
+    """Experts from the ranks that hold them to those that train their tokens; making it is a collective.
+
+    `layers` are the numbers, from 0, of this rank's layers: of the others nothing is fetched.
+    """
+
+    def __init__(self, held: HeldExperts, layers: Sequence[int], top_k: int) -> None:
+        self._held, self._num_layers, self._top_k = held, len(layers), top_k
+        self._layers_of = signed.gather(list(layers), purpose="layers")
+
+    def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
+        """Experts [tokens of all runs, own layers, top_k] of these tokens; a collective over the world.
+
+        `runs` [runs, 4]: holding rank, number, first token and end of tokens that follow each other in a sequence.
+        """
+        world_size = dist.get_world_size()
+        by_holder = np.argsort(runs[:, 0] % world_size, kind="stable")
+        asked = runs[by_holder]
+        holders = asked[:, 0] % world_size
+        num_asked = np.bincount(holders, minlength=world_size)
+        num_told = _exchanged(num_asked[:, None], np.ones_like(num_asked), np.ones_like(num_asked))[:, 0]
+        told = _exchanged(asked[:, 1:], num_asked, num_told)
+        answers = [
+            np.concatenate([np.zeros((0, len(layers), self._top_k), np.int16), *self._answers(layers, requests)])
+            for layers, requests in zip(self._layers_of, np.split(told, np.cumsum(num_told)[:-1]), strict=True)
+        ]
+        num_sent = np.array([answer.size for answer in answers])
+        sizes = asked[:, 3] - asked[:, 2]
+        values_of_token = self._num_layers * self._top_k
+        num_received = np.bincount(holders, sizes, world_size).astype(np.int64) * values_of_token
+        received = _exchanged(np.concatenate([answer.ravel() for answer in answers]), num_sent, num_received)
+        # Back from the holders' order to that of the runs.
+        ends = np.cumsum(sizes)
+        pieces = np.split(received.reshape(-1, self._num_layers, self._top_k), ends[:-1])
+        ordered = [pieces[place] for place in np.argsort(by_holder)]
+        return np.concatenate([np.zeros((0, self._num_layers, self._top_k), np.int16), *ordered])
+
+    def _answers(self, layers: Sequence[int], requests: NDArray[np.int64]) -> list[NDArray[np.int16]]:
+        return [self._held.of_tokens(*request)[:, layers] for request in requests.tolist()]
+
+
+class OwnTokens:
+    """The tokens of a packed row that this rank's experts see: which they are, and where they stand."""
+
+    def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """`padded` [sequences]: what each takes in the row; `places` [own tokens] in the padded row, padding too."""
+        assert batch.experts is not None
+        starts = np.cumsum(padded) - padded
+        sequence = np.repeat(np.arange(len(padded)), padded)[places]
+        token = places - starts[sequence]
+        self.is_token = token < batch.lengths[sequence]
+        """[own tokens]: False on padding."""
+        sequence, token = sequence[self.is_token], token[self.is_token]
+        is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
+        firsts = np.flatnonzero(np.concatenate([[True], ~is_next])) if len(token) else np.zeros(0, np.int64)
+        lasts = np.append(firsts[1:], len(token)) - 1 if len(token) else firsts
+        self.runs = np.column_stack([batch.experts[sequence[firsts]], token[firsts], token[lasts] + 1])
+        """[runs, 4] as of `ExpertExchange.fetch`, in the order of the own tokens."""
+
+
+def routes_of_rows(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:
+    """The experts of each row's own tokens, int16 [own tokens, own layers, top_k]; a collective over the world.
+
+    Padding goes to the first experts, as many as a token goes to.
+    """
+    found = exchange.fetch(np.concatenate([row.runs for row in rows]))
+    ends = np.cumsum([row.is_token.sum() for row in rows])
+    routes = []
+    for row, experts in zip(rows, np.split(found, ends[:-1]), strict=True):
+        of_row = np.empty((len(row.is_token), *experts.shape[1:]), np.int16)
+        of_row[:] = np.arange(experts.shape[-1])
+        of_row[row.is_token] = experts
+        routes.append(torch.from_numpy(of_row))
+    return routes
+
+
+def _exchanged(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
+    """Rows [sum of num_received, ...] from all ranks in order, for [sum of num_sent, ...] to all ranks in order."""
+    row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
+    received = np.empty((int(num_received.sum()), *values.shape[1:]), values.dtype)
+    # As bytes: gloo has no collective of int16.
+    dist.all_to_all_single(
+        torch.from_numpy(received.reshape(-1).view(np.uint8)),
+        torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8)),
+        (num_received * row_bytes).tolist(),
+        (num_sent * row_bytes).tolist(),
+    )
+    return received

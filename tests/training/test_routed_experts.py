@@ -1,0 +1,144 @@
+"""Experts that an engine chose: every rank gets those of its own tokens and layers, and no other's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
+from megarl.data.packing import pack
+from megarl.testing import RankPool
+from megarl.training.routed_experts import ExpertExchange, HeldExperts, OwnTokens, routes_of_rows
+from megarl.types import DataError, ExpertsHandle, TrainingSequence
+
+LENGTHS = [5, 9, 14, 2, 11, 7, 8, 1, 16, 4, 13, 6]
+NUM_LAYERS, TOP_K = 4, 3
+HOLDERS = [2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 2]
+"""The rank that sampled each sequence, modulo the ranks that there are."""
+
+
+def experts_of(sequence: int, num_tokens: int) -> np.ndarray:
+    """Numbers [tokens, layers, top_k] that name sequence, token, layer and place."""
+    token, layer, place = np.ogrid[:num_tokens, :NUM_LAYERS, :TOP_K]
+    return (sequence * 2003 + token * 101 + layer * 7 + place) % 30011
+
+
+def replayed(sequence: int, length: int) -> np.ndarray:
+    """What each token of a sequence is sent to: the last one never went through the engine's model."""
+    went_through = experts_of(sequence, max(1, length - 1))
+    return went_through[np.minimum(np.arange(length), len(went_through) - 1)]
+
+
+def fetched(layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
+    """This rank's experts of its rows, as fetched and as they should be."""
+    from megarl.training.batch import pack_row
+
+    rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
+    held = HeldExperts(rank, layout.world_size)
+    mine = {
+        s: held.keep(experts_of(s, max(1, length - 1)))
+        for s, length in enumerate(LENGTHS)
+        if HOLDERS[s] % layout.world_size == rank
+    }
+    gathered: list[Any] = [None] * layout.world_size
+    dist.all_gather_object(gathered, mine)
+    handles = {s: handle for part in gathered for s, handle in part.items()}
+    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(n), np.ones(n, bool)) for n in LENGTHS])
+    batch = replace(batch, experts=np.array([handles[s] for s in range(len(LENGTHS))]))
+    parts = layout.tp if sequence_parallel else 1
+    packed = pack(
+        LENGTHS,
+        max_tokens=32,
+        num_ranks=layout.dp,
+        multiple=layout.sequence_multiple,
+        rows_multiple=layout.rows_multiple,
+    )[at.dp]
+    own, expected = [], []
+    for row in packed:
+        made = pack_row(
+            batch.select(row), multiple=parts, qkv_format="packed", device=torch.device("cpu"),
+            cp=layout.cp, cp_rank=at.cp,
+        )  # fmt: skip
+        assert made.row.local is not None
+        places = np.split(made.row.local.numpy(), parts)[at.tp % parts]
+        own.append(OwnTokens(batch.select(row), made.padded, places))
+        whole = np.tile(np.arange(TOP_K), (made.padded.sum(), NUM_LAYERS, 1))
+        for start, s in zip(made.padded.cumsum() - made.padded, row, strict=True):
+            whole[start : start + LENGTHS[s]] = replayed(s, LENGTHS[s])
+        expected.append(whole[places][:, layers[at.pp]])
+    exchange = ExpertExchange(held, layers[at.pp], TOP_K)
+    routes = routes_of_rows(exchange, own)
+    # Once more: nothing is used up.
+    again = routes_of_rows(exchange, own)
+    assert all(torch.equal(one, other) for one, other in zip(routes, again, strict=True))
+    return [(found.numpy(), wanted) for found, wanted in zip(routes, expected, strict=True)]
+
+
+ALL = [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "sequence_parallel"),
+    [
+        pytest.param(ParallelConfig(1, 1, 1, 1), ALL, False, id="one rank"),
+        pytest.param(ParallelConfig(1, 1, 2, 1), ALL, False, id="dp2"),
+        pytest.param(ParallelConfig(1, 1, 2, 1, ep=2), ALL, False, id="dp2 ep2"),
+        pytest.param(ParallelConfig(2, 1, 2, 1, ep=2), ALL, True, id="tp2 dp2 ep2"),
+        pytest.param(ParallelConfig(2, 1, 1, 1), ALL, False, id="tp2 without sequence parallelism"),
+        pytest.param(ParallelConfig(1, 2, 2, 1), [[0, 1], [2, 3]], False, id="pp2 dp2"),
+        pytest.param(ParallelConfig(1, 2, 2, 1, vpp=2), [[0, 2], [1, 3]], False, id="pp2 vpp2 dp2"),
+        pytest.param(ParallelConfig(1, 1, 2, 1, cp=2), ALL, False, id="cp2 dp2"),
+        pytest.param(ParallelConfig(2, 1, 1, 1, cp=2), ALL, True, id="tp2 cp2"),
+        pytest.param(ParallelConfig(2, 2, 1, 1, rank_permutation=(2, 2)), [[0, 1], [2, 3]], True, id="tp2 pp2"),
+    ],
+)
+def test_ranks_get_the_experts_of_their_tokens_and_layers(
+    ranks: RankPool, layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool
+) -> None:
+    results = ranks.run(fetched, layout, layers, sequence_parallel, world_size=layout.world_size)
+    for rows in results:
+        assert rows
+        for found, expected in rows:
+            assert found.dtype == np.int16 and np.array_equal(found, expected)
+
+
+def test_held_experts_survive_a_checkpoint_in_a_world_of_another_size(tmp_path: Path) -> None:
+    first = [HeldExperts(rank, 4) for rank in range(4)]
+    handles = [first[holder].keep(experts_of(s, 3)) for s, holder in enumerate(HOLDERS)]
+    assert len(set(handles)) == len(handles)
+    waiting = handles[::2]
+    for held in first:
+        held.save(tmp_path)
+    for world_size, folder, previous in ((2, tmp_path / "two", tmp_path), (4, tmp_path / "four", tmp_path / "two")):
+        # From four ranks to two, and back.
+        folder.mkdir()
+        ranks = [HeldExperts(rank, world_size) for rank in range(world_size)]
+        for held in ranks:
+            held.load(previous, waiting)
+            held.save(folder)
+        for s, handle in list(enumerate(handles))[::2]:
+            found = ranks[handle.rank % world_size].of_tokens(handle.number, 0, 4)
+            assert np.array_equal(found, replayed(s, 4))
+        with pytest.raises(KeyError):
+            ranks[handles[1].rank % world_size].of_tokens(handles[1].number, 0, 1)
+        # What is sampled now is never taken for what waits.
+        assert not {held.keep(experts_of(0, 1)) for held in ranks} & set(waiting)
+    with pytest.raises(DataError, match="lacks the routed experts of 1 trajectories"):
+        ranks[0].load(tmp_path, [ExpertsHandle(0, 999 << 20)])
+
+
+def test_experts_of_what_was_trained_are_forgotten() -> None:
+    held = HeldExperts(1, 2)
+    first, second = held.keep(experts_of(0, 10)), held.keep(experts_of(1, 5))
+    assert held.retain([second, ExpertsHandle(0, 0)]) == 15 * NUM_LAYERS * TOP_K * 2
+    assert held.of_tokens(second.number, 0, 1).shape == (1, NUM_LAYERS, TOP_K)
+    with pytest.raises(KeyError):
+        held.of_tokens(first.number, 0, 1)
+    assert held.retain([]) == 5 * NUM_LAYERS * TOP_K * 2 and held.retain([]) == 0
