@@ -1,0 +1,139 @@
+"""Count the bytes that a step of RL sends through the driver, for a large mixture of experts with router replay.
+
+    python tools/check_driver_bytes.py [--samples 512] [--tokens 8192] [--dp 8] [--limit-gb 1]
+
+Builds a step's trajectories with synthetic lengths, and pickles what the driver receives and sends: requests and
+completions, the rows of log-probs and of the update, their results. No model is needed. Beside it, the same with the
+routed experts inside: what they would add to completions and to rows if they passed through the driver, once for every
+tensor-parallel rank. Exits with 1 above the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megarl.cluster.batching import TrainerRanks
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
+from megarl.rollout.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.batch import RLBatch
+from megarl.rollout.stitch import ModelCall, stitch
+from megarl.tracking.metrics import Sum
+from megarl.types import Completion, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory
+
+NUM_LAYERS, TOP_K = 48, 8
+"""Of Qwen3-30B-A3B."""
+SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
+
+
+@dataclass
+class CountingRanks:
+    """Ranks that count what the driver sends them and answer with results of the right size."""
+
+    layout: ParallelConfig
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+
+    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any) -> list[Any]:
+        results = []
+        self.sent[method] = self.received[method] = 0
+        for rank, rows in enumerate(per_rank):
+            at = self.layout.coordinates(rank)
+            self.sent[method] += len(pickle.dumps((method, (rows, *args), {}), protocol=5))
+            of_replica: list[TokenBatch] = per_rank[self.layout.replica_ranks(at.dp)[0]]
+            result: Any = None if method == "forward" else {}
+            if at.tp == 0 and at.pp == self.layout.pp - 1:
+                result = {"train/tokens": Sum(1.0)}
+                if method == "forward":
+                    result = [np.zeros(len(row.token_ids), np.float32) for row in of_replica]
+            self.received[method] += len(pickle.dumps((True, result, None), protocol=5))
+            results.append(result)
+        return results
+
+
+def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Trajectory]]:
+    """Groups of trajectories of log-normal lengths, with a given mean; what they cost on their way is counted."""
+    random = np.random.default_rng(0)
+    lengths = random.lognormal(0.0, 0.6, count)
+    lengths = np.maximum(1, lengths / lengths.mean() * mean_tokens - PROMPT_TOKENS).astype(int)
+    sampling = SamplingSettings(max_new_tokens=int(lengths.max()))
+    ranks.sent["advance"] = ranks.received["advance"] = 0
+    groups: list[list[Trajectory]] = []
+    for sample, length in enumerate(lengths.tolist()):
+        group, number = divmod(sample, SAMPLES_PER_PROMPT)
+        prompt = tuple(random.integers(0, 151936, PROMPT_TOKENS).tolist())
+        request = Request(f"{group}.{number}", prompt, sampling, sample)
+        completion = Completion(
+            request_id=request.request_id,
+            token_ids=random.integers(0, 151936, length),
+            rollout_logprobs=-random.random(length, np.float32),
+            finish_reason="stop",
+            weight_version=1,
+            routed_experts=ExpertsHandle(sample % ranks.layout.world_size, sample << 20),
+        )
+        ranks.sent["advance"] += len(pickle.dumps(request, protocol=5))
+        ranks.received["advance"] += len(pickle.dumps(completion, protocol=5))
+        segments = (stitch([ModelCall(np.array(prompt, np.int32), completion)]),)
+        reward = Reward(float(random.integers(2)), True, True)
+        if number == 0:
+            groups.append([])
+        groups[-1].append(Trajectory("single_turn", Problem(group, (), prompt, ""), group, number, segments, reward))
+    return groups
+
+
+async def step(groups: list[list[Trajectory]], ranks: CountingRanks, row_tokens: int) -> int:
+    """Log-probs and one update on all of a step, as the RL loop asks for them. Returns the step's tokens."""
+    recipe = Recipe.model_validate(
+        {
+            "name": "bytes", "loop": "rl", "model": {"path": "none"}, "data": {"train": "none"},
+            "algorithm": {"importance_sampling": "tis"},
+        }
+    )  # fmt: skip
+    trainer = TrainerRanks(ranks, ranks.layout, row_tokens)  # type: ignore[arg-type]
+    batch = RLBatch.from_groups(groups)
+    batch.per_token["old_logprobs"] = await trainer.forward(batch)
+    compute_advantages(batch, recipe, 0.0)
+    compute_importance_weights(batch, recipe.algorithm)
+    for minibatch in batch.minibatches(recipe, 1):
+        await trainer.update(minibatch, 0.0)
+    return len(batch.token_ids)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=512, help="completions of the step")
+    parser.add_argument("--tokens", type=int, default=8192, help="mean tokens of prompt and completion")
+    parser.add_argument("--dp", type=int, default=8, help="data-parallel replicas")
+    parser.add_argument("--tp", type=int, default=4, help="tensor-parallel ranks of a replica")
+    parser.add_argument("--limit-gb", type=float, default=1.0, help="more than this is a failure")
+    options = parser.parse_args(arguments)
+    ranks = CountingRanks(ParallelConfig(tp=options.tp, pp=1, dp=options.dp, rollout_tp=options.tp))
+    groups = sampled(options.samples, options.tokens, ranks)
+    longest = max(len(segment) for group in groups for t in group for segment in t.segments)
+    num_tokens = asyncio.run(step(groups, ranks, max(longest, 2 * options.tokens)))
+    total = 0
+    print(f"{options.samples} samples, {num_tokens} tokens, dp {options.dp}, tp {options.tp}")
+    print(f"{'call':10} {'sent MB':>10} {'received MB':>12}")
+    for call in ("advance", "forward", "update"):
+        print(f"{call:10} {ranks.sent[call] / 1e6:10.1f} {ranks.received[call] / 1e6:12.1f}")
+        total += ranks.sent[call] + ranks.received[call]
+    print(f"{'all':10} {total / 1e9:.3f} GB through the driver")
+    experts = num_tokens * NUM_LAYERS * TOP_K * 2
+    print(
+        f"routed experts, {experts / 1e9:.2f} GB, stay on the ranks; through the driver they would come in once and go "
+        f"out with forward and update to every rank of a replica: {experts * (1 + 2 * options.tp) / 1e9:.1f} GB"
+    )
+    return 0 if total <= options.limit_gb * 1e9 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
