@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +23,8 @@ optimizer: {{learning_rate: 1e-3}}
 rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 16}}, vllm: {{enable_expert_parallel: true}}}}
 reward: {{functions: ["expert_reward:digits"]}}
 weights: {{verify_every: 1}}
+algorithm: {{dynamic_sampling: [0.0, 1.0], oversampling: 2.0}}
+checkpoint: {{every_steps: 1, keep: 2}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}
 """
 REWARD = """
@@ -28,7 +32,7 @@ from megarl.types import Reward
 
 def digits(completion_text: str, answer: str, *, correct_score: float) -> Reward:
     share = sum(c.isdigit() for c in completion_text) / max(1, len(completion_text))
-    return Reward(score=share, format_valid=True, answer_correct=share > 0.5)
+    return Reward(score=share, format_valid=True, answer_correct=len(completion_text) % 2 == 0)
 """
 
 
@@ -47,4 +51,14 @@ def test_experts_are_trained_where_the_engine_sent_its_tokens(
     assert len(steps) == 2 and all(step["train/grad_norm"] > 0 for step in steps)
     assert all(step["logprob_gap/max"] <= 1e-5 for step in steps)
     assert all("time/reshard_verify_seconds" in step for step in steps)
-    assert (tmp_path / "runs/experts/hf/model.safetensors").exists()
+    assert all(step["rollout/routed_experts_bytes"] > 0 for step in steps)
+    run = tmp_path / "runs/experts"
+    # Groups wait over the checkpoint, and their experts with the ranks that sampled them.
+    kept = {sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}
+    assert list((run / "checkpoints/step_000001").glob("routed_experts_*.safetensors"))
+    shutil.rmtree(run / "checkpoints/step_000002")
+    done = subprocess.run([*command[:-1], "runs/experts", "--resume"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    resumed = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert resumed["train/loss"] == steps[-1]["train/loss"] and resumed["logprob_gap/max"] <= 1e-5
+    assert kept == {sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}
