@@ -26,6 +26,22 @@ from megarl.families.family import Family
 
 FAMILY = Family("ToyForCausalLM", qwen3.rules, qk_norm=True)
 ''',
+    "an environment": '''"""A single turn that earns its length."""
+
+from __future__ import annotations
+
+from megarl.environments import Start, Step
+
+
+class Toy:
+    async def reset(self, problem, seed):
+        return Start(problem.messages)
+
+    async def step(self, turn):
+        return Step(reward=float(len(turn.text)), done=True)
+
+    async def close(self): ...
+''',
     "a reward": '''"""The share of digits in a completion."""
 
 from __future__ import annotations
@@ -76,6 +92,7 @@ LINES = {
     "FAMILIES": ("toy", "toy.FAMILY"),
     "POLICY_LOSSES": ("toy", "toy"),
     "ADVANTAGES": ("toy", "toy"),
+    "ENVIRONMENTS": ("toy", '"megarl.environments.toy:Toy"'),
     "REWARDS": ("toy", '"megarl.rewards.toy:toy"'),
     "TRACKERS": ("toy", '"megarl.tracking.toy:Toy"'),
 }
@@ -87,6 +104,7 @@ import torch
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.environments import find_environment
 from megarl.families import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.rewards import resolve
@@ -101,6 +119,7 @@ print(json.dumps({
     "tensors": len(hf_tensors(shape)),
     "loss": loss.tolist(),
     "advantages": ADVANTAGES["toy"](torch.tensor([2.0, 3.0]), torch.tensor([0, 0])).tolist(),
+    "environment": find_environment("toy").__name__,
     "reward": resolve("toy")("1a2b", "7", correct_score=10.0).score,
     "tracked": Path("toy.txt").read_text(),
 }))
@@ -168,6 +187,7 @@ def test_additions_touch_what_contributing_says(
         "loop": "rl",
         "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "data/train.jsonl", "max_prompt_tokens": 96},
+        "rollout": {"environment": "toy"},
         "reward": {"functions": ["toy"]},
         "algorithm": {"advantage": "toy", "policy_loss": "toy", "policy_loss_kwargs": {"slope": 7.0}},
         "trackers": ["tensorboard", "toy"],
@@ -187,6 +207,7 @@ def test_additions_touch_what_contributing_says(
         "tensors": len(_tensors(tiny_model())),
         "loss": [105.0],
         "advantages": [2.0, 3.0],
+        "environment": "Toy",
         "reward": 5.0,
         "tracked": "11 {'x': 13.0}",
     }
