@@ -54,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[WATCH] = watch = Watch()
     os.environ["TMPDIR"] = tempfile.tempdir = str(watch.folder)
+    # A script's `&` starts programs deaf to Ctrl-C, and so all that they start: tests send these signals to runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
