@@ -17,11 +17,21 @@ else
         sleep 1
     done
 fi
-trap : USR1 TERM
-"$MEGARL_VENV/bin/ray" start --block "${options[@]}" &
-wait $!
-wait $!
-code=$?
+# Ray ends in good order at a TERM only; the step's USR1 reaches all its processes.
+(trap '' USR1 && exec "$MEGARL_VENV/bin/ray" start --block "${options[@]}") &
+ray=$!
+trap 'kill -TERM $ray 2>/dev/null' USR1 TERM
+# Each trapped signal ends a wait early.
+while :; do
+    wait "$ray"
+    code=$?
+    kill -0 "$ray" 2>/dev/null || break
+done
+# What Ray started outlives it for a moment and may write once more.
+for _ in {1..100}; do
+    if rm -rf "$folder" 2>/dev/null && ! pgrep -u "$(id -u)" -f "$folder" >/dev/null; then break; fi
+    sleep 0.1
+done
 rm -rf "$folder"
 # A node that failed ends the step, and so its job's wait for the cluster.
 exit "$code"

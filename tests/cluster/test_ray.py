@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -152,6 +153,23 @@ def node(completion, answer, correct_score):
 """
 
 
+def await_places() -> None:
+    """Wait until this driver's node knows all nodes: an actor goes elsewhere from one that is not known yet."""
+    from ray.exceptions import TaskUnschedulableError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.remote(num_cpus=0)(lambda: True)
+    waiting = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    deadline = time.monotonic() + 120
+    while waiting:
+        try:
+            ray.get(here.options(scheduling_strategy=NodeAffinitySchedulingStrategy(waiting[0], soft=False)).remote())
+            waiting.pop(0)
+        except TaskUnschedulableError:
+            assert time.monotonic() < deadline, ray.nodes()
+            time.sleep(0.1)
+
+
 def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,9 +179,10 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
     (tmp_path / "places.py").write_text(PLACES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    join(cluster.address)
     spare = cluster.add_node(num_cpus=0)
     cluster.wait_for_nodes()
-    join(cluster.address)
+    await_places()
     settings = worker_settings(RewardConfig(functions=("places:node",), wall_timeout_seconds=5.0))
     pool = RewardPool(settings, num_workers=4, make_worker=on_nodes_in_turn())
     try:

@@ -46,12 +46,18 @@ checkpoint: {{every_steps: {every}, keep: 3}}
 """
 
 # A model with random weights answers no question, but can learn to write digits. What counts as right is as good as
-# drawn by lot, so that some groups are left out and others wait.
+# drawn by lot, so that some groups are left out and others wait. An evaluation lasts as long as a file says.
 REWARD = """
+import time
+from pathlib import Path
+
 from megarl.types import Reward
 
 
 def share_of_digits(completion, answer, correct_score):
+    while answer.startswith("held out") and Path("hold").exists():
+        Path("held").touch()
+        time.sleep(0.01)
     share = sum(c.isdigit() for c in completion) / max(1, len(completion))
     return Reward(share, True, len(completion) % 2 == 0)
 """
@@ -94,6 +100,9 @@ def runs(
 ) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("resume"))
     tool("make_dataset").make_dataset(runs.folder / "data", sft=8, train=64, heldout=8)
+    heldout = runs.folder / "data/heldout.jsonl"
+    problems = [json.loads(line) for line in heldout.read_text().splitlines()]
+    heldout.write_text("".join(json.dumps({**p, "gt_answer": f"held out {p['gt_answer']}"}) + "\n" for p in problems))
     (runs.folder / "letters.py").write_text(REWARD)
     model = tiny_model(num_layers=2)
     (runs.folder / "recipe.yaml").write_text(RECIPE.format(model=model, steps=STEPS, every=EVERY))
@@ -168,16 +177,19 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(runs: Runs) -> 
 
 def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for(runs: Runs) -> None:
     name, step = "cut", 5
+    hold, held = runs.folder / "hold", runs.folder / "held"
     driver = runs.start("recipe.yaml", f"name={name}")
     try:
-        # The samples of a step are written right before its evaluation.
-        while not (runs.run(name) / f"samples/step_{step:06d}.jsonl").exists():
+        await_moment(runs, name, driver, 1, False)
+        hold.touch()
+        while not held.exists():
             assert driver.poll() is None, driver.communicate()
-            time.sleep(0.001)
+            time.sleep(0.01)
         driver.send_signal(signal.SIGUSR1)
         output, _ = driver.communicate(timeout=600)
     finally:
         driver.kill()
+        hold.unlink(missing_ok=True)
     assert driver.returncode == 75 and runs.status(name)["step"] == step, output
     newest = runs.run(name) / "checkpoints" / runs.checkpoints(name)[-1]
     unlogged = json.loads((newest / "driver.json").read_text())["unlogged"]
