@@ -27,13 +27,14 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, mega
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.live import GatheredReshard, Reshard, record
 from megarl.reshard.plan import RankTopology
+from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
 from megarl.training.engine import TrainingEngine
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, HeldExperts
-from megarl.types import Completion, ExpertsHandle, Request
+from megarl.types import Completion, ExpertsHandle, Request, TrainingSequence
 
 Model = TypeVar("Model", bound=ModelShard)
 
@@ -76,6 +77,9 @@ class Worker:
             with self._reshard_memory(self.engine):
                 self.resharding = self._plan_reshard(self.engine)
                 self.resharding.self_test()
+                trainer_logprobs = self._probe_trainer() if self._is_probed else None
+            if self._is_probed:
+                self._check_probe(trainer_logprobs)
 
     def start_notices(self) -> list[str]:
         """What the person at the terminal should know of how this run goes."""
@@ -132,16 +136,55 @@ class Worker:
     def reshard(self, verify: bool = False) -> dict[str, float]:
         """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.
 
-        Raises MegarlError with the first parameter that differs.
+        Compared are checksums, or where the engine converts its weights log-probs: then `probe_gap` is the mean
+        distance in nats. Raises MegarlError with the first parameter that differs, or the rank whose log-probs do.
         """
         assert self.engine is not None and self.resharding is not None
+        trainer_logprobs = None
         with self._reshard_memory(self.engine):
             report = self.resharding.run()
-            if verify:
-                started = time.perf_counter()
+            started = time.perf_counter()
+            if verify and isinstance(self.resharding, Reshard):
                 self.resharding.verify()
-                report["verify_seconds"] = time.perf_counter() - started
+            elif verify:
+                trainer_logprobs = self._probe_trainer()
+            seconds = time.perf_counter() - started
+        if not verify:
+            return report
+        if self._is_probed:
+            started = time.perf_counter()
+            report["probe_gap"] = self._check_probe(trainer_logprobs)
+            seconds += time.perf_counter() - started
+        report["verify_seconds"] = seconds
         return report
+
+    @property
+    def _is_probed(self) -> bool:
+        """Whether a reshard is verified by log-probs: the engine holds the weights in another form."""
+        return isinstance(self.resharding, GatheredReshard)
+
+    def _probe_trainer(self) -> NDArray[np.float32] | None:
+        """The probe prompt's log-probs by the trainer, on ranks that report."""
+        prompt = self._probe_prompt()
+        row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
+        found = self.trainer.forward_at_temperature_1([row] * self.layout.rows_multiple)
+        return found[0] if found else None
+
+    def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
+        """How far the engine's log-probs of the probe prompt are from the trainer's, nats in the mean; see `probe`."""
+        assert self.engine is not None
+        tolerance = self.recipe.weights.probe_tolerance or TOLERANCES[self.recipe.model.dtype]
+        return check_logprobs(
+            trainer_logprobs,
+            self.engine.prompt_logprobs(self._probe_prompt()),
+            replica=self.engine.replica,
+            tolerance=tolerance,
+        )
+
+    def _probe_prompt(self) -> NDArray[np.int64]:
+        context_tokens = self.recipe.data.max_prompt_tokens + self.recipe.rollout.sampling.max_new_tokens
+        # One less: the engine samples a token behind a prompt that it scores.
+        return probe_prompt(self.trainer.shape.vocab_size, context_tokens - 1)
 
     @contextmanager
     def _reshard_memory(self, engine: RolloutEngine) -> Iterator[None]:

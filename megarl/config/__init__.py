@@ -249,9 +249,12 @@ class EvaluationConfig(Section):
 class WeightsConfig(Section):
     bucket_mib: PositiveInt = 256
     """Size of a reshard bucket in MiB; at most two are in memory."""
-    verify_every: NonNegativeInt = 0
-    """Compare checksums of the engine's live parameters with the trainer's after each so many steps' reshard; 0: only
-    once, before training."""
+    verify_every: NonNegativeInt = 50
+    """Compare the engine's weights with the trainer's before training and after each so many steps' reshard: checksums
+    of the live parameters, or log-probs of a prompt where the engine converts its weights. 0: only before training."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest mean distance of these log-probs in nats (reshard/probe_gap); left out, 0.001 in float32 and 0.1 in
+    bfloat16. An engine that quantizes its weights may need more."""
 
 
 class CheckpointConfig(Section):

@@ -248,6 +248,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "evaluation.sampling": _ENGINE,
     "weights.bucket_mib": _ALWAYS,
     "weights.verify_every": _ENGINE,
+    "weights.probe_tolerance": _ENGINE,
     "checkpoint": _ALWAYS,
 }
 """A field, or a section whose fields all do alike, to what it needs; all must hold."""

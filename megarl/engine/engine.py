@@ -112,6 +112,20 @@ class RolloutEngine:
             finally:
                 self._channel.release()
 
+    def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """Log-probs of a prompt's tokens at temperature 1: float32 [tokens], the first one zero; None on followers.
+
+        Called on all ranks of a replica, when it has no other request; nothing of the prompt stays in the cache.
+        """
+        with preserved_random_state():
+            if self._engine is None:
+                serve(self._worker, self._channel)
+                return None
+            try:
+                return self._score(self._engine, token_ids)
+            finally:
+                self._channel.release()
+
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors through vLLM's own loader, converted as at its start. All ranks of a replica."""
         with preserved_random_state():
@@ -174,6 +188,20 @@ class RolloutEngine:
             if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
         return completions
+
+    def _score(self, engine: LLMEngine, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        if engine.has_unfinished_requests():
+            raise RuntimeError("a prompt is scored only when the engine has no other request")
+        prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
+        engine.add_request("prompt_logprobs", prompt, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+        outputs: list[Any] = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        engine.reset_prefix_cache()
+        [output] = outputs
+        _, *others = output.prompt_logprobs
+        found = [0.0, *(at[token].logprob for at, token in zip(others, token_ids[1:].tolist(), strict=True))]
+        return np.array(found, np.float32)
 
     def _add(self, engine: LLMEngine, request: Request) -> list[Completion]:
         """Give vLLM a request. Returns its completion if vLLM refuses it, else nothing."""

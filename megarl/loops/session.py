@@ -95,7 +95,10 @@ class Session:
         return {name.replace("train/", "critic/", 1): value for name, value in values(merge(updates)).items()}
 
     async def reshard(self, step: int) -> dict[str, float]:
-        """Bring the trainer's weights into the engines; the slowest rank's seconds and the bytes of all."""
+        """Bring the trainer's weights into the engines; the slowest rank's seconds and the bytes of all.
+
+        `reshard/probe_gap`: how far the log-probs of engines that convert their weights are, where they are compared.
+        """
         every = self.recipe.weights.verify_every
         reports = await self.ranks.call("reshard", verify=every > 0 and step % every == 0)
         seconds = {
@@ -104,7 +107,8 @@ class Session:
         moved = {
             f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")
         }
-        return seconds | moved
+        gaps = {"reshard/probe_gap": max(r["probe_gap"] for r in reports)} if "probe_gap" in reports[0] else {}
+        return seconds | moved | gaps
 
     @property
     def steps(self) -> range:

@@ -101,6 +101,8 @@ class Reshard:
 class GatheredReshard:
     """Every tensor whole on every rank, some at a time, and through `load`: for engines that convert their weights.
 
+    The engine holds converted weights, so that no bytes can be compared: `reshard.probe` compares log-probs instead.
+
     `sources` are all ranks' layouts. Full tensors of `bucket_bytes` together, or one, are held beside the staging.
     """
 
@@ -140,9 +142,6 @@ class GatheredReshard:
         report: dict[str, float] = {}
         self._load(self._gathered(report))
         return report
-
-    def verify(self) -> None:
-        """Nothing to compare: the engine holds converted weights."""
 
     def self_test(self) -> None:
         """Load all weights once."""

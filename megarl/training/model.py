@@ -101,6 +101,18 @@ class ModelShard:
         """Whether this rank holds results of its replica: the last stage's first tensor rank, of every context part."""
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
+    def forward_at_temperature_1(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
+        """`forward` of a policy, whatever the temperature that it is sampled and trained at."""
+        policies = [chunk for chunk in self.chunks if isinstance(chunk, PolicyModel)]
+        before = [policy.temperature for policy in policies]
+        for policy in policies:
+            policy.temperature = 1.0
+        try:
+            return self.forward(rows)
+        finally:
+            for policy, temperature in zip(policies, before, strict=True):
+                policy.temperature = temperature
+
     def forward(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
         """Log-probs of every token of this replica's rows, or the values before each, as the model stands.
 

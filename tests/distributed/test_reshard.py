@@ -68,6 +68,7 @@ def update(worker: Any, layout: ParallelConfig) -> None:
                     token_ids=rng.integers(0, worker.trainer.shape.vocab_size, 17),
                     loss_mask=trained,
                     token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
+                    advantages=trained.astype(np.float32),
                 )
             ]
         )
@@ -228,12 +229,13 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     """What verification says after two rows of one rank's engine were exchanged, and after a reshard mended it."""
     import torch
 
+    from megarl.reshard.live import Reshard
     from megarl.types import MegarlError
     from megarl.worker import Worker
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine is not None and worker.resharding is not None
+    assert worker.engine is not None and isinstance(worker.resharding, Reshard)
     said = []
     if rank == 1:
         with torch.no_grad():
@@ -297,3 +299,67 @@ def test_an_engine_that_keeps_other_weights_gets_full_tensors(
     for different, notices in ranks.run(train_and_gather, recipe, layout, str(tmp_path / "hf"), world_size=2):
         assert different == []
         assert len(notices) == 1 and "full tensors" in notices[0] and "adapters inside vLLM" in notices[0]
+
+
+def probe_clean_and_spoiled(
+    recipe: Recipe, layout: ParallelConfig, spoiled_rank: int, factor: float
+) -> tuple[float, str, float]:
+    """The probe's gap after an update; its error where an engine's matrix is times `factor`; its gap after that."""
+    import torch
+
+    from megarl.reshard.live import GatheredReshard
+    from megarl.types import MegarlError
+    from megarl.worker import Worker
+
+    rank = torch.distributed.get_rank()
+    worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    resharding, engine = worker.resharding, worker.engine
+    assert engine is not None and isinstance(resharding, GatheredReshard)
+    assert engine.weight_version == 1
+    update(worker, layout)
+    clean = worker.reshard(verify=True)["probe_gap"]
+    run = resharding.run
+
+    def run_and_spoil() -> dict[str, float]:
+        report = run()
+        if rank == spoiled_rank:
+            with torch.no_grad():
+                dict(engine.model.named_parameters())["model.layers.1.mlp.down_proj.base_layer.weight"].mul_(factor)
+        return report
+
+    resharding.run = run_and_spoil
+    said = ""
+    try:
+        worker.reshard(verify=True)
+    except MegarlError as error:
+        said = str(error)
+    resharding.run = run
+    mended = worker.reshard(verify=True)["probe_gap"]
+    worker.close()
+    return clean, said, mended
+
+
+@pytest.mark.parametrize(
+    ("layout", "spoiled_rank", "named", "factor"),
+    [
+        pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), 1, "rank 1", 0.0, id="a replica of its own"),
+        pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), 1, "rank 0", float("nan"), id="part of one"),
+    ],
+)
+def test_the_probe_finds_spoiled_weights_of_an_engine_that_converts_them(
+    ranks: RankPool,
+    tiny_model: Callable[..., Path],
+    layout: ParallelConfig,
+    spoiled_rank: int,
+    named: str,
+    factor: float,
+) -> None:
+    model = tiny_model(num_layers=2, family="qwen3", num_kv_heads=2)
+    recipe = recipe_of(model, layout, enable_lora=True)
+    # A prompt's log-probs are compared at temperature 1, whatever the one that is trained at.
+    sampling = recipe.rollout.sampling.model_copy(update={"temperature": 0.5})
+    rollout = recipe.rollout.model_copy(update={"sampling": sampling})
+    recipe = recipe.model_copy(update={"loop": "rl", "rollout": rollout})
+    for clean, said, mended in ranks.run(probe_clean_and_spoiled, recipe, layout, spoiled_rank, factor, world_size=2):
+        assert 0 < clean < 1e-4 and 0 < mended < 1e-4
+        assert f"{named}: after a reshard the log-probs of the engine" in said and "above 0.001" in said
