@@ -138,11 +138,16 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What a reward function says of one completion: the score that is trained on, and two rates that are logged."""
+    """A completion's reward: the score that is trained on, and two flags whose rates are logged.
+
+    A reward function returns one, with the first three fields; the sum over functions has each one's own score too.
+    """
 
     score: float
     format_valid: bool
     answer_correct: bool
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """Score of each function by its name in metrics, without its weight; None where it has no opinion."""
 
 
 @dataclass(frozen=True, slots=True)

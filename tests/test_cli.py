@@ -66,15 +66,15 @@ OWN_REWARD = """
 from megarl.types import Reward
 
 
-def score(text, answer, *, correct_score):
-    return Reward(correct_score, True, text == answer)
+def score(completion_text, answer, *, correct_score):
+    return Reward(correct_score, True, completion_text == answer)
 """
 
 
 def test_a_dry_run_tries_the_rewards(recipe: Path) -> None:
     for name, told in (
         ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),
-        ("own_rewards:of_trl", "its signature is (completions, **kwargs)"),
+        ("own_rewards:of_trl", "its parameter completions is not known"),
     ):
         (recipe.parent / "own_rewards.py").write_text("def of_trl(completions, **kwargs): return [0.0]\n")
         done = megarl("train", recipe, f"reward.functions=[{name}]", "--dry-run", cwd=recipe.parent)

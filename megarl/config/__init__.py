@@ -6,19 +6,22 @@ What one field can tell is checked here; what several fields, the model folder o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
+    JsonValue,
     ModelWrapValidatorHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
+    model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from megarl.config.learning import (
     OVERLONG_PARTS,
@@ -172,16 +175,43 @@ class DataConfig(Section):
     answer_field: str = "gt_answer"
     """Field of a record with the gold answer."""
     system_prompt: str | None = None
-    """System prompt of each conversation that has none."""
+    """System message put before each conversation that has none; `default`: that of the first of reward.functions whose
+    format needs one (boxed, think_answer_tags); `none` or left out: no message."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum length of a prompt in tokens, chat template included; a longer one is an error."""
     shuffle: bool = True
     """Shuffle the records anew each epoch, by the run's seed."""
 
 
+class RewardFunctionConfig(Section):
+    name: str
+    """A name of `megarl.rewards`, `package.module:function` or `path/to/file.py:function`. Its parameters are named
+    after the values of a sample that it wants (`megarl.rewards.calling`)."""
+    weight: float = 1.0
+    """Factor of its score in the sum; 0: it is only measured (reward/NAME/mean)."""
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments that it is called with besides; plain values, which go to another process."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return {"name": given}
+        if not isinstance(given, Mapping | cls):
+            raise PydanticCustomError("reward_function", "must be a name or {name: ..., weight: ..., kwargs: {...}}")
+        return given
+
+    @model_serializer(mode="wrap")
+    def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
+        """The bare name where that says all."""
+        return self.name if self == RewardFunctionConfig(name=self.name) else dump(self)
+
+
 class RewardConfig(Section):
-    functions: tuple[str, ...] = ("boxed",)
-    """Reward functions whose scores are added: names of `megarl.rewards`, or `package.module:function`."""
+    functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="boxed"),)
+    """Reward functions whose weighted scores are added: names of `megarl.rewards`, `package.module:function` or
+    `path/to/file.py:function`; with a weight or arguments {name: ..., weight: ..., kwargs: {...}}. Relative paths begin
+    at the current folder."""
     function_weight: NonNegativeFloat = 1.0
     """Weight of the functions' scores beside the reward model's; 0: they only measure accuracy."""
     model: str | None = None

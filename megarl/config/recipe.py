@@ -226,6 +226,8 @@ def _printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any
 
     if place in references:
         return references[place]
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
     if isinstance(value, Mapping):
         return {name: _printable(item, (*place, str(name)), references) for name, item in value.items()}
     if isinstance(value, list | tuple):

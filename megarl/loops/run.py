@@ -114,7 +114,7 @@ async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin
             sampler=GroupSampler(
                 pool=EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests),
                 dialogue=Dialogue(tokenizer),
-                score=lambda text, problem: rewards.score(text, problem.answer),
+                score=rewards.score,
                 environment=recipe.rollout.environment,
                 make_environment=find_environment(recipe.rollout.environment),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
 from megarl.preflight.sizes import row_multiple
-from megarl.types import DataError, Problem, TrainingSequence
+from megarl.rewards import SYSTEM_PROMPTS
+from megarl.types import ConfigError, DataError, Problem, TrainingSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -51,8 +52,33 @@ def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Probl
     """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line."""
     from megarl.data import problems
 
-    settings = recipe.data.model_dump(include={"answer_field", "system_prompt", "max_prompt_tokens"})
-    return problems.read_problems(path, tokenizer, **settings)
+    return problems.read_problems(
+        path,
+        tokenizer,
+        answer_field=recipe.data.answer_field,
+        system_prompt=system_prompt(recipe),
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+
+
+def system_prompt(recipe: Recipe) -> str | None:
+    """The system message of conversations that have none; None: no message.
+
+    Raises ConfigError where the default is asked for and no reward function has one.
+    """
+    given = recipe.data.system_prompt
+    if given in (None, "none"):
+        return None
+    if given != "default":
+        return given
+    names = [function.name for function in recipe.reward.functions] if recipe.has_engine else []
+    prompts = [SYSTEM_PROMPTS[name] for name in names if name in SYSTEM_PROMPTS]
+    if not prompts:
+        raise ConfigError(
+            "data.system_prompt = default: is the instruction of a reward function's format, and "
+            f"{', '.join(names) or 'this recipe'} has none; give the text itself, or leave it out"
+        )
+    return prompts[0]
 
 
 def read_conversations(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[TrainingSequence]:
@@ -60,9 +86,7 @@ def read_conversations(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[
     from megarl.data import conversations
 
     longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
-    return conversations.read_conversations(
-        path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest
-    )
+    return conversations.read_conversations(path, tokenizer, system_prompt=system_prompt(recipe), max_tokens=longest)
 
 
 def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Answers]:
@@ -76,11 +100,11 @@ def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[An
     longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
     if recipe.loop == "reward_model":
         pairs = preferences.read_preferences(
-            path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest - 2
+            path, tokenizer, system_prompt=system_prompt(recipe), max_tokens=longest - 2
         )
         return [(preferences.scored(chosen), preferences.scored(rejected)) for chosen, rejected in pairs]
     read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
-    return read(path, tokenizer, system_prompt=recipe.data.system_prompt, max_tokens=longest)
+    return read(path, tokenizer, system_prompt=system_prompt(recipe), max_tokens=longest)
 
 
 def runs_folder(recipe: Recipe) -> Iterator[str]:

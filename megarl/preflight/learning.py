@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.effects import unmet
 from megarl.families.shape import ModelShape
+from megarl.preflight.files import system_prompt
 from megarl.types import ConfigError
 
 
@@ -79,18 +81,29 @@ def trackers(recipe: Recipe) -> Iterator[str]:
 
 
 def rewards(recipe: Recipe) -> Iterator[str]:
-    from megarl.rewards import locate
+    from megarl.rewards import locate, metric_name
 
     reward = recipe.reward
     if recipe.has_engine and not reward.functions:
         yield "reward.functions = []: something must say what is right; beside a reward model its weight may be 0"
-    for name in {name: None for name in reward.functions if reward.functions.count(name) > 1}:
-        yield f"reward.functions = {list(reward.functions)}: {name} is named twice and would count twice; name it once"
-    for name in reward.functions:
+    names = [function.name for function in reward.functions]
+    for name in {name: None for name in names if names.count(name) > 1}:
+        yield f"reward.functions = {names}: {name} is named twice and would count twice; name it once"
+    for one, other in combinations(dict.fromkeys(names), 2):
+        if metric_name(one) == metric_name(other):
+            yield (
+                f"reward.functions = {names}: {one} and {other} would share the metric reward/{metric_name(one)}/mean; "
+                "give one function another name"
+            )
+    for name in names:
         try:
             locate(name)
         except ConfigError as error:
             yield str(error)
+    try:
+        system_prompt(recipe)
+    except ConfigError as error:
+        yield str(error)
 
 
 def sampling(recipe: Recipe) -> Iterator[str]:

@@ -7,35 +7,38 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megarl.config import Recipe
+from megarl.config import Recipe, RewardFunctionConfig
 from megarl.config.recipe import error_page
 from megarl.data.records import read_records
-from megarl.rewards import expected
+from megarl.preflight.files import system_prompt
+from megarl.rewards.calling import Sample, expected
 from megarl.rewards.worker import RewardWorker, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
 
 def check_rewards(recipe: Recipe) -> None:
-    """Import each reward function in a process of its own and call it once, on the first record's gold answer.
+    """Import each reward function in a process of its own and call it once, its completion the first record's answer.
 
     Raises one ConfigError that lists all functions at fault.
     """
     if not recipe.has_engine:
         return
     path = recipe.data.train if recipe.loop == "rl" else next(iter(recipe.data.validation.values()))
-    answer = next(read_records(path)).text(recipe.data.answer_field)
+    record = next(read_records(path))
+    answer = record.text(recipe.data.answer_field)
+    sample = Sample(answer, answer, record.messages(system_prompt(recipe)), record.fields, num_tokens=1)
     settings = worker_settings(recipe.reward)
-    wrong = [text for name in dict.fromkeys(settings.functions) for text in _try(name, settings, answer)]
+    wrong = [text for function in settings.functions for text in _try(function, settings, sample)]
     if wrong:
         raise ConfigError(error_page(f"rewards of recipe {recipe.name}", wrong))
 
 
-def _try(name: str, settings: WorkerSettings, answer: str) -> Iterator[str]:
+def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
     """Faults of a function."""
     with TemporaryDirectory(prefix="megarl_rewards_") as folder:
-        worker = RewardWorker(replace(settings, functions=(name,)), str(Path(folder) / "output.log"))
+        worker = RewardWorker(replace(settings, functions=(function,)), str(Path(folder) / "output.log"))
         try:
-            scored = worker.ask(answer, answer)
+            scored = worker.ask(sample)
         except ConfigError as error:
             yield str(error)
             return
@@ -46,6 +49,7 @@ def _try(name: str, settings: WorkerSettings, answer: str) -> Iterator[str]:
             worker.close()
     if scored.failure:
         yield (
-            f"reward.functions: {name!r} gives no reward for the first record, whose gold answer {answer!r:.60} was "
-            f"given as completion too: {scored.detail.strip()}\nMend it; it must be: {expected(name)}"
+            f"reward.functions: {function.name!r} gives no reward for the first record, whose gold answer "
+            f"{sample.answer!r:.60} was given as completion too: {scored.detail.strip()}\n"
+            f"Mend it; for example: {expected(function.name)}"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from megarl.config import Recipe
+from megarl.config.formulas import taking
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 
@@ -125,8 +126,12 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
             f"{sequences // parts} sequences for each data-parallel rank; use larger batches or vpp 1"
         )
     advantage = recipe.algorithm.advantage
-    if is_rl and advantage in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline") and samples < 2:
-        yield f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several; use 2 or more"
+    compares = advantage in taking("algorithm.advantage", "lone_sample")
+    if is_rl and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
+        yield (
+            f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several; use 2 or more, "
+            "or set algorithm.lone_sample=reward"
+        )
 
 
 def lengths(recipe: Recipe) -> Iterator[str]:

@@ -1,31 +1,41 @@
-"""Rewards: what is good, decided by functions of a completion's text and the gold answer.
+"""Rewards: how good a sample is, decided by functions of its text, the gold answer and more.
 
-A reward function is `(completion_text, answer, *, correct_score) -> megarl.types.Reward`, pure and free to be slow: it
-runs in a process of its own that is killed at a deadline. A recipe names functions of the table below, or its own as
-`package.module:function` or `path/to/file.py:function`.
+A reward function is called with keywords: its parameters are named after the values of a sample that it wants
+(`calling.PARAMETERS`), in any order, so that `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)`
+and `def f(record, num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None where it has no
+opinion (`scores`). It is free to be slow: it runs in a process of its own that is killed at a deadline. A recipe names
+functions of the table below, or its own as `package.module:function` or `path/to/file.py:function`, each with a weight
+and keyword arguments of its own if it likes.
 
-Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `scores` (what a
-function may return), `server` (the process that calls functions), `keeper` (its parent, which bounds it), `worker` (the
-driver's side of one process, over `frames`), `scoring` (the pool).
+Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `calling` (what a
+function is called with), `scores` (what it may return), `server` (the process that calls functions), `keeper` (its
+parent, which bounds it), `worker` (the driver's side of one process, over `frames`), `scoring` (the pool).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable
+from typing import Any
 
 from megarl.files.python_function import import_function, is_import_path
-from megarl.types import ConfigError, Reward
+from megarl.types import ConfigError
 
 REWARDS = {
     "boxed": "megarl.rewards.boxed:boxed",
     "think_answer_tags": "megarl.rewards.think_answer_tags:think_answer_tags",
 }
 
-EXPECTED = "def {function}(completion_text: str, answer: str, *, correct_score: float) -> megarl.types.Reward"
-"""How a reward function is defined."""
+SYSTEM_PROMPTS = {
+    "boxed": "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}.",
+    "think_answer_tags": (
+        "Think the problem through first, then answer it. Put the thoughts between <think> and </think> and the final "
+        "answer between <answer> and </answer>, each pair of tags once and in this order, like this: "
+        "<think> your thoughts </think><answer> your answer </answer>"
+    ),
+}
+"""The instruction that a function's format needs, for `data.system_prompt: default`."""
 
 
 def locate(name: str) -> str:
@@ -45,30 +55,15 @@ def locate(name: str) -> str:
     )
 
 
-def resolve(name: str) -> Callable[..., Reward]:
-    """The reward function of that name; imports its module.
+def metric_name(name: str) -> str:
+    """The name of a reward function in metrics, `reward/NAME/mean`: the function's own, without its module or file."""
+    return name if name in REWARDS else name.rpartition(":")[2]
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The reward function of that name; imports its module or runs its file.
 
     Raises ConfigError if there is no such function, or its module cannot be imported.
     """
     locate(name)
     return import_function(REWARDS.get(name, name), "reward.functions")
-
-
-def check_signature(name: str, function: Callable[..., object]) -> None:
-    """Raise ConfigError if the function cannot be called as a reward function is."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # Some functions of compiled modules do not tell; they show it when they are called.
-    try:
-        signature.bind("completion", "answer", correct_score=1.0)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.functions: {name!r}: its signature is {signature}, which does not take completion, answer and "
-            f"correct_score ({error}). Define it as: {expected(name)}"
-        ) from None
-
-
-def expected(name: str) -> str:
-    """The line that defines a reward function of that name."""
-    return EXPECTED.format(function=locate(name).rpartition(":")[2])

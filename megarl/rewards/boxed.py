@@ -8,7 +8,7 @@ from megarl.types import Reward
 _OPENING = r"\boxed{"
 
 
-def boxed(completion_text: str, answer: str, *, correct_score: float) -> Reward:
+def boxed(completion_text: str, answer: str, *, correct_score: float = 1.0) -> Reward:
     """Score the last \\boxed{} of the completion against the gold answer.
 
     The format is valid if there is such a box and it is closed. The score is `correct_score` for the right answer, half

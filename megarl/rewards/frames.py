@@ -25,9 +25,20 @@ class FrameError(Exception):
     """What arrived is not a message of this protocol."""
 
 
+class UnsendableError(Exception):
+    """What is to be sent holds a value that JSON has not."""
+
+
 def send(connection: socket.socket, message: dict[str, Any], patience: Patience | None = None) -> None:
-    """Write a whole message. Raises OSError where nobody reads any more, and what `patience` raises."""
-    payload = json.dumps(message, allow_nan=False).encode()
+    """Write a whole message.
+
+    Raises UnsendableError, before anything is written, for what JSON cannot hold, OSError where nobody reads any more,
+    and what `patience` raises.
+    """
+    try:
+        payload = json.dumps(message, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsendableError(str(error)) from None
     rest = memoryview(_LENGTH.pack(len(payload)) + payload)
     while rest:
         if patience:

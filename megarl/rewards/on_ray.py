@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.rewards.calling import Sample
 from megarl.rewards.scoring import MakeScorer
 from megarl.rewards.worker import RewardWorker, Scored, WorkerSettings
 from megarl.types import PeerLostError
@@ -33,12 +34,12 @@ class RayRewardWorker:
         self._start_timeout_seconds = settings.start_timeout_seconds
         self._actor: Any = actor.remote(settings, log_file)
 
-    def ask(self, completion_text: str, answer: str) -> Scored:
+    def ask(self, sample: Sample) -> Scored:
         """See `RewardWorker.ask`. Raises PeerLostError also if the cluster has no place for the actor any more."""
         deadline = time.monotonic() + self._start_timeout_seconds
         while True:
             try:
-                return ray.get(self._actor.ask.remote(completion_text, answer))
+                return ray.get(self._actor.ask.remote(sample))
             except RayActorError as error:  # its node may be lost: Ray starts it elsewhere, and scoring can be repeated
                 if self._is_closed or time.monotonic() > deadline:
                     raise PeerLostError(f"a reward worker on Ray is lost or closed: {error}") from None

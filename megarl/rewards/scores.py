@@ -1,39 +1,104 @@
-"""Which results of a reward function count as rewards, and their sum."""
+"""Which results of a reward function count as rewards, their weighted sum, and each function's metrics.
+
+A function returns
+- a `megarl.types.Reward`: a score, and whether the format is valid and the answer correct;
+- a number, or True or False for 1 and 0: a score alone, which says nothing of format and answer;
+- None: it has no opinion of this sample, which counts nothing in the sum nor in the function's metrics.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
+from megarl.rewards import metric_name
 from megarl.types import Reward
 
 MAX_ABSOLUTE_SCORE = 1e6
 """Largest score: squares and sums of millions of such scores are exact enough in float32, those of 1e300 infinite."""
 
 
-def checked(result: Any) -> Reward:
-    """A function's result as a Reward of plain values. Raises TypeError or ValueError where it is none."""
+@dataclass(frozen=True, slots=True)
+class FunctionScore:
+    """One function's opinion of a sample; None of format or answer: it does not say."""
+
+    score: float
+    format_valid: bool | None = None
+    answer_correct: bool | None = None
+
+
+def checked(result: Any) -> FunctionScore | None:
+    """A function's result as plain values. Raises TypeError or ValueError where it is none of the kinds above."""
+    if result is None:
+        return None
     if not isinstance(result, Reward):
-        raise TypeError(f"returned {result!r:.200}, not a megarl.types.Reward")
+        if not isinstance(result, Real | np.bool_):
+            raise TypeError(f"returned {result!r:.200}, not a number, None or a megarl.types.Reward")
+        return FunctionScore(_moderate(float(result), result))
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
         raise TypeError(f"returned a score that is not a number: {result!r:.200}")
-    score = float(result.score)
-    if not math.isfinite(score) or abs(score) > MAX_ABSOLUTE_SCORE:
-        raise ValueError(f"returned a score outside -{MAX_ABSOLUTE_SCORE:g} to {MAX_ABSOLUTE_SCORE:g}: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
         if getattr(result, name) not in (True, False):
             raise TypeError(f"returned a Reward whose {name} is not True or False: {result!r:.200}")
-    return Reward(score, bool(result.format_valid), bool(result.answer_correct))
+    score = _moderate(float(result.score), result)
+    return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct))
 
 
-def added(rewards: Sequence[Reward]) -> Reward:
-    """The sum of the scores; format and answer are good if all say so. Raises ValueError for too large a sum."""
-    return checked(
-        Reward(
-            score=sum(reward.score for reward in rewards),
-            format_valid=all(reward.format_valid for reward in rewards),
-            answer_correct=all(reward.answer_correct for reward in rewards),
-        )
+def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, float]) -> Reward:
+    """The sum of weight x score over the functions that have an opinion; each function's own score beside.
+
+    Format and answer are good if all functions that speak of them say so. If none does, the format is valid and the
+    answer correct where the sum is positive. Raises ValueError for too large a sum.
+    """
+    opinions = {name: score for name, score in scores.items() if score is not None}
+    total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
+    formats = [o.format_valid for o in opinions.values() if o.format_valid is not None]
+    answers = [o.answer_correct for o in opinions.values() if o.answer_correct is not None]
+    return Reward(
+        score=_moderate(total, total),
+        format_valid=all(formats) if opinions else False,
+        answer_correct=all(answers) if answers else total > 0,
+        scores={name: None if score is None else score.score for name, score in scores.items()},
     )
+
+
+def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
+    """A reward of these functions from a reward process's reply. Raises KeyError, TypeError, ValueError for another."""
+    scores: dict[str, float | None] = {}
+    for name in names:
+        score = checked(reply["scores"][name])
+        scores[metric_name(name)] = None if score is None else score.score
+    total = checked(Reward(reply["score"], reply["format_valid"], reply["answer_correct"]))
+    assert total is not None
+    return Reward(total.score, bool(total.format_valid), bool(total.answer_correct), scores)
+
+
+def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
+    """`reward/NAME/mean`, `/std`: each function's scores, without its weight, over the samples that it has scored.
+
+    `reward/NAME/unscored`: the share of samples of which it has no opinion; `reward/unscored`: the number of samples of
+    which none has, whose functions' score is zero. Samples whose scoring failed (`reward/errors`, `/timeouts`) are left
+    out.
+    """
+    scored = [reward.scores for reward in rewards if reward.scores]
+    if not scored:
+        return {}
+    metrics = {"reward/unscored": float(sum(all(s is None for s in scores.values()) for scores in scored))}
+    for name in scored[0]:
+        opinions = [score for scores in scored if (score := scores[name]) is not None]
+        metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(scored)
+        if opinions:
+            metrics[f"reward/{name}/mean"] = float(np.mean(opinions))
+            metrics[f"reward/{name}/std"] = float(np.std(opinions))
+    return metrics
+
+
+def _moderate(score: float, result: Any) -> float:
+    if not math.isfinite(score) or abs(score) > MAX_ABSOLUTE_SCORE:
+        raise ValueError(f"returned a score outside -{MAX_ABSOLUTE_SCORE:g} to {MAX_ABSOLUTE_SCORE:g}: {result!r:.200}")
+    return score

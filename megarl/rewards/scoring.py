@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Failure, RewardWorker, Scored, WorkerSettings
 
 
 class Scorer(Protocol):
     """One reward process, somewhere."""
 
-    def ask(self, completion_text: str, answer: str) -> Scored:
+    def ask(self, sample: Sample) -> Scored:
         """See `RewardWorker.ask`."""
         ...
 
@@ -34,11 +35,11 @@ MakeScorer = Callable[[WorkerSettings, str | None], Scorer]
 class RewardPool:
     """Score completions in `num_workers` processes that live until `close`.
 
-    A completion whose scoring takes too long, raises, ends its process, or gives anything but a Reward with a finite
-    score of moderate size, is scored zero and says so (`Scored.failure`). The clock starts when a process has imported
-    the functions and takes the completion. Construction starts the processes without waiting for them. `make_worker`
-    says where the processes are, `log_folder` where the logs of what they print go (`reward_NNNN.log`), `notice` is
-    told the first failure of each kind.
+    A completion whose scoring takes too long, raises, ends its process, or gives anything but what `scores` describes,
+    with a finite score of moderate size, is scored zero and says so (`Scored.failure`). The clock starts when a process
+    has imported the functions and takes the completion. Construction starts the processes without waiting for them.
+    `make_worker` says where they are, `log_folder` where the logs of what they print go (`reward_NNNN.log`); `notice`
+    is told the first failure of each kind.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class RewardPool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
 
-    async def score(self, completion_text: str, answer: str) -> Scored:
-        """The sum of the functions' scores; format and answer are good if all functions say so.
+    async def score(self, sample: Sample) -> Scored:
+        """The weighted sum of the functions' scores; format and answer are good if all functions that judge them agree.
 
         Any number may be awaited at once; each waits for a free process. Raises ConfigError if a function cannot be
         imported, PeerLostError if the processes do not start or the pool is closed meanwhile.
         """
         loop = asyncio.get_running_loop()
-        scored = await loop.run_in_executor(self._threads, self._score, completion_text, answer)
+        scored = await loop.run_in_executor(self._threads, self._score, sample)
         if scored.failure and scored.failure not in self._noticed:
             self._noticed.add(scored.failure)
             self._notice(
@@ -81,9 +82,9 @@ class RewardPool:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _score(self, completion_text: str, answer: str) -> Scored:
+    def _score(self, sample: Sample) -> Scored:
         worker = self._idle.get()  # never waits: there are as many threads as workers
         try:
-            return worker.ask(completion_text, answer)
+            return worker.ask(sample)
         finally:
             self._idle.put(worker)

@@ -6,57 +6,62 @@ import os
 import resource
 import socket
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from megarl.rewards import check_signature, resolve
+from megarl.rewards import resolve
+from megarl.rewards.calling import BoundFunction, bind
 from megarl.rewards.frames import receive, send
-from megarl.rewards.scores import added, checked
+from megarl.rewards.scores import FunctionScore, checked, combined
 from megarl.types import ConfigError
 
 MEMORY_LIMIT_BYTES = 4 << 30
 MAX_ERROR_CHARACTERS = 4000
 
-Functions = dict[str, Callable[..., Any]]
-
 
 def serve(connection: socket.socket) -> None:
     """Answer until the driver closes the connection.
 
-    The first message names the functions and the score of a right answer; the answer is that they are ready or why
-    they are refused. Each later one is a completion with its gold answer and a number, which the answer repeats.
+    The first message names the functions, their weights and keyword arguments; the answer is that they are ready and
+    which values of a sample they need, or why they are refused. Each later one has these values of a sample and a
+    number, which the answer repeats.
     """
     with suppress(EOFError, OSError):
         start = receive(connection, None)
         try:
-            functions = {name: resolve(name) for name in start["functions"]}
-            for name, function in functions.items():
-                check_signature(name, function)
+            functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in start["functions"]}
         except ConfigError as error:
             send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
             return
+        weights = {f["name"]: f["weight"] for f in start["functions"]}
+        needs = sorted(frozenset().union(*(function.needs for function in functions.values())))
         _limit_memory()
-        send(connection, {"ready": True})
+        send(connection, {"ready": True, "needs": needs})
         process = os.getpid()
         while True:
             request = receive(connection, None)
-            answer = _answer(functions, request["completion"], request["answer"], start["correct_score"])
+            answer = _answer(functions, weights, request["values"])
             if os.getpid() != process:
                 # A function forked, and this is the copy: the connection belongs to the original.
                 os._exit(0)
             send(connection, {"id": request["id"], **answer})
 
 
-def _answer(functions: Functions, completion_text: str, answer: str, correct_score: float) -> dict[str, Any]:
-    total = added([])
-    for name, function in functions.items():
-        try:
-            result = function(completion_text, answer, correct_score=correct_score)
-            total = added([total, checked(result)])
-        except BaseException:  # SystemExit and the time-outs of some libraries are no Exception
-            return {"error": f"{name}: {_shortened_traceback()}"}
-    return {"score": total.score, "format_valid": total.format_valid, "answer_correct": total.answer_correct}
+def _answer(functions: dict[str, BoundFunction], weights: dict[str, float], values: dict[str, Any]) -> dict[str, Any]:
+    scores: dict[str, FunctionScore | None] = {}
+    name = ""
+    try:
+        for name, function in functions.items():
+            scores[name] = checked(function(values))
+        total = combined(scores, weights)
+    except BaseException:  # SystemExit and the time-outs of some libraries are no Exception
+        return {"error": f"{name}: {_shortened_traceback()}"}
+    return {
+        "score": total.score,
+        "format_valid": total.format_valid,
+        "answer_correct": total.answer_correct,
+        "scores": total.scores,
+    }
 
 
 def _shortened_traceback() -> str:

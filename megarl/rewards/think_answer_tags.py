@@ -11,7 +11,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def think_answer_tags(completion_text: str, answer: str, *, correct_score: float) -> Reward:
+def think_answer_tags(completion_text: str, answer: str, *, correct_score: float = 1.0) -> Reward:
     """Score the last <answer>...</answer> of the completion against the gold answer.
 
     The format is valid if each of the four tags occurs exactly once, in order, and the completion ends with </answer>.

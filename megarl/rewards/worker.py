@@ -16,11 +16,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.config import RewardConfig
+from megarl.config import RewardConfig, RewardFunctionConfig
 from megarl.platform.processes import cpu_seconds_below
 from megarl.rewards import REWARDS, locate
-from megarl.rewards.frames import MAX_REPLY_BYTES, FrameError, Patience, receive, send
-from megarl.rewards.scores import checked
+from megarl.rewards.calling import PARAMETERS, Sample
+from megarl.rewards.frames import MAX_REPLY_BYTES, FrameError, Patience, UnsendableError, receive, send
+from megarl.rewards.scores import read_reply
 from megarl.types import ConfigError, PeerLostError, Reward
 
 _SHORT_SECONDS = 0.05
@@ -57,7 +58,7 @@ class Scored:
 class WorkerSettings:
     """What reward processes run, where, and what they may take."""
 
-    functions: tuple[str, ...]
+    functions: tuple[RewardFunctionConfig, ...]
     correct_score: float
     timeout_seconds: float
     """CPU seconds of one completion, of the process and all that it starts."""
@@ -75,7 +76,7 @@ def worker_settings(reward: RewardConfig) -> WorkerSettings:
     """Settings for processes in the current folder, which can import modules from it where the recipe names some."""
     folder = os.getcwd()
     search_path = [entry for entry in sys.path if entry]
-    if any(_is_in(folder, name) for name in reward.functions):
+    if any(_is_in(folder, function.name) for function in reward.functions):
         search_path.append(folder)
     return WorkerSettings(
         functions=reward.functions,
@@ -92,8 +93,8 @@ def _is_in(folder: str, name: str) -> bool:
     if name in REWARDS:
         return False
     with suppress(ConfigError):
-        module = locate(name).partition(".")[0].partition(":")[0]
-        return PathFinder.find_spec(module, [folder]) is not None
+        module = locate(name).rpartition(":")[0]
+        return not module.endswith(".py") and PathFinder.find_spec(module.partition(".")[0], [folder]) is not None
     return False
 
 
@@ -110,6 +111,7 @@ class RewardWorker:
         self._lock = threading.Lock()
         self._is_closed = False
         self._num_requests = 0
+        self._needs: frozenset[str] = frozenset()
         self._start()
 
     def wait_until_ready(self) -> None:
@@ -136,25 +138,30 @@ class RewardWorker:
         if message.get("ready") is not True:
             self._restart()
             raise ConfigError(str(message.get("refused")))
+        needs = message.get("needs")
+        self._needs = frozenset(needs if isinstance(needs, list) else ()) & PARAMETERS.keys()
         self._is_ready = True
 
-    def ask(self, completion_text: str, answer: str) -> Scored:
-        """The reward of a completion: the sum of the functions' scores.
+    def ask(self, sample: Sample) -> Scored:
+        """The reward of a completion: the weighted sum of the functions' scores.
 
         Raises as `wait_until_ready`, which it waits for first; the time limits start after that.
         """
         self.wait_until_ready()
         self._num_requests += 1
-        request = {"id": self._num_requests, "completion": completion_text, "answer": answer}
+        values = sample.values(self._needs, self._settings.correct_score)
+        request = {"id": self._num_requests, "values": values}
         limits = _Limits(self._keeper.pid, self._settings)
         try:
             send(self._connection, request, limits.remaining)
             reply = self._reply(limits)
             limits.check_cpu()
-            return _scored(reply)
+            return self._scored(reply)
         except _OverdueError as error:
             self._restart()
             return Scored.failed("timeout", f"{self._names}: {error}")
+        except UnsendableError as error:
+            return Scored.failed("error", f"{self._names}: the sample cannot be sent to the reward process: {error}")
         except FrameError as error:
             self._restart()
             return Scored.failed("error", f"{self._names}: the reward process sent {error}")
@@ -170,7 +177,15 @@ class RewardWorker:
 
     @property
     def _names(self) -> str:
-        return ", ".join(self._settings.functions)
+        return ", ".join(function.name for function in self._settings.functions)
+
+    def _scored(self, reply: dict[str, Any]) -> Scored:
+        if "error" in reply:
+            return Scored.failed("error", str(reply["error"]))
+        try:
+            return Scored(read_reply(reply, [function.name for function in self._settings.functions]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise FrameError(f"no reward: {error}") from None
 
     def _reply(self, limits: _Limits) -> dict[str, Any]:
         """The reply to the newest request; those to earlier ones, from copies of the process, are dropped."""
@@ -200,7 +215,12 @@ class RewardWorker:
                 )
         except OSError as error:
             raise PeerLostError(f"a reward process for {self._names} cannot be started: {error}") from None
-        start = {"functions": settings.functions, "correct_score": settings.correct_score}
+        start = {
+            "functions": [
+                {"name": function.name, "weight": function.weight, "kwargs": function.kwargs}
+                for function in settings.functions
+            ]
+        }
         with suppress(OSError):  # a process that ended already is noticed when its answer is awaited
             send(self._connection, start)
 
@@ -292,13 +312,3 @@ class _Limits:
         self._cpu_used = max(self._cpu_used, cpu_seconds_below(self._keeper) - self._cpu_before)
         if self._cpu_used >= self._cpu_limit:
             raise _OverdueError(f"took more than reward.timeout_seconds = {self._cpu_limit:g} CPU seconds")
-
-
-def _scored(reply: dict[str, Any]) -> Scored:
-    if "error" in reply:
-        return Scored.failed("error", str(reply["error"]))
-    try:
-        reward = Reward(reply["score"], reply["format_valid"], reply["answer_correct"])
-        return Scored(checked(reward))
-    except (KeyError, TypeError, ValueError) as error:
-        raise FrameError(f"no reward: {error}") from None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megarl.data.dialogue import Dialogue
-from megarl.environments import Environment, Start, Step, Turn
+from megarl.environments import Environment, Message, Start, Step, Turn
+from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import ModelCall, stitch
@@ -20,8 +21,8 @@ from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSe
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Score = Callable[[str, Problem], Awaitable[Scored]]
-"""The recipe's reward functions, on a text that answers a problem."""
+Score = Callable[[Sample], Awaitable[Scored]]
+"""The recipe's reward functions, on the last completion of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,28 @@ class Task:
         return f"{self.group}.{self.number}"
 
 
+_UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", -1)
+"""Stands for the completion of an attempt that has none."""
+
+
 class _AttemptError(Exception):
     """An attempt cannot go on; the text is the kind of error, a colon and the reason."""
+
+
+@dataclass(slots=True)
+class _Course:
+    """What has happened in an attempt so far; a step answers each call but perhaps the last."""
+
+    opening: tuple[Message, ...]
+    calls: list[ModelCall] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    def before_last(self, texts: Sequence[str]) -> tuple[Message, ...]:
+        """The messages that the last completion answers, where `texts` are those of the calls."""
+        messages = list(self.opening)
+        for text, step in zip(texts[:-1], self.steps, strict=False):
+            messages += [{"role": "assistant", "content": text}, *step.messages]
+        return tuple(messages)
 
 
 async def attempt(
@@ -68,16 +89,16 @@ async def attempt(
     Where the environment raises or the engine refuses a request, the trajectory ended with `error`: the tokens until
     then, no reward, and why in `failure`.
     """
-    calls: list[ModelCall] = []
-    steps: list[Step] = []
+    course = _Course(task.problem.messages)
     failure: str | None = None
     try:
-        ended = await _take_turns(task, environment, pool, budget, dialogue, calls, steps)
+        ended = await _take_turns(task, environment, pool, budget, dialogue, course)
     except _AttemptError as error:
         ended, failure = "error", str(error)
     finally:
         pool.forget(task.name)
         await environment.close()
+    calls, steps = course.calls, course.steps
     texts = [dialogue.text(call.completion.token_ids) for call in calls]
     trajectory = Trajectory(
         environment=task.environment,
@@ -96,7 +117,14 @@ async def attempt(
         return trajectory
     if trajectory.turn_rewards:
         return replace(trajectory, reward=_of_steps(steps))
-    scored = await score(texts[-1] if texts else "", task.problem)
+    sample = Sample.of(
+        task.problem,
+        calls[-1].completion if calls else _UNANSWERED,
+        texts[-1] if texts else "",
+        prompt_messages=course.before_last(texts),
+        turn=max(len(calls), 1),
+    )
+    scored = await score(sample)
     return replace(trajectory, reward=scored.reward, failure=scored.failure)
 
 
@@ -106,13 +134,15 @@ async def _take_turns(
     pool: EnginePool,
     budget: Budget,
     dialogue: Dialogue,
-    calls: list[ModelCall],
-    steps: list[Step],
+    course: _Course,
 ) -> Ended:
-    """Fill `calls` and `steps` turn by turn. Returns why there is no further turn, raises _AttemptError."""
+    """Fill `course` turn by turn. Returns why there is no further turn, raises _AttemptError."""
     start = await _answer_of(
         environment.reset(task.problem, _seed(task.seed, task.problem.index, task.number, "reset"))
     )
+    if not isinstance(start, Start):
+        raise _AttemptError(f"TypeError: reset gave {start!r:.80}, not a Start")
+    course.opening = tuple(start.messages)
     token_ids = _opening(task, start, dialogue)
     for number in range(budget.max_turns):
         room = budget.context_tokens - len(token_ids)
@@ -122,28 +152,27 @@ async def _take_turns(
             f"{task.name}.{number}",
             token_ids,
             replace(task.sampling, max_new_tokens=min(task.sampling.max_new_tokens, room)),
-            call_seed(task, token_ids, calls),
+            call_seed(task, token_ids, course.calls),
         )
         completion = await pool.generate(request, affinity=task.name)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: {completion.error}")
-        calls.append(ModelCall(token_ids, completion))
+        course.calls.append(ModelCall(token_ids, completion))
         is_cut = completion.finish_reason == "length"
         turn = Turn(number, dialogue.text(completion.token_ids), "length" if is_cut else "stop")
         step = _checked(await _answer_of(environment.step(turn)))
-        steps.append(step)
+        course.steps.append(step)
         if is_cut and (step.done or budget.truncated_turn == "end"):
             return "length"
         if step.done:
             return "done"
-        token_ids = _observed(calls[-1], step, dialogue)
+        token_ids = _observed(course.calls[-1], step, dialogue)
     return "turns"
 
 
 def _unanswered(problem: Problem) -> Segment:
     """The problem's prompt alone, of which nothing is trained."""
-    nothing = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", -1)
-    return stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), nothing)])
+    return stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)])
 
 
 async def _answer_of(call: Awaitable[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
+from megarl.rewards.scores import function_metrics
 from megarl.rewards.worker import Failure
 from megarl.rollout.groups import GroupSampler
 from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
@@ -13,11 +14,14 @@ from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
 async def accuracy(
     sampler: GroupSampler, problems: Sequence[Problem], sampling: SamplingSettings
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Share of right answers, of valid formats, and the mean length, of one validation set; and the trajectories."""
+    """Share of right answers, of valid formats, and the mean length, of one validation set; and the trajectories.
+
+    Beside these each reward function's metrics, `reward/NAME/mean` and so on (`rewards.scores.function_metrics`).
+    """
     trajectories = await sampler.sample(problems, sampling, seed="evaluation")
     count = len(trajectories)
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    return {
+    return function_metrics(rewards) | {
         "accuracy": sum(r.answer_correct for r in rewards) / count,
         "format_valid": sum(r.format_valid for r in rewards) / count,
         "completion_tokens/mean": sum(t.num_sampled for t in trajectories) / count,

@@ -8,6 +8,7 @@ from typing import get_args
 import numpy as np
 
 from megarl.algorithms.importance import gap_metrics
+from megarl.rewards.scores import function_metrics
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.types import Ended, Trajectory
 
@@ -37,7 +38,7 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
 
 
 def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What a step's completions were like.
+    """What a step's completions were like; each reward function's part as in `rewards.scores.function_metrics`.
 
     `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards
     are all equal and teach nothing; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share that hit the
@@ -48,7 +49,7 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     lengths = np.array([t.num_sampled for t in trajectories])
     groups = np.array([t.group for t, _ in scored])
     flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
-    return {
+    return function_metrics([reward for _, reward in scored]) | {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
         "reward/accuracy": float(np.mean([reward.answer_correct for _, reward in scored])),

@@ -19,6 +19,7 @@ import pytest
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import RankFailedError
 from megarl.config import RewardConfig
+from megarl.rewards.calling import Sample
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
 
@@ -45,8 +46,8 @@ REWARD = """
 from megarl.types import Reward
 
 
-def share_of_digits(completion, answer, correct_score):
-    return Reward(sum(c.isdigit() for c in completion) / max(1, len(completion)), True, False)
+def share_of_digits(completion_text, answer, correct_score):
+    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 
 
@@ -141,9 +142,9 @@ from pathlib import Path
 from megarl.types import Reward
 
 
-def node(completion, answer, correct_score):
+def node(completion_text, answer, correct_score):
     # Above the process are its keeper, the actor, and the node's raylet.
-    if completion == "slow":
+    if completion_text == "slow":
         time.sleep(60)
     pid = os.getppid()
     for _ in range(2):
@@ -183,12 +184,12 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
     spare = cluster.add_node(num_cpus=0)
     cluster.wait_for_nodes()
     await_places()
-    settings = worker_settings(RewardConfig(functions=("places:node",), wall_timeout_seconds=5.0))
+    settings = worker_settings(RewardConfig.model_validate({"functions": ["places:node"], "wall_timeout_seconds": 5.0}))
     pool = RewardPool(settings, num_workers=4, make_worker=on_nodes_in_turn())
     try:
 
         async def score(*completions: str) -> list[float | str]:
-            found = await asyncio.gather(*(pool.score(text, str(i)) for i, text in enumerate(completions)))
+            found = await asyncio.gather(*(pool.score(Sample(text, str(i))) for i, text in enumerate(completions)))
             return [scored.failure or scored.reward.score for scored in found]
 
         assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, "timeout", 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]

@@ -50,12 +50,12 @@ from pathlib import Path
 from megarl.types import Reward
 
 
-def share_of_digits(completion, answer, correct_score):
+def share_of_digits(completion_text, answer, correct_score):
     try:
         time.sleep(float(Path("pace").read_text()))
     except OSError:
         pass  # full speed
-    return Reward(sum(c.isdigit() for c in completion) / max(1, len(completion)), True, False)
+    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 WIDE = ("cluster.nodes=4", "cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1")
 

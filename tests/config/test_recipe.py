@@ -43,7 +43,7 @@ def test_overrides_are_read_as_yaml_and_the_last_one_wins(small: Path) -> None:
         ],
     )
     assert (recipe.train.steps, recipe.optimizer.learning_rate, recipe.trainer.dp) == (11, 1e-5, None)
-    assert recipe.reward.functions == ("boxed", "my.module:score")
+    assert [function.name for function in recipe.reward.functions] == ["boxed", "my.module:score"]
     assert recipe.data.validation == {"hard": "a=b.jsonl"}
     assert recipe.trainer.megatron == {"init_method_std": 0.02}
     assert recipe.runs_folder == "m/runs"

@@ -54,12 +54,12 @@ from pathlib import Path
 from megarl.types import Reward
 
 
-def share_of_digits(completion, answer, correct_score):
+def share_of_digits(completion_text, answer, correct_score):
     while answer.startswith("held out") and Path("hold").exists():
         Path("held").touch()
         time.sleep(0.01)
-    share = sum(c.isdigit() for c in completion) / max(1, len(completion))
-    return Reward(share, True, len(completion) % 2 == 0)
+    share = sum(c.isdigit() for c in completion_text) / max(1, len(completion_text))
+    return Reward(share, True, len(completion_text) % 2 == 0)
 """
 
 

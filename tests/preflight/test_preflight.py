@@ -14,9 +14,12 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.chat import load_tokenizer
 from megarl.preflight import check, check_rewards, count_records, resource_warnings, shortened_warmups
 from megarl.preflight.engine import runs_on_cpu
+from megarl.preflight.files import read_problems, system_prompt
 from megarl.preflight.library_fields import accepts, supported_head_sizes
+from megarl.rewards import SYSTEM_PROMPTS
 from megarl.types import ConfigError, DataError
 
 RECORD = {"messages": {"role": "user", "content": "1 + 2"}, "gt_answer": "3"}
@@ -147,6 +150,16 @@ WRONG = [
         {"algorithm": {"ptx_coefficient": 0.1}}, ["algorithm.ptx_coefficient = 0.1", "give both"], id="ptx without data"
     ),
     pytest.param({"reward": {"functions": []}}, ["reward.functions = []"], id="nothing is right"),
+    pytest.param(
+        {"reward": {"functions": ["a.b:c", "d/e.py:c"]}},
+        ["a.b:c and d/e.py:c would share the metric reward/c/mean"],
+        id="two functions of one name",
+    ),
+    pytest.param(
+        {"data": {"system_prompt": "default"}, "reward": {"functions": ["a.b:c"]}},
+        ["data.system_prompt = default"],
+        id="no default system prompt",
+    ),
     pytest.param(
         {
             "data": {"ptx": __file__},
@@ -403,8 +416,8 @@ import time
 from megarl.types import Reward
 
 
-def right(completion, answer, *, correct_score):
-    assert completion == answer == "3"
+def right(completion_text, answer, correct_score):
+    assert completion_text == answer == "3"
     return Reward(correct_score, True, True)
 
 
@@ -412,19 +425,19 @@ def of_trl(completions, **kwargs):
     return [0.0 for _ in completions]
 
 
-def of_trl_with_prompts(prompts, completions, **kwargs):
-    return [0.0 for _ in completions]
+def a_list(**kwargs):
+    return [0.0] * (kwargs["num_tokens"] > 0 and "messages" in kwargs["record"])
 
 
-def raises(completion, answer, *, correct_score):
+def raises(completion_text, answer, correct_score):
     raise ValueError("no such grader")
 
 
-def hangs(completion, answer, *, correct_score):
+def hangs(completion_text, answer, correct_score):
     time.sleep(600)
 
 
-def huge(completion, answer, *, correct_score):
+def huge(completion_text, answer, correct_score):
     return Reward(1e300, True, True)
 """
 
@@ -440,10 +453,10 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        pytest.param("of_trl", ["its signature is (completions, **kwargs)"], id="signature of TRL"),
         pytest.param(
-            "of_trl_with_prompts", ["of_trl_with_prompts", "returned [0.0], not a megarl.types.Reward"], id="a list"
+            "of_trl", ["its parameter completions is not known. Did you mean completion_text?"], id="signature of TRL"
         ),
+        pytest.param("a_list", ["returned [0.0], not a number, None or a megarl.types.Reward"], id="a list"),
         pytest.param("raises", ["first record", "gold answer '3'", "ValueError: no such grader"], id="raises"),
         pytest.param("hangs", ["took more than reward.wall_timeout_seconds = 0.5 by the clock"], id="hangs"),
         pytest.param("huge", ["returned a score outside -1e+06 to 1e+06"], id="1e300"),
@@ -459,7 +472,7 @@ def test_a_reward_function_that_cannot_work_is_refused(
     for words in (f"{own_rewards}:{function}", *told):
         assert words in str(caught.value)
     if not function.startswith("rihgt"):
-        assert f"def {function}(completion_text: str, answer: str, *, correct_score: float)" in str(caught.value)
+        assert f"def {function}(completion_text: str, answer: str) -> float" in str(caught.value)
 
 
 def test_all_reward_functions_at_fault_are_told_at_once(
@@ -473,6 +486,33 @@ def test_all_reward_functions_at_fault_are_told_at_once(
     assert title == "rewards of recipe small: 2 errors"
     assert "cannot import absent_module: ModuleNotFoundError" in lines[0]
     assert "ended with exit code 4" in lines[1] and "goodbye" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "functions", "expected"),
+    [
+        (None, ["boxed"], None),
+        ("none", ["boxed"], None),
+        ("Be brief.", ["boxed"], "Be brief."),
+        ("default", ["a.b:c", "think_answer_tags", "boxed"], SYSTEM_PROMPTS["think_answer_tags"]),
+    ],
+)
+def test_system_prompts(
+    recipe: Callable[..., Recipe], given: str | None, functions: list[str], expected: str | None
+) -> None:
+    made = recipe(data={"system_prompt": given, "max_prompt_tokens": 400}, reward={"functions": functions})
+    assert system_prompt(made) == expected
+    shown = read_problems(made, load_tokenizer(made.model.path), made.data.train)[0].messages[0]
+    assert (shown["role"], shown["content"]) == ("system", expected) if expected else shown["role"] == "user"
+
+
+def test_one_sample_a_prompt_is_sound_where_it_keeps_its_reward(recipe: Callable[..., Recipe]) -> None:
+    check(recipe(train={"samples_per_prompt": 1}, algorithm={"lone_sample": "reward"}))
+
+
+def test_no_default_system_prompt_is_an_error(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.system_prompt = default: .*a\.b:c has none"):
+        system_prompt(recipe(data={"system_prompt": "default"}, reward={"functions": ["a.b:c"]}))
 
 
 def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], own_rewards: str) -> None:

@@ -1,30 +1,94 @@
-"""Which results count as rewards."""
+"""Which results count as rewards, and their sum."""
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
-from megarl.rewards.scores import added, checked
+from megarl.rewards.scores import FunctionScore, checked, combined, function_metrics, read_reply
 from megarl.types import Reward
 
 
-def test_scores_are_added_and_all_must_agree() -> None:
-    assert added([Reward(1.5, True, True), Reward(0.25, True, False)]) == Reward(1.75, True, False)
-    assert added([Reward(2, 1, 1)]) == Reward(2.0, True, True)
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (None, None),
+        (1.5, FunctionScore(1.5)),
+        (-2, FunctionScore(-2.0)),
+        (True, FunctionScore(1.0)),
+        (np.bool_(False), FunctionScore(0.0)),
+        (np.float32(0.5), FunctionScore(0.5)),
+        (Fraction(1, 4), FunctionScore(0.25)),
+        (Reward(2, 1, 0), FunctionScore(2.0, True, False)),  # type: ignore[arg-type]
+    ],
+)
+def test_what_counts_as_a_result(result: object, expected: FunctionScore | None) -> None:
+    assert checked(result) == expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        pytest.param({"a": FunctionScore(2.0), "b": FunctionScore(3.0)}, (0.5, True, True), id="numbers alone"),
+        pytest.param({"a": FunctionScore(1.0), "b": FunctionScore(3.0)}, (-0.5, True, False), id="a negative sum"),
+        pytest.param(
+            {"a": FunctionScore(1.0, True, True), "b": FunctionScore(3.0)}, (-0.5, True, True), id="one judges"
+        ),
+        pytest.param(
+            {"a": FunctionScore(1.0, True, True), "b": FunctionScore(0.0, False, True)}, (1, False, True), id="all"
+        ),
+        pytest.param({"a": FunctionScore(1.0, True, False), "b": None}, (1.0, True, False), id="one has no opinion"),
+        pytest.param({"a": None, "b": None}, (0.0, False, False), id="none has an opinion"),
+    ],
+)
+def test_scores_are_weighed_and_added(
+    scores: dict[str, FunctionScore | None], expected: tuple[float, bool, bool]
+) -> None:
+    reward = combined(scores, {"a": 1.0, "b": -0.5})
+    assert (reward.score, reward.format_valid, reward.answer_correct) == expected
+    assert reward.scores == {name: score and score.score for name, score in scores.items()}
+
+
+def test_metrics_of_each_function() -> None:
+    said = [{"a": 1.0, "b": None}, {"a": 4.0, "b": None}, {"a": None, "b": None}, {"a": 1.0, "b": 2.0}]
+    failed = Reward(0.0, False, False)
+    assert function_metrics([*(Reward(0.0, True, True, scores) for scores in said), failed]) == {
+        "reward/unscored": 1.0,
+        "reward/a/unscored": 0.25,
+        "reward/a/mean": 2.0,
+        "reward/a/std": pytest.approx(2**0.5),
+        "reward/b/unscored": 0.75,
+        "reward/b/mean": 2.0,
+        "reward/b/std": 0.0,
+    }
+    assert function_metrics([failed]) == {}
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e300, -1.000001e6])
 def test_a_score_that_float32_cannot_hold_sums_of_is_refused(score: float) -> None:
-    with pytest.raises(ValueError, match="outside -1e\\+06 to 1e\\+06"):
-        checked(Reward(score, True, True))
+    for result in (score, Reward(score, True, True)):
+        with pytest.raises(ValueError, match="outside -1e\\+06 to 1e\\+06"):
+            checked(result)
 
 
 def test_a_sum_beyond_the_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="outside"):
-        added([Reward(6e5, True, True), Reward(6e5, True, True)])
+        combined({"a": FunctionScore(6e5), "b": FunctionScore(6e5)}, {"a": 1.0, "b": 1.0})
 
 
-@pytest.mark.parametrize("result", [None, 1.0, [1.0], Reward("1", True, True), Reward(True, True, True)])  # type: ignore[arg-type]
+@pytest.mark.parametrize("result", ["1", [1.0], 1j, Reward("1", True, True), Reward(True, True, True)])  # type: ignore[arg-type]
 def test_what_is_no_reward_is_refused(result: object) -> None:
     with pytest.raises(TypeError, match="returned"):
         checked(result)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"scores": {}}, {"scores": {"a": "1"}}, {"scores": None}, {"score": "1"}, {"format_valid": 2}]
+)
+def test_a_reply_that_is_no_reward_is_refused(wrong: dict[str, object]) -> None:
+    reply = {"score": 1.0, "format_valid": True, "answer_correct": False, "scores": {"a": 0.5}}
+    assert read_reply(reply, ["a"]) == Reward(1.0, True, False, {"a": 0.5})
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        read_reply(reply | wrong, ["a"])

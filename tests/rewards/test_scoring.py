@@ -13,6 +13,7 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.platform.processes import descendants
+from megarl.rewards.calling import Sample
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import RewardWorker, worker_settings
 from megarl.types import ConfigError, PeerLostError, Reward
@@ -22,7 +23,8 @@ import ctypes, json, multiprocessing, os, pickle, signal, socket, struct, subpro
 from pathlib import Path
 from megarl.types import Reward
 
-def act(text, answer, *, correct_score):
+def act(completion_text, answer, *, correct_score):
+    text = completion_text
     verb, _, argument = text.partition(" ")
     if verb == "sleep":
         time.sleep(float(argument))
@@ -107,8 +109,8 @@ def sockets():
 def framed(payload):
     return struct.pack("!I", len(payload)) + payload
 
-def second(text, answer, *, correct_score):
-    return Reward(0.25, text != "ill", True)
+def second(completion_text, answer):
+    return Reward(0.25, completion_text != "ill", True)
 """
 
 
@@ -122,7 +124,7 @@ def module(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def pool_of(*functions, num_workers=1, log_folder=None, notice=lambda text: None, **given):
     limits = {"timeout_seconds": 30.0, "wall_timeout_seconds": 60.0}
-    settings = worker_settings(RewardConfig(functions=functions, **limits | given))
+    settings = worker_settings(RewardConfig.model_validate({"functions": functions} | limits | given))
     pool = RewardPool(settings, num_workers=num_workers, log_folder=log_folder, notice=notice)
     try:
         yield pool
@@ -132,13 +134,18 @@ def pool_of(*functions, num_workers=1, log_folder=None, notice=lambda text: None
 
 def all_scored(pool, *texts, answer="answer"):
     async def gather():
-        return await asyncio.gather(*(pool.score(text, answer) for text in texts))
+        return await asyncio.gather(*(pool.score(Sample(text, answer)) for text in texts))
 
     return asyncio.run(gather())
 
 
 def score_all(pool, *texts, answer="answer"):
-    return [scored.reward for scored in all_scored(pool, *texts, answer=answer)]
+    return [summed(scored) for scored in all_scored(pool, *texts, answer=answer)]
+
+
+def summed(scored):
+    """The reward without what each function said."""
+    return replace(scored.reward, scores={})
 
 
 def failures_of(pool, *texts):
@@ -173,7 +180,7 @@ def test_scores_are_those_of_the_function_called_directly():
         rewards = score_all(pool, *texts, answer="3.5")
         assert rewards == [Reward(10.0 * (number == 7), True, number == 7) for number in range(40)]
         bomb = all_scored(pool, r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", answer="7")
-        assert [(scored.reward, scored.failure) for scored in bomb] == [(Reward(0.0, True, False), None)] * 2
+        assert [(summed(scored), scored.failure) for scored in bomb] == [(Reward(0.0, True, False), None)] * 2
 
 
 def test_several_functions_are_summed_and_must_all_agree(module):
@@ -181,12 +188,54 @@ def test_several_functions_are_summed_and_must_all_agree(module):
         assert score_all(pool, "answer", "ill") == [Reward(2.25, True, True), Reward(2.25, False, False)]
 
 
+OPINIONS = """
+def steps(record, num_tokens, truncated, *, per_level=1.0):
+    return None if truncated else per_level * record["level"] - num_tokens
+
+def reward_fn(messages, answer):
+    return messages[-1]["content"] == answer and messages[0]["role"] == "user"
+"""
+
+
+def test_functions_of_a_file_see_the_sample_and_are_weighed(tmp_path, monkeypatch):
+    (tmp_path / "opinions.py").write_text(OPINIONS)
+    monkeypatch.chdir(tmp_path)
+    functions = (
+        {"name": "opinions.py:steps", "weight": 0.5, "kwargs": {"per_level": 4}},
+        "opinions.py:reward_fn",
+    )
+    sample = Sample("5", "5", ({"role": "user", "content": "2 + 3?"},), {"level": 3}, num_tokens=2)
+
+    async def score(pool):
+        return await asyncio.gather(pool.score(sample), pool.score(replace(sample, finish_reason="length", answer="6")))
+
+    with pool_of(*functions) as pool:
+        both, one = asyncio.run(score(pool))
+    assert both.reward == Reward(0.5 * (4 * 3 - 2) + 1.0, True, True, {"steps": 10.0, "reward_fn": 1.0})
+    assert one.reward == Reward(0.0, True, False, {"steps": None, "reward_fn": 0.0})
+
+
+def test_a_message_that_json_cannot_hold_fails_its_sample_alone(tmp_path, monkeypatch):
+    (tmp_path / "opinions.py").write_text(OPINIONS)
+    monkeypatch.chdir(tmp_path)
+    sound = Sample("5", "5", ({"role": "user", "content": "2 + 3?"},))
+    image = replace(sound, prompt_messages=({"role": "user", "content": object()},))
+
+    async def score(pool):
+        return [await pool.score(sample) for sample in (sound, image, sound)]
+
+    with pool_of("opinions.py:reward_fn") as pool:
+        first, failed, again = asyncio.run(score(pool))
+    assert failed.failure == "error" and "cannot be sent to the reward process" in failed.detail
+    assert first == again and first.reward.score == 1.0 and first.failure is None
+
+
 def test_a_hang_that_ignores_signals_is_killed_with_what_it_started(module, tmp_path):
     with pool_of(f"{module}:act", wall_timeout_seconds=1.0) as pool:
         assert score_all(pool, "answer") == [Reward(1.0, True, True)]
         started = time.monotonic()
         (hung,) = all_scored(pool, f"hang {tmp_path / 'pids'}")
-        assert (hung.reward, hung.failure) == (ZERO, "timeout") and "reward.wall_timeout_seconds = 1" in hung.detail
+        assert (summed(hung), hung.failure) == (ZERO, "timeout") and "reward.wall_timeout_seconds = 1" in hung.detail
         assert 1.0 <= time.monotonic() - started < 30.0
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         wait_until(lambda: not any(map(is_alive, pids)))
@@ -196,9 +245,9 @@ def test_a_hang_that_ignores_signals_is_killed_with_what_it_started(module, tmp_
 def test_a_computation_that_never_returns_to_python_is_killed(module):
     with pool_of(f"{module}:act", timeout_seconds=0.3, wall_timeout_seconds=300.0) as pool:
         endless, right = all_scored(pool, "power", "answer")
-        assert (endless.reward, endless.failure) == (ZERO, "timeout")
+        assert (summed(endless), endless.failure) == (ZERO, "timeout")
         assert "reward.timeout_seconds = 0.3 CPU seconds" in endless.detail
-        assert (right.reward, right.failure) == (Reward(1.0, True, True), None)
+        assert (summed(right), right.failure) == (Reward(1.0, True, True), None)
 
 
 def test_the_cpu_limit_counts_what_a_function_starts(module):
@@ -212,7 +261,7 @@ def test_waiting_longer_than_the_cpu_limit_is_no_failure(module):
     with pool_of(f"{module}:act", timeout_seconds=0.2) as pool:
         waited, right = all_scored(pool, "sleep 0.6", "answer")
         assert (waited.failure, right.failure) == (None, None)
-        assert waited.reward == Reward(1.0, True, False)
+        assert summed(waited) == Reward(1.0, True, False)
 
 
 def test_a_function_that_forks_shifts_no_later_score(module):
@@ -239,7 +288,7 @@ def test_a_reply_that_is_none_is_refused_and_runs_nothing(module, tmp_path, repl
         forged, right = all_scored(pool, "reply " + reply.format(path=str(tmp_path / "ran")), "answer")
         assert time.monotonic() - started < 30.0
         assert (forged.reward, forged.failure) == (ZERO, "error") and "the reward process sent" in forged.detail
-        assert right.reward == Reward(1.0, True, True)
+        assert summed(right) == Reward(1.0, True, True)
     assert not (tmp_path / "ran").exists()
 
 
@@ -313,17 +362,17 @@ def test_what_leaves_the_process_group_is_killed_too(module, tmp_path, ending):
         "return Reward(1j, True, True)",
         "return Reward(1.0, 'False', True)",
         "return Reward(1.0, True, None)",
-        "return None",
-        "return 1.0",
+        "return [1.0]",
+        "return float('nan')",
         "return {'score': 1.0}",
     ],
 )
 def test_a_failure_is_told_and_scores_zero(module, text):
     with pool_of(f"{module}:act") as pool:
         failed, right = all_scored(pool, text, "answer")
-        assert (failed.reward, failed.failure) == (ZERO, "error")
+        assert (summed(failed), failed.failure) == (ZERO, "error")
         assert failed.detail.startswith(f"{module}:act: ")
-        assert right.reward == Reward(1.0, True, True)
+        assert summed(right) == Reward(1.0, True, True)
 
 
 @pytest.mark.parametrize(
@@ -371,21 +420,21 @@ from megarl.types import Reward
 while not Path({str(tmp_path / "go")!r}).exists():
     time.sleep(0.01)
 
-def one(text, answer, *, correct_score):
+def one(completion_text, answer, *, correct_score):
     return Reward(1, 1, 1)
 """
     )
     monkeypatch.syspath_prepend(tmp_path)
 
     async def score_while_it_imports(pool):
-        scoring = asyncio.ensure_future(pool.score("any", "answer"))
+        scoring = asyncio.ensure_future(pool.score(Sample("any", "answer")))
         await asyncio.sleep(0.95)
         (tmp_path / "go").touch()
         return await scoring
 
     # Made before its processes are ready: they wait for what only the test can do.
     with pool_of("slow_to_import:one", wall_timeout_seconds=0.9) as pool:
-        assert asyncio.run(score_while_it_imports(pool)).reward == Reward(1.0, True, True)
+        assert asyncio.run(score_while_it_imports(pool)).reward.score == 1.0
 
 
 def test_workers_run_at_once_one_completion_each_and_stay(module, tmp_path):
@@ -402,7 +451,7 @@ def test_workers_run_at_once_one_completion_each_and_stay(module, tmp_path):
 
 def test_the_event_loop_stays_free(module, tmp_path):
     async def meet(pool):
-        scoring = asyncio.ensure_future(pool.score(f"meet {tmp_path / 'one'} {tmp_path / 'other'}", "answer"))
+        scoring = asyncio.ensure_future(pool.score(Sample(f"meet {tmp_path / 'one'} {tmp_path / 'other'}", "answer")))
         while not (tmp_path / "one").exists():
             await asyncio.sleep(0.01)
         (tmp_path / "other").touch()
@@ -424,11 +473,11 @@ def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
 def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
     (tmp_path / "hangs_on_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    settings = worker_settings(RewardConfig(functions=("hangs_on_import:score",)))
+    settings = worker_settings(RewardConfig.model_validate({"functions": ("hangs_on_import:score",)}))
     worker = RewardWorker(replace(settings, start_timeout_seconds=0.5))
     try:
         with pytest.raises(ConfigError, match=r"importing hangs_on_import:score took more than 0\.5 s"):
-            worker.ask("any", "")
+            worker.ask(Sample("any", ""))
     finally:
         worker.close()
 
@@ -436,14 +485,16 @@ def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
 def test_only_reward_processes_search_the_current_folder_and_only_where_it_is_named(tmp_path, monkeypatch):
     (tmp_path / "brotli.py").write_text("raise SystemExit('this was not to be imported')\n")
     (tmp_path / "mine_in_a_test.py").write_text(
-        "from megarl.types import Reward\ndef one(text, answer, *, correct_score): return Reward(1.0, True, True)\n"
+        "from megarl.types import Reward\ndef one(completion_text): return Reward(1.0, True, True)\n"
     )
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     folder = str(tmp_path)
-    assert worker_settings(RewardConfig(functions=("mine_in_a_test:one",))).search_path[-1] == folder
+    assert (
+        worker_settings(RewardConfig.model_validate({"functions": ("mine_in_a_test:one",)})).search_path[-1] == folder
+    )
     for name in ("boxed", "no_such_module:one", "json:loads"):
-        assert folder not in worker_settings(RewardConfig(functions=(name,))).search_path
+        assert folder not in worker_settings(RewardConfig.model_validate({"functions": (name,)})).search_path
     with pool_of("mine_in_a_test:one") as pool:
         assert score_all(pool, "any") == [Reward(1.0, True, True)]
     assert sys.path == before and "mine_in_a_test" not in sys.modules
@@ -462,7 +513,8 @@ def test_a_process_that_ends_while_it_starts_is_named(tmp_path, monkeypatch):
 def test_close_is_quick_idempotent_and_leaves_no_process(module, tmp_path):
     async def close_amid_scoring(pool):
         scores = [
-            asyncio.ensure_future(pool.score(text, "")) for text in (f"hang {tmp_path / 'pids'}", "sleep 60", "pid")
+            asyncio.ensure_future(pool.score(Sample(text, "")))
+            for text in (f"hang {tmp_path / 'pids'}", "sleep 60", "pid")
         ]
         while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
             await asyncio.sleep(0.02)
@@ -494,15 +546,18 @@ def test_processes_die_with_a_parent_that_is_killed(module, tmp_path):
         import asyncio, sys
         sys.path.insert(0, {str(tmp_path)!r})
         from megarl.config import RewardConfig
+        from megarl.rewards.calling import Sample
         from megarl.rewards.scoring import RewardPool
         from megarl.rewards.worker import worker_settings
 
         async def main():
-            settings = worker_settings(RewardConfig(functions=["{module}:act"], timeout_seconds=600.0))
+            settings = worker_settings(RewardConfig.model_validate(
+                {{"functions": ["{module}:act"], "timeout_seconds": 600.0}}
+            ))
             pool = RewardPool(settings, num_workers=2)
-            pids = [int((await pool.score("pid", "")).reward.score) for _ in range(2)]
+            pids = [int((await pool.score(Sample("pid", ""))).reward.score) for _ in range(2)]
             print(*pids, flush=True)
-            await asyncio.gather(pool.score("power", ""), pool.score("sleep 600", ""))
+            await asyncio.gather(pool.score(Sample("power", "")), pool.score(Sample("sleep 600", "")))
 
         if __name__ == "__main__":
             asyncio.run(main())

@@ -18,7 +18,9 @@ from megarl.data.chat import encode, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
+from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
+from megarl.rollout.attempt import Score
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
@@ -70,6 +72,11 @@ class Endless(LongestWord):
         return Step(({"role": "user", "content": "On!"},))
 
 
+class NoStart(LongestWord):
+    async def reset(self, problem: Problem, seed: int) -> Any:
+        return problem.messages
+
+
 class TooLong(LongestWord):
     async def reset(self, problem: Problem, seed: int) -> Start:
         return Start(({"role": "user", "content": "word " * 1000},))
@@ -109,13 +116,15 @@ def problems(tokenizer: Any) -> list[Problem]:
     return found
 
 
-async def score(text: str, problem: Problem) -> Scored:
-    return Scored(Reward(float(len(text)), True, False))
+async def by_length(sample: Sample) -> Scored:
+    return Scored(Reward(float(len(sample.completion_text)), True, False))
 
 
 @pytest.fixture
 def sampler(group: WorkerGroup, runner: asyncio.Runner, tokenizer: Any) -> Callable[..., GroupSampler]:
-    def make(environment: Callable[[], Environment], max_prompt_tokens: int = 150, **more: Any) -> GroupSampler:
+    def make(
+        environment: Callable[[], Environment], max_prompt_tokens: int = 150, score: Score = by_length, **more: Any
+    ) -> GroupSampler:
         runner.run(group.call("seen"))
         return GroupSampler(
             pool=EnginePool(group, TWO, max_running=8),
@@ -218,6 +227,32 @@ def test_one_turn_is_the_problem_s_prompt_and_one_completion(
         assert trajectory.ended == ("length" if trajectory.num_sampled == 24 else "done")
 
 
+def test_reward_functions_see_the_conversation_up_to_the_last_turn(
+    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+) -> None:
+    seen: list[Sample] = []
+
+    async def look(sample: Sample) -> Scored:
+        seen.append(sample)
+        return await by_length(sample)
+
+    made = sampler(Endless, score=look, max_turns=2, truncated_turn="close")
+    [trajectory] = runner.run(made.sample(problems[:1], SAMPLING, seed="s"))
+    [sample] = seen
+    first, last = trajectory.text[: -len(sample.completion_text)], sample.completion_text
+    assert trajectory.text.endswith(last) and first.endswith("\n\n")
+    assert sample.prompt_messages == (
+        *problems[0].messages,
+        {"role": "user", "content": "Say a few words."},
+        {"role": "assistant", "content": first.removesuffix("\n\n")},
+        {"role": "user", "content": "On!"},
+    )
+    segment = only(trajectory)
+    num_last = int((segment.turns == 1).sum())
+    assert (sample.turn, sample.num_tokens, sample.answer, sample.record) == (2, num_last, "7", problems[0].record)
+    assert sample.finish_reason == ("length" if num_last == SAMPLING.max_new_tokens else "stop")
+
+
 @pytest.mark.parametrize(
     ("environment", "settings", "ended"),
     [
@@ -250,6 +285,7 @@ def test_an_attempt_ends_with_its_budget(
     ("environment", "kind", "num_turns"),
     [
         pytest.param(Faulty, "KeyError", 2, id="raises"),
+        pytest.param(NoStart, "TypeError", 0, id="begins with no Start"),
         pytest.param(NotFinite, "ValueError", 1, id="reward is no number"),
         pytest.param(TooLong, "Refused", 0, id="the engine refuses"),
     ],

@@ -25,7 +25,7 @@ def segment(*turns: int) -> Segment:
 
 
 def trajectory(score: float, segments: tuple[Segment, ...] = (), **more: Any) -> Trajectory:
-    reward = Reward(score, format_valid=score >= 0, answer_correct=score > 0)
+    reward = Reward(score, format_valid=score >= 0, answer_correct=score > 0, scores={"boxed": score, "mine": None})
     return Trajectory("single_turn", PROBLEM, 0, 0, segments, reward, **more)
 
 
@@ -39,7 +39,10 @@ def test_accuracy() -> None:
 
     sampler: Any = Sampler()
     measured, trajectories = asyncio.run(accuracy(sampler, [PROBLEM], SamplingSettings(8, temperature=0.0)))
-    assert measured == pytest.approx({"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 1.0})
+    expected = {"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 1.0}
+    of_functions = {"reward/boxed/mean": 2 / 3, "reward/boxed/std": 14**0.5 / 3, "reward/boxed/unscored": 0.0}
+    silent = {"reward/mine/unscored": 1.0, "reward/unscored": 0.0}
+    assert measured == pytest.approx(expected | of_functions | silent)
     assert trajectories is found
 
 

@@ -1,0 +1,145 @@
+"""What reward functions are called with, known by the names of their parameters."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.rewards import metric_name
+from megarl.types import Completion, ConfigError, Problem
+
+PARAMETERS = {
+    "completion_text": "str: the completion as text",
+    "answer": "str: the gold answer",
+    "messages": "list of dicts: prompt_messages, then the completion as the assistant's",
+    "prompt_messages": "list of dicts: the messages that it answers, earlier turns among them",
+    "record": "dict: the line of the data file",
+    "finish_reason": 'str: why the turn ended, "stop", "length", "abort" or "error"',
+    "num_tokens": "int: tokens of the completion",
+    "truncated": "bool: whether the completion hit the length limit",
+    "turn": "int: number of the turn, from 1",
+    "correct_score": "float: reward.correct_score",
+}
+"""Values of a sample that a reward function may have parameters for, by name."""
+
+_OF_THE_RECIPE = ("correct_score",)
+"""Parameters whose value a function's kwargs may replace: no part of the sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion to score and what is known of it; plain values that JSON can hold."""
+
+    completion_text: str
+    answer: str
+    prompt_messages: tuple[Mapping[str, Any], ...] = ()
+    record: Mapping[str, Any] | None = None
+    finish_reason: str = "stop"
+    num_tokens: int = 0
+    turn: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        completion: Completion,
+        completion_text: str,
+        *,
+        prompt_messages: Sequence[Mapping[str, Any]],
+        turn: int,
+    ) -> Sample:
+        """A completion in an attempt at a problem, its number among the attempt's completions counted from 1."""
+        return cls(
+            completion_text,
+            problem.answer,
+            tuple(prompt_messages),
+            problem.record,
+            completion.finish_reason,
+            len(completion.token_ids),
+            turn,
+        )
+
+    def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
+        """The values of these `PARAMETERS`."""
+        said = {"role": "assistant", "content": self.completion_text}
+        known = {
+            "completion_text": self.completion_text,
+            "answer": self.answer,
+            "messages": [*self.prompt_messages, said],
+            "prompt_messages": list(self.prompt_messages),
+            "record": self.record or {},
+            "finish_reason": self.finish_reason,
+            "num_tokens": self.num_tokens,
+            "truncated": self.finish_reason == "length",
+            "turn": self.turn,
+            "correct_score": correct_score,
+        }
+        return {name: known[name] for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundFunction:
+    """A reward function and how it is called."""
+
+    function: Callable[..., Any]
+    needs: frozenset[str]
+    """Names of `PARAMETERS` that it takes."""
+    positional: Mapping[str, Any]
+    """Its parameters that go by position only, in order, and their defaults."""
+    kwargs: Mapping[str, Any]
+    """What the recipe gives it besides."""
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Its result for the values of a sample, which may be more than it needs."""
+        given = {name: values[name] for name in self.needs} | dict(self.kwargs)
+        arguments = [given.pop(name, default) for name, default in self.positional.items()]
+        return self.function(*arguments, **given)
+
+
+def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> BoundFunction:
+    """The function as the recipe wants it called, with these `kwargs` besides the values of a sample.
+
+    Raises ConfigError for a required parameter that nothing gives and for keyword arguments that it does not take.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"reward.functions: {name!r}: its parameters cannot be seen; call it from a function written in Python, "
+            f"such as: {expected(name)}"
+        ) from None
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    if reserved := [key for key in kwargs if key in PARAMETERS and key not in _OF_THE_RECIPE]:
+        raise ConfigError(
+            f"reward.functions: {name!r}: kwargs.{reserved[0]}: is a value of the sample, which the recipe cannot "
+            "give; leave it out"
+        )
+    if foreign := [key for key in kwargs if key not in named and not takes_any]:
+        nearest = difflib.get_close_matches(foreign[0], named, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(named) or 'none'}"
+        raise ConfigError(f"reward.functions: {name!r}: kwargs.{foreign[0]}: is no parameter of it; {hint}")
+    for parameter in named.values():
+        if parameter.default is parameter.empty and parameter.name not in (*PARAMETERS, *kwargs):
+            raise ConfigError(_unknown(name, parameter.name))
+    needs = frozenset(key for key in PARAMETERS if (takes_any or key in named) and key not in kwargs)
+    positional = {p.name: p.default for p in named.values() if p.kind is p.POSITIONAL_ONLY}
+    return BoundFunction(function, needs, positional, kwargs)
+
+
+def expected(name: str) -> str:
+    """The line that defines a reward function of that name."""
+    return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
+
+
+def _unknown(name: str, parameter: str) -> str:
+    meant = {"solution_str": "completion_text", "completions": "completion_text", "ground_truth": "answer"}
+    nearest = meant.get(parameter) or next(iter(difflib.get_close_matches(parameter, PARAMETERS, n=1)), None)
+    hint = f" Did you mean {nearest}?" if nearest else ""
+    return (
+        f"reward.functions: {name!r}: its parameter {parameter} is not known.{hint} Known are {', '.join(PARAMETERS)}; "
+        f"give others a default, or a value in kwargs. For example: {expected(name)}"
+    )

@@ -1,0 +1,91 @@
+"""What reward functions are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.rewards.calling import PARAMETERS, BoundFunction, Sample, bind
+from megarl.types import Completion, ConfigError, Problem
+
+QUESTION = {"role": "user", "content": "2 + 3?"}
+PROBLEM = Problem(4, (QUESTION,), (7, 8), "5", {"level": 3})
+COMPLETION = Completion("0.0", np.array([1, 2, 3]), np.zeros(3, np.float32), "length", 1)
+SAMPLE = Sample.of(PROBLEM, COMPLETION, "It is 5", prompt_messages=[QUESTION], turn=1)
+
+
+def called(bound: BoundFunction) -> Any:
+    return bound(SAMPLE.values(bound.needs, 10.0))
+
+
+def of_the_table(completion_text, answer, *, correct_score):
+    return completion_text, answer, correct_score
+
+
+def reward_fn(messages, answer):
+    return messages, answer
+
+
+def of_the_turn(record, finish_reason, num_tokens, truncated, turn, prompt_messages):
+    return record, finish_reason, num_tokens, truncated, turn, prompt_messages
+
+
+def by_position(answer, other="default", /, turn=0):
+    return answer, other, turn
+
+
+def anything(*args, **kwargs):
+    return args, sorted(kwargs)
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "expected"),
+    [
+        pytest.param(of_the_table, {}, ("It is 5", "5", 10.0), id="of the table"),
+        pytest.param(of_the_table, {"correct_score": 2}, ("It is 5", "5", 2), id="a score of its own"),
+        pytest.param(reward_fn, {}, ([QUESTION, {"role": "assistant", "content": "It is 5"}], "5"), id="RL2"),
+        pytest.param(of_the_turn, {}, ({"level": 3}, "length", 3, True, 1, [QUESTION]), id="record and turn"),
+        pytest.param(by_position, {}, ("5", "default", 1), id="by position"),
+        pytest.param(by_position, {"other": 8}, ("5", 8, 1), id="by position with kwargs"),
+        pytest.param(anything, {}, ((), sorted(PARAMETERS)), id="anything"),
+        pytest.param(anything, {"x": 1}, ((), sorted([*PARAMETERS, "x"])), id="anything with kwargs"),
+        pytest.param(lambda text=None, *, k: (text, k), {"k": [1]}, (None, [1]), id="an own default"),
+    ],
+)
+def test_parameters_are_known_by_name(function: Callable[..., Any], kwargs: dict[str, Any], expected: object) -> None:
+    assert called(bind("my:function", function, kwargs)) == expected
+
+
+def test_only_what_is_needed_is_sent() -> None:
+    assert bind("my:function", reward_fn, {}).needs == {"messages", "answer"}
+
+
+def of_trl(completions, **kwargs): ...
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "told"),
+    [
+        pytest.param(of_trl, {}, "its parameter completions is not known. Did you mean completion_text?", id="TRL"),
+        pytest.param(of_verl, {}, "its parameter data_source is not known.", id="verl"),
+        pytest.param(
+            of_verl, {"data_source": ""}, "solution_str is not known. Did you mean completion_text?", id="2nd"
+        ),
+        pytest.param(reward_fn, {"k": 1}, "kwargs.k: is no parameter of it; it takes messages, answer", id="foreign"),
+        pytest.param(reward_fn, {"message": 1}, "kwargs.message: is no parameter of it; did you mean", id="misspelt"),
+        pytest.param(anything, {"answer": "7"}, "kwargs.answer: is a value of the sample", id="reserved"),
+        pytest.param(min, {}, "its parameters cannot be seen", id="compiled"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(function: Callable[..., Any], kwargs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bind("my.rewards:function", function, kwargs)
+    assert told in str(caught.value) and "reward.functions: 'my.rewards:function'" in str(caught.value)
+    if "not known" in told:
+        assert ", ".join(PARAMETERS) in str(caught.value)
