@@ -59,7 +59,6 @@ async def train(session: Session) -> None:
                 batch.per_token["reference_logprobs"] = await session.trainer.forward(batch, model="reference")
             if recipe.reward.model:
                 kept, scores = await session.add_scores(kept, batch)
-                sampled = kept
                 scalars |= scores
             if recipe.has_critic:
                 batch.per_token["values"] = await session.trainer.forward(batch, model="critic")
@@ -77,7 +76,11 @@ async def train(session: Session) -> None:
             learnt = TokenBatch.from_sequences(beside) if beside else None
             minibatches = batch.minibatches(recipe, step, learnt) if step > recipe.frozen_steps else []
             updates = [await session.trainer.update(minibatch, buffer.kl_coefficient) for minibatch in minibatches]
-        scalars |= update_metrics(updates) | reward_metrics(sampled or kept) | rollout_metrics(sampled or kept)
+        scalars |= (
+            update_metrics(updates)
+            | reward_metrics(sampled or kept, kept=kept if recipe.reward.model else None)
+            | rollout_metrics(sampled or kept)
+        )
         scalars |= staleness_metrics(kept, weight_version=step)
         scalars |= _adapt(buffer, scalars, num_samples=len(kept))
         if recipe.trainer.router_replay:
@@ -88,7 +91,8 @@ async def train(session: Session) -> None:
         with tracker.phase("reshard"):
             scalars |= await session.reshard(step)
         if step % recipe.samples_every_steps == 0:
-            tracker.samples(step, [trajectory.record() for trajectory in sampled])
+            written = kept if recipe.reward.model else sampled
+            tracker.samples(step, [trajectory.record() for trajectory in written])
         if session.evaluates_at(step):
             await _evaluate_and_log(session, step, scalars, buffer)
         else:

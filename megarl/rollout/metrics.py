@@ -37,23 +37,26 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
-def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory] | None = None) -> dict[str, float]:
     """What a step's completions were like; each reward function's part as in `rewards.scores.function_metrics`.
 
     `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards
     are all equal and teach nothing; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share that hit the
-    limit. Attempts that were not scored take no part in those of rewards.
+    limit. Attempts that were not scored take no part in those of rewards. All are of the attempts drawn in this step,
+    `trajectories`; but where a reward model scores only those `kept`, `reward/mean`, `/std` and
+    `/zero_variance_groups`, which are of the whole reward, are of these.
     """
-    scored = [(t, t.reward) for t in trajectories if t.reward is not None]
+    judged = [t.reward for t in trajectories if t.reward is not None]
+    scored = [(t, t.reward) for t in (trajectories if kept is None else kept) if t.reward is not None]
     scores = np.array([reward.score for _, reward in scored])
     lengths = np.array([t.num_sampled for t in trajectories])
     groups = np.array([t.group for t, _ in scored])
     flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
-    return function_metrics([reward for _, reward in scored]) | {
+    return function_metrics(judged) | {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        "reward/accuracy": float(np.mean([reward.answer_correct for _, reward in scored])),
-        "reward/format_valid": float(np.mean([reward.format_valid for _, reward in scored])),
+        "reward/accuracy": float(np.mean([reward.answer_correct for reward in judged])),
+        "reward/format_valid": float(np.mean([reward.format_valid for reward in judged])),
         "reward/zero_variance_groups": float(np.mean(flat)),
         "rollout/completion_tokens/mean": float(lengths.mean()),
         "rollout/completion_tokens/max": float(lengths.max()),

@@ -360,6 +360,14 @@ def test_each_pass_learns_all_conversations_beside() -> None:
     assert [update.lengths[-1] for update in updates] == [4, 5, 4, 5]
 
 
+def test_accuracy_is_of_the_same_samples_with_and_without_a_reward_model() -> None:
+    drawn = [attempt(0, 1.0, 3), attempt(0, -1.0, 5, "length"), attempt(1, -1.0, 1), attempt(1, -1.0, 7)]
+    kept = [attempt(0, 10.0, 3), attempt(0, -10.0, 5, "length")]
+    alone, beside = reward_metrics(drawn), reward_metrics(drawn, kept=kept)
+    of_the_reward = {"reward/mean": 0.0, "reward/std": 10.0, "reward/zero_variance_groups": 0.0}
+    assert beside == alone | of_the_reward and alone["reward/accuracy"] == 0.25
+
+
 def test_reward_metrics() -> None:
     metrics = reward_metrics(
         [attempt(0, 2.0, 3), attempt(0, 0.0, 5, "length"), attempt(1, -1.0, 1), attempt(1, -1.0, 7, "length")]
