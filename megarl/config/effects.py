@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.formulas import FIELDS, either, formulas, taking
-from megarl.files.python_function import is_import_path
+from megarl.files.import_path import is_import_path
 
 if TYPE_CHECKING:
     from megarl.config import Recipe, Section

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from megarl.config.formulas import either, formulas
 from megarl.config.section import Section
-from megarl.files.python_function import is_import_path
+from megarl.files.import_path import is_import_path
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 

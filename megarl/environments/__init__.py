@@ -6,14 +6,12 @@ A new environment is a file here and a line in `ENVIRONMENTS`; or a class in a f
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
+from megarl.files.import_path import Choices
 from megarl.types import ConfigError, Problem
 
 Message = Mapping[str, Any]
@@ -77,37 +75,18 @@ class Environment(Protocol):
         ...
 
 
+_CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
+
+
 def find_environment(name: str) -> Callable[[], Environment]:
     """The class that a recipe names: one of `ENVIRONMENTS`, `package.module:Class` or `path/to/file.py:Class`.
 
     Raises ConfigError where there is none, or it has not the methods of `Environment` as coroutines.
     """
-    where, colon, attribute = ENVIRONMENTS.get(name, name).rpartition(":")
-    field = f"rollout.environment = {name!r}"
-    if not colon or not attribute.isidentifier():
-        known = ", ".join(ENVIRONMENTS)
-        raise ConfigError(f"{field}: give one of {known}, package.module:Class or path/to/file.py:Class")
-    try:
-        found: Any = getattr(_module(where), attribute)
-    except Exception as error:  # a module of the recipe's author: it may raise anything
-        cause = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{field}: {attribute} cannot be imported from {where}: {cause}") from error
+    found = _CHOICES.load(name)
     methods = ("reset", "step", "close")
     if not inspect.isclass(found):
-        raise ConfigError(f"{field}: is no class; give one with `async def` {', '.join(methods)}")
-    if wrong := [name for name in methods if not inspect.iscoroutinefunction(getattr(found, name, None))]:
-        raise ConfigError(f"{field}: the class lacks `async def` {', '.join(wrong)}")
+        raise ConfigError(f"rollout.environment: {name!r}: is no class; give one with `async def` {', '.join(methods)}")
+    if wrong := [method for method in methods if not inspect.iscoroutinefunction(getattr(found, method, None))]:
+        raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
     return cast(Callable[[], Environment], found)
-
-
-def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    path = Path(where)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path.absolute()}")
-    spec = importlib.util.spec_from_file_location(f"megarl_environment_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.effects import given_fields, unmet, value_at
 from megarl.config.formulas import FIELDS, KWARGS, MEASURED, Keyword, Keywords, formulas
-from megarl.files.python_function import import_function, is_import_path
+from megarl.files.import_path import import_object, is_import_path
 from megarl.preflight.library_fields import accepts
 from megarl.types import ConfigError
 
@@ -35,7 +35,7 @@ def keywords(recipe: Recipe) -> Iterator[str]:
             yield from _unfit_kwargs(recipe, field, kwargs_field, name, formulas(field)[name])
             continue
         try:
-            signature = inspect.signature(import_function(name, field))
+            signature = inspect.signature(import_object(name, field))
         except ConfigError as error:
             yield str(error)
             continue

@@ -15,12 +15,10 @@ Importing this package imports no reward function; a function's module is import
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
-from megarl.files.python_function import import_function, is_import_path
-from megarl.types import ConfigError
+from megarl.files.import_path import Choices
 
 REWARDS = {
     "boxed": "megarl.rewards.boxed:boxed",
@@ -38,21 +36,12 @@ SYSTEM_PROMPTS = {
 """The instruction that a function's format needs, for `data.system_prompt: default`."""
 
 
-def locate(name: str) -> str:
-    """The import path that a recipe's reward name stands for; imports nothing.
+_CHOICES = Choices("reward.functions", "reward", "function", REWARDS)
 
-    Raises ConfigError if `name` is neither a key of the table nor an import path (`files.python_function`).
-    """
-    path = REWARDS.get(name, name)
-    if is_import_path(path):
-        return path
-    nearest = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
-    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    known = ", ".join(REWARDS)
-    raise ConfigError(
-        f"reward.functions: unknown reward {name!r}.{hint} Known: {known}; your own: package.module:function or "
-        "path/to/file.py:function."
-    )
+
+def locate(name: str) -> str:
+    """The import path that a recipe's reward name stands for; imports nothing. Raises ConfigError if it is for none."""
+    return _CHOICES.locate(name)
 
 
 def metric_name(name: str) -> str:
@@ -65,5 +54,4 @@ def resolve(name: str) -> Callable[..., Any]:
 
     Raises ConfigError if there is no such function, or its module cannot be imported.
     """
-    locate(name)
-    return import_function(REWARDS.get(name, name), "reward.functions")
+    return _CHOICES.load(name)

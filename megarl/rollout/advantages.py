@@ -17,7 +17,7 @@ from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
 from megarl.algorithms.value_losses import explained_variance
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.batch import TokenBatch
-from megarl.files.python_function import function_of
+from megarl.files.import_path import function_of
 from megarl.rollout.batch import RLBatch
 
 

@@ -6,13 +6,11 @@ its import path.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.types import ConfigError
+from megarl.files.import_path import Choices
 
 TRACKERS = {
     "tensorboard": "megarl.tracking.tensorboard:TensorBoard",
@@ -40,26 +38,14 @@ class RunTracker(Protocol):
         """Let go of everything."""
 
 
+_CHOICES = Choices("trackers", "tracker", "class", TRACKERS, takes_files=False)
+
+
 def locate(name: str) -> str:
     """The `package.module:Class` that a recipe's tracker stands for; imports nothing. Raises ConfigError."""
-    module, colon, attribute = TRACKERS.get(name, name).partition(":")
-    if colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split(".")):
-        return f"{module}:{attribute}"
-    near = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(
-        f"trackers: unknown tracker {name!r}.{hint} Known: {', '.join(TRACKERS)}; your own: package.module:Class."
-    )
+    return _CHOICES.locate(name)
 
 
 def start(name: str, folder: Path, resumed_step: int) -> RunTracker:
     """The tracker of that name for a run. Raises ConfigError, and whatever the tracker's own start raises."""
-    module_name, _, class_name = locate(name).partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"trackers: {name!r}: cannot import {module_name}: {error}") from error
-    kind: Callable[[Path, int], RunTracker] | None = getattr(module, class_name, None)
-    if not callable(kind):
-        raise ConfigError(f"trackers: {name!r}: module {module_name} has no class {class_name!r}.")
-    return kind(folder, resumed_step)
+    return _CHOICES.load(name)(folder, resumed_step)

@@ -17,7 +17,7 @@ from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
-from megarl.files.python_function import function_of
+from megarl.files.import_path import function_of
 from megarl.training.batch import Microbatch, whole_row
 from megarl.types import ConfigError
 

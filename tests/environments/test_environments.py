@@ -11,6 +11,13 @@ from megarl.environments import ENVIRONMENTS, Start, Step, Turn, find_environmen
 from megarl.types import ConfigError, Problem
 
 GAME = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Score:
+    points: int = 0
+
 class Game:
     async def reset(self, problem, seed): ...
     async def step(self, turn): ...
@@ -48,9 +55,9 @@ def test_a_class_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        pytest.param("two_turn", ["single_turn", "path/to/file.py:Class"], id="not in the table"),
+        pytest.param("single_trun", ["Did you mean 'single_turn'?", "path/to/file.py:Class"], id="not in the table"),
         pytest.param("{folder}/absent.py:Game", ["absent.py", "no such file"], id="no file"),
-        pytest.param("{folder}/game.py:Gone", ["Gone", "AttributeError"], id="no class"),
+        pytest.param("{folder}/game.py:Gone", ["has no class 'Gone'"], id="no class"),
         pytest.param("{folder}/game.py:Half", ["step, close"], id="not coroutines"),
         pytest.param("{folder}/game.py:function", ["no class"], id="a function"),
         pytest.param("{folder}/raises.py:Game", ["ZeroDivisionError"], id="raises"),

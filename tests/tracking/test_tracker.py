@@ -205,6 +205,7 @@ def test_a_tracker_of_one_s_own_hears_everything_until_it_fails(folder: RunFolde
     [
         ("tensorbord", "unknown tracker 'tensorbord'. Did you mean 'tensorboard'?"),
         ("no_such_module:Class", "cannot import no_such_module"),
+        ("own.py:Class", "unknown tracker 'own.py:Class'"),
         ("json:Class", "module json has no class 'Class'"),
     ],
 )

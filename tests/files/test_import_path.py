@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.files.python_function import function_of, import_function, is_import_path
+from megarl.files.import_path import function_of, import_object, is_import_path
 from megarl.types import ConfigError
 
 SOURCE = """
@@ -51,10 +51,10 @@ def test_a_file_is_run_once_and_files_of_one_name_are_kept_apart(
     (tmp_path / "other").mkdir()
     (tmp_path / "other/own.py").write_text("def add(left, right):\n    return 0\n")
     monkeypatch.chdir(tmp_path)
-    add = import_function("own.py:add", "algorithm.policy_loss")
+    add = import_object("own.py:add", "algorithm.policy_loss")
     assert add(2, 3) == 5
-    assert import_function(f"{tmp_path}/own.py:add", "algorithm.policy_loss") is add
-    assert import_function("other/own.py:add", "algorithm.policy_loss")(2, 3) == 0
+    assert import_object(f"{tmp_path}/own.py:add", "algorithm.policy_loss") is add
+    assert import_object("other/own.py:add", "algorithm.policy_loss")(2, 3) == 0
 
 
 def test_the_tables_own_names_come_first() -> None:
@@ -82,7 +82,7 @@ def test_what_cannot_be_imported_is_named(
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     with pytest.raises(ConfigError) as caught:
-        import_function(name, "algorithm.policy_loss")
+        import_object(name, "algorithm.policy_loss")
     assert str(caught.value).startswith(f"algorithm.policy_loss: {name!r}: ")
     assert all(words in str(caught.value) for words in told)
     assert not [module for module in set(sys.modules) - before if module.startswith("broken")]

@@ -1,0 +1,106 @@
+"""What a recipe names: a member of a table, or an object of the user's own at an import path.
+
+An import path is `package.module:name` or `path/to/file.py:name`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from megarl.types import ConfigError
+
+Kind = Literal["function", "class"]
+
+
+def is_import_path(name: str, *, takes_files: bool = True) -> bool:
+    """Whether a name is of one of the two forms; whether there is such an object is not looked at."""
+    source, colon, attribute = name.rpartition(":")
+    if not colon or not attribute.isidentifier():
+        return False
+    if source.endswith(".py"):
+        return takes_files
+    return all(part.isidentifier() for part in source.split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What a field of the recipe may name: a key of a table of import paths, or an import path itself."""
+
+    field: str
+    noun: str
+    """What errors call a member: a reward, a tracker."""
+    kind: Kind
+    table: Mapping[str, str]
+    takes_files: bool = True
+
+    def locate(self, name: str) -> str:
+        """The import path that a name stands for; imports nothing. Raises ConfigError if it stands for none."""
+        path = self.table.get(name, name)
+        if is_import_path(path, takes_files=self.takes_files):
+            return path
+        nearest = difflib.get_close_matches(name, self.table, n=1, cutoff=0.5)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        attribute = "Class" if self.kind == "class" else "function"
+        own = f"package.module:{attribute}" + (f" or path/to/file.py:{attribute}" if self.takes_files else "")
+        raise ConfigError(
+            f"{self.field}: unknown {self.noun} {name!r}.{hint} Known: {', '.join(self.table)}; your own: {own}."
+        )
+
+    def load(self, name: str) -> Callable[..., Any]:
+        """The function or class of that name; errors as of `locate` and `import_object`."""
+        return import_object(self.locate(name), self.field, self.kind)
+
+
+def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) -> Callable[..., Any]:
+    """The function of that name in a table of functions, or else the user's own; errors as of `import_object`."""
+    return table[name] if name in table else import_object(name, field)
+
+
+def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..., Any]:
+    """The function or class at an import path; runs its module, once in a process.
+
+    A file's path is relative to the current folder. Raises ConfigError, which begins with the `field` that names it, if
+    the module cannot be imported or has no such object.
+    """
+    source, _, attribute = path.rpartition(":")
+    try:
+        module = _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except Exception as error:  # a module of the recipe's author: it may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{field}: {path!r}: cannot import {source}: {cause}") from error
+    found = getattr(module, attribute, None)
+    if callable(found):
+        return found
+    nearest = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    raise ConfigError(f"{field}: {path!r}: module {source} has no {kind} {attribute!r}{hint}")
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """The module of a Python file, under a name that no other file has."""
+    absolute = path.resolve()
+    if not absolute.is_file():
+        raise FileNotFoundError(f"no such file: {absolute}")
+    name = f"{path.stem}_{hashlib.sha256(str(absolute).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, absolute)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses of the module look their annotations up here.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
