@@ -85,6 +85,7 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, its model and its data; then train."""
+    from megarl.platform.imports import uncollected
     from megarl.preflight import load
     from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 
@@ -100,15 +101,16 @@ def train(
             refuse_other_schema(checkpoint)
         given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
-    loaded = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
-    if not dry_run and not restart and not _has_work(loaded, resume):
-        return
-    layout, records = _checked(loaded, is_start=not dry_run)
-    print_sizes(loaded, layout, records)
-    if not dry_run:
+    with uncollected():
+        loaded = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
+        if not dry_run and not restart and not _has_work(loaded, resume):
+            return
+        layout, records = _checked(loaded, is_start=not dry_run)
+        print_sizes(loaded, layout, records)
+        if dry_run:
+            return
         from megarl.loops.run import run
-
-        run(loaded, layout, resume=resume, restart=restart)
+    run(loaded, layout, resume=resume, restart=restart)
 
 
 def _folder_hint(path: Path) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from megarl.files.atomic import disk_full
 from megarl.platform import rendezvous
+from megarl.platform.imports import uncollected
 from megarl.platform.processes import die_with
 from megarl.types import MegarlError
 
@@ -74,7 +75,9 @@ def _construct(path: list[str], worker: str, kwargs: dict[str, Any]) -> Any:
     sys.path[:] = path
     module, _, name = worker.partition(":")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return getattr(importlib.import_module(module), name)(rank=rank, world_size=world_size, **kwargs)
+    with uncollected():
+        imported = importlib.import_module(module)
+    return getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
 
 def _execute(worker: Any, command: bytes) -> tuple[Any, bytes]:

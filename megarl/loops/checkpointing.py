@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
-from megarl.checkpoint.torch_dist_reader import check_harmless
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
@@ -171,6 +170,9 @@ def survey(earlier: EarlierRun) -> Survey:
     Only a file that is proven to be wrong speaks against a checkpoint. Raises StorageError for one that cannot be read
     at all, DataError if there are checkpoints and none is good.
     """
+    # A run that begins needs none of torch's checkpoints.
+    from megarl.checkpoint.torch_dist_reader import check_harmless
+
     damaged: dict[str, str] = {}
     for folder in earlier.checkpoints:
         try:

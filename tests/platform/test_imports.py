@@ -1,0 +1,29 @@
+"""Imports without the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from megarl.platform.imports import uncollected
+
+
+@pytest.fixture(autouse=True)
+def thawed():
+    yield
+    gc.unfreeze()
+
+
+def test_the_collector_waits_and_leaves_alone_what_is_there_then() -> None:
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        assert not gc.isenabled()
+        made = [[] for _ in range(1000)]
+    assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(made)
+
+
+def test_an_import_that_fails_leaves_it_on() -> None:
+    with pytest.raises(ImportError), uncollected():
+        import megarl.no_such_module  # noqa: F401  # pyright: ignore[reportMissingImports]
+    assert gc.isenabled()
