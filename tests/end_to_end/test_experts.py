@@ -57,8 +57,10 @@ def test_experts_are_trained_where_the_engine_sent_its_tokens(
     kept = {sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}
     assert list((run / "checkpoints/step_000001").glob("routed_experts_*.safetensors"))
     shutil.rmtree(run / "checkpoints/step_000002")
+    shutil.rmtree(run / "hf")
+    (run / "status.json").unlink()  # it says that the run is finished
     done = subprocess.run([*command[:-1], "runs/experts", "--resume"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stdout + done.stderr
     resumed = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert resumed["train/loss"] == steps[-1]["train/loss"] and resumed["logprob_gap/max"] <= 1e-5
     assert kept == {sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}

@@ -42,11 +42,12 @@ checkpoint: {{every_steps: 3, keep: 3}}
 """
 
 
-def train(folder: Path, *arguments: str) -> None:
+def train(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "megarl", "train", *arguments], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -93,8 +94,10 @@ def test_a_critic_learns_beside_the_policy(runs: Path) -> None:
 
 def test_a_run_taken_up_again_ends_bit_equal(runs: Path) -> None:
     shutil.copytree(runs / "whole", runs / "again")
-    shutil.rmtree(runs / "again/checkpoints/step_000005")
-    train(runs.parent, "ppo.yaml", "name=again", "--resume")
+    for left in ("checkpoints/step_000005", "hf", "hf_critic"):
+        shutil.rmtree(runs / "again" / left)
+    (runs / "again/status.json").unlink()  # it says that the run is finished
+    assert "resuming from" in train(runs.parent, "ppo.yaml", "name=again", "--resume")
     timeless = [
         [{k: v for k, v in step.items() if not k.startswith("time/")} for step in metrics(runs / name)]
         for name in ("whole", "again")
