@@ -70,7 +70,7 @@ def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Tra
     groups: list[list[Trajectory]] = []
     for sample, length in enumerate(lengths.tolist()):
         group, number = divmod(sample, SAMPLES_PER_PROMPT)
-        prompt = tuple(random.integers(0, 151936, PROMPT_TOKENS).tolist())
+        prompt = random.integers(0, 151936, PROMPT_TOKENS).astype(np.int32)
         request = Request(f"{group}.{number}", prompt, sampling, sample)
         completion = Completion(
             request_id=request.request_id,
@@ -82,11 +82,12 @@ def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Tra
         )
         ranks.sent["advance"] += len(pickle.dumps(request, protocol=5))
         ranks.received["advance"] += len(pickle.dumps(completion, protocol=5))
-        segments = (stitch([ModelCall(np.array(prompt, np.int32), completion)]),)
+        segments = (stitch([ModelCall(prompt, completion)]),)
+        problem = Problem(group, (), tuple(prompt.tolist()), "")
         reward = Reward(float(random.integers(2)), True, True)
         if number == 0:
             groups.append([])
-        groups[-1].append(Trajectory("single_turn", Problem(group, (), prompt, ""), group, number, segments, reward))
+        groups[-1].append(Trajectory("single_turn", problem, group, number, segments, reward))
     return groups
 
 
@@ -98,7 +99,8 @@ async def step(groups: list[list[Trajectory]], ranks: CountingRanks, row_tokens:
             "algorithm": {"importance_sampling": "tis"},
         }
     )  # fmt: skip
-    trainer = TrainerRanks(ranks, ranks.layout, row_tokens)  # type: ignore[arg-type]
+    group: Any = ranks
+    trainer = TrainerRanks(group, ranks.layout, row_tokens)
     batch = RLBatch.from_groups(groups)
     batch.per_token["old_logprobs"] = await trainer.forward(batch)
     compute_advantages(batch, recipe, 0.0)

@@ -128,7 +128,7 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
 
 
 def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
-    return ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+    return replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **sizes)
 
 
 def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:

@@ -30,11 +30,11 @@ class AdapterLayouts(MegatronLayouts):
     rank: int = 0
 
     @cached_property
-    def rules(self) -> tuple[Rule, ...]:  # type: ignore[override]
+    def rules(self) -> tuple[Rule, ...]:
         return adapter_rules(self.model, self.targets, self.rank)
 
     @cached_property
-    def tensors(self) -> Sequence[TensorName]:  # type: ignore[override]
+    def tensors(self) -> Sequence[TensorName]:
         return numbered({name for rule in self.rules for name, _ in rule.tensors}, self.model)
 
 

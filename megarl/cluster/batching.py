@@ -72,7 +72,7 @@ class TrainerRanks:
         """Indices of the sequences in each row of each data-parallel replica."""
         layout, multiple = self.layout, self.row_multiple
         return pack(
-            lengths,  # type: ignore[arg-type]
+            lengths,
             max_tokens=self.max_tokens_per_microbatch // multiple * multiple,
             num_ranks=layout.dp,
             multiple=layout.sequence_multiple,

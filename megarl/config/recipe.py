@@ -416,12 +416,20 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fie
     """Every field of the schema by dotted name, sections included."""
     for name, field in section.model_fields.items():
         yield prefix + name, field
-        if hasattr(field.annotation, "model_fields"):
-            yield from _fields(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        if (inner := _section(field)) is not None:
+            yield from _fields(inner, f"{prefix}{name}.")
+
+
+def _section(field: FieldInfo) -> type[Section] | None:
+    """The section that a field is, if it is one."""
+    from megarl.config.section import Section
+
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _is_section(field: FieldInfo) -> bool:
-    return hasattr(field.annotation, "model_fields")
+    return _section(field) is not None
 
 
 def _doc(field: FieldInfo) -> str:

@@ -48,6 +48,6 @@ class Dialogue:
 
     def text(self, token_ids: NDArray[np.int64]) -> str:
         """The text of sampled tokens, without special tokens."""
-        decoded = self.tokenizer.decode(token_ids, skip_special_tokens=True)  # type: ignore[arg-type]
+        decoded = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         return decoded

@@ -41,7 +41,7 @@ def attention_ratio(shape: ModelShape) -> float:
 
 
 def pack(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | NDArray[np.int64],
     *,
     max_tokens: int,
     num_ranks: int,

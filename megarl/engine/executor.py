@@ -84,7 +84,10 @@ def _without_message_queues() -> Iterator[None]:
     A queue is 24 MiB of shared memory that a killed rank leaves behind, and sockets over which pickles travel.
     """
     made = MessageQueue.create_from_process_group
-    MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)  # type: ignore[assignment]
+    # vLLM declares that there is a queue; a group without one is what it makes for a single rank.
+    MessageQueue.create_from_process_group = staticmethod(  # pyright: ignore[reportAttributeAccessIssue]
+        lambda *args, **kwargs: None
+    )
     try:
         yield
     finally:

@@ -85,7 +85,9 @@ class Adapter(nn.Module):
         if self.dropout and self.training:
             # Only where all ranks see the same features of the same tokens must they drop the same.
             is_alike = self.is_column and not self.sequence_parallel
-            with get_cuda_rng_tracker().fork(_ALIKE if is_alike else _APART):  # type: ignore[union-attr]
+            tracker = get_cuda_rng_tracker()
+            assert tracker is not None
+            with tracker.fork(_ALIKE if is_alike else _APART):
                 x = F.dropout(x, self.dropout)
         a, b = self.a, self.b.flatten(0, -2)
         if self.is_expert:

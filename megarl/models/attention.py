@@ -157,7 +157,10 @@ class PackedAttention(nn.Module):
         self, *, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
     ) -> None:
         super().__init__()
-        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5  # type: ignore[operator]
+        if softmax_scale is None:
+            assert config.kv_channels is not None
+            softmax_scale = config.kv_channels**-0.5
+        self.scale = softmax_scale
         self.cp_group = getattr(pg_collection, "cp", None)
 
     def forward(
@@ -199,7 +202,7 @@ class PackedAttention(nn.Module):
                 grouped = {"enable_gqa": True}
             else:
                 k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-        return varlen_attn(  # type: ignore[return-value]
+        out = varlen_attn(
             q,
             k,
             v,
@@ -211,6 +214,8 @@ class PackedAttention(nn.Module):
             window_size=(-1, 0),
             **grouped,
         )
+        assert isinstance(out, Tensor)
+        return out
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         place, keys, mask = part.padded_queries, part.padded_keys, part.mask

@@ -27,7 +27,7 @@ def vocab_parallel_logprobs(
     gradient of `hidden` is this rank's part: the caller's tensor-parallel mapping sums it. What no gradient reaches,
     a detached entropy, and what takes none, a frozen weight, costs no work in the backward.
     """
-    return _VocabParallelLogprobs.apply(hidden, weight, targets, first_token_id, group, temperature, chunk_tokens)  # type: ignore[return-value]
+    return _VocabParallelLogprobs.apply(hidden, weight, targets, first_token_id, group, temperature, chunk_tokens)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):

@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from megarl.models.logprobs import vocab_parallel_logprobs
 from megarl.models.norm import RMSNorm
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules | ModuleSpec:
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """Transformer Engine's layers where they can be used, else Megatron's local ones with our norm and attention."""
     kinds: dict[str, Any] = {
         "num_experts": config.num_moe_experts,
@@ -37,14 +36,16 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(**kinds)
     layer = get_gpt_layer_local_spec(**kinds, normalization="RMSNorm")
-    modules = layer.submodules
-    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm  # type: ignore[union-attr]
-    attention = modules.self_attention.submodules  # type: ignore[union-attr]
+    modules: Any = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    attention = modules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
+    # Megatron builds a norm from its class, as its own specs give it; what it declares is narrower.
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
 class PackedModel(GPTModel):
@@ -55,14 +56,14 @@ class PackedModel(GPTModel):
         scaling = shape.rope_scaling or {}
         super().__init__(
             config,
-            layer_spec(config, vp_stage),  # type: ignore[arg-type]
+            layer_spec(config, vp_stage),
             vocab_size=padded_vocab_size(shape.vocab_size, tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
-            rotary_base=shape.rope_theta,  # type: ignore[arg-type]
+            rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  (it takes a float, too)
             rope_scaling=bool(scaling),
             rope_scaling_factor=scaling.get("factor", 1.0),
             vp_stage=vp_stage,
@@ -84,7 +85,7 @@ class PackedModel(GPTModel):
         self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
     ) -> Any:
         if packed_seq_params.qkv_format != "packed":
-            return super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
+            return super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         # One angle per token. Megatron's own way for packed rows, without Transformer Engine's kernel, is a Python
         # loop over the sequences in every layer.
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
@@ -126,9 +127,10 @@ class PolicyModel(PackedModel):
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None
         logprobs, entropies = vocab_parallel_logprobs(
             hidden_states.squeeze(1),
-            weight[: self.num_local_tokens],  # type: ignore[index]
+            weight[: self.num_local_tokens],
             labels.squeeze(0),
             first_token_id=self.first_token_id,
             group=tp_group,

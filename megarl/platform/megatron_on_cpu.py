@@ -19,6 +19,9 @@ from torch.utils._device import _device_constructors
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
 """The torch functions that Megatron calls with device="cuda"."""
 
+_MARK = "_megarl"
+"""The attribute that tells our `Tensor.cuda` from torch's."""
+
 
 class _NoStream(contextlib.nullcontext[None]):
     """A stream or event of a device that has none: everything is in order already."""
@@ -36,7 +39,7 @@ class _NoStream(contextlib.nullcontext[None]):
 
 def prepare() -> None:
     """Install the substitutes once, before Megatron is imported. Does nothing where CUDA is."""
-    if torch.cuda.is_available() or getattr(torch.Tensor.cuda, "_megarl", False):
+    if torch.cuda.is_available() or hasattr(torch.Tensor.cuda, _MARK):
         return
     # Megatron's jit_fuser is torch.compile, which would build C++ for every tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -47,14 +50,14 @@ def prepare() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     _replace_tensor_methods()
     cpu = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: cpu
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cpu": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-    torch.cuda.Stream = torch.cuda.Event = _NoStream  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _NoStream()  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: _NoStream()  # type: ignore[assignment]
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.Stream = torch.cuda.Event = _NoStream
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _NoStream()
+    torch.cuda.stream = lambda stream: _NoStream()
 
     import megatron.core.tensor_parallel.random as megatron_random
 
@@ -75,7 +78,8 @@ def _adapt_experts() -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     # vLLM, imported later, puts a stream of its own into torch.cuda, one whose events are None.
-    token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _NoStream()  # type: ignore[assignment]
+    dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = _NoStream()
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -133,6 +137,6 @@ def _replace_tensor_methods() -> None:
             return type_of(self, *args, **kwargs)
         return type_of(self).replace("torch.", "torch.cuda.", 1)
 
-    cuda._megarl = True  # type: ignore[attr-defined]
-    torch.Tensor.cuda = cuda  # type: ignore[assignment]
-    torch.Tensor.type = type_name  # type: ignore[assignment]
+    setattr(cuda, _MARK, True)
+    torch.Tensor.cuda = cuda
+    torch.Tensor.type = type_name

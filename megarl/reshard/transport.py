@@ -57,10 +57,12 @@ class _Copies:
         # The C library's copy of long rows does not read what it overwrites, as torch's does: nearly twice as fast.
         # Arrays live no longer than the copy: storages are emptied and filled again elsewhere when memory is lent.
         for destination, source in self.on_cpu:
-            np.copyto(np.from_dlpack(destination), np.from_dlpack(source))  # pyright: ignore[reportArgumentType]
+            np.copyto(np.from_dlpack(destination), np.from_dlpack(source))
         for pairs in (self.tensors, self.small):
             if pairs:
-                torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # pyright: ignore
+                destinations, sources = zip(*pairs, strict=True)
+                # torch has no public name for it.
+                torch._foreach_copy_(destinations, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(slots=True)

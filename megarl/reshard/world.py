@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from megarl.families.names import TensorName, in_order, parse_name
@@ -50,14 +51,17 @@ class Layouts(Sequence[Layout]):
     Layouts with equal texts (`repr`) are equal.
     """
 
-    tensors: Sequence[TensorName]
-    """Every tensor that some rank holds, by layer, template and expert."""
+    @cached_property
+    def tensors(self) -> Sequence[TensorName]:
+        """Every tensor that some rank holds, by layer, template and expert."""
+        raise NotImplementedError
 
     @abstractmethod
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         """Who holds which part of a tensor: the same object for all tensors of a kind."""
 
-    def __getitem__(self, rank: int) -> Layout:  # type: ignore[override]
+    # Nobody takes a slice of all ranks' layouts.
+    def __getitem__(self, rank: int) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         return tuple(
@@ -85,7 +89,10 @@ class ListedLayouts(Layouts):
             )
             tensor = parse_name(box.name)
             self._holdings[tensor] = (*self._holdings.get(tensor, ()), holding)
-        self.tensors = in_order(self._holdings)
+
+    @cached_property
+    def tensors(self) -> Sequence[TensorName]:
+        return in_order(self._holdings)
 
     def __len__(self) -> int:
         return self._num_ranks

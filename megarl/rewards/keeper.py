@@ -6,6 +6,7 @@ kill it all when the reward process or the driver ends.
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
@@ -55,7 +56,8 @@ def _be_reward_process(keeper: int, connection: socket.socket, printed: int) -> 
         os.dup2(printed, 2)
         os.close(nothing)
         os.close(printed)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(line_buffering=True)
         _ignore_ending_signals()
         # Only here: the imports of the functions must not become the keeper's.
         from megarl.rewards.server import serve

@@ -251,6 +251,7 @@ def _expressions(text: str) -> list[Any]:
     text = re.sub(r"(\\frac)\s*(\d)\s+(\d)", r"\1{\2}{\3}", text)
     if not is_within_caps(text) or _NOT_READ.search(text):
         return []
+    # It declares no None, which turns its timeout off.
     parsed = parse(f"\\boxed{{{text}}}", _EXTRACTION, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     found = [_exact(expression) for expression in parsed if not isinstance(expression, str)]
     return [_union(expression) for expression in found] if re.search(r"\bor\b", text) else found

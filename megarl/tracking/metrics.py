@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,8 @@ class Metric:
     def value(self) -> float:
         return self.number
 
-    def merged(self, other: Self) -> Self:
+    def merged(self, other: Metric) -> Metric:
+        """This and another of the same subclass as one."""
         raise NotImplementedError
 
 
@@ -33,25 +33,26 @@ class Mean(Metric):
     def value(self) -> float:
         return self.number if self.count else math.nan
 
-    def merged(self, other: Self) -> Self:
+    def merged(self, other: Metric) -> Mean:
+        assert isinstance(other, Mean)
         parts = [part for part in (self, other) if part.count]
         count = sum(part.count for part in parts)
-        return type(self)(sum(part.number * (part.count / count) for part in parts), count)
+        return Mean(sum(part.number * (part.count / count) for part in parts), count)
 
 
 @dataclass(frozen=True, slots=True)
 class Sum(Metric):
     """A total."""
 
-    def merged(self, other: Self) -> Self:
-        return type(self)(self.number + other.number)
+    def merged(self, other: Metric) -> Sum:
+        return Sum(self.number + other.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Max(Metric):
     """The largest."""
 
-    def merged(self, other: Self) -> Self:
+    def merged(self, other: Metric) -> Metric:
         return self if math.isnan(self.number) or self.number >= other.number else other
 
 

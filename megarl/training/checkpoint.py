@@ -116,7 +116,7 @@ def stage(folder: Path, engines: Mapping[str, TrainingEngine], layout: str, **dr
     state = _sharded_states(engines, is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver}
     # Megatron's own queue of results is a process of its own.
-    filesystem_async._results_queue = queue.SimpleQueue()  # type: ignore[assignment]
+    filesystem_async._results_queue = queue.SimpleQueue()
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
@@ -126,7 +126,7 @@ def stage(folder: Path, engines: Mapping[str, TrainingEngine], layout: str, **dr
                 state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
             )
     finally:
-        filesystem_async._results_queue = None  # type: ignore[assignment]
+        filesystem_async._results_queue = None
     assert request is not None
     return Save(folder, request)
 
@@ -139,7 +139,8 @@ def restore(folder: Path, engines: Mapping[str, TrainingEngine], layout: str) ->
     request = _sharded_states(engines, is_loading=True)
     if dist_checkpointing.load_common_state_dict(str(folder))["layout"] == layout:
         request["random"] = _random_states()
-    state: dict[str, Any] = dist_checkpointing.load(request, str(folder))  # type: ignore[assignment]
+    state = dist_checkpointing.load(request, str(folder))
+    assert isinstance(state, dict)
     for name, engine in engines.items():
         _restore_engine(engine, state[name] if name else state)
     if "random" in state:
@@ -219,13 +220,16 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def _random_states() -> ShardedObject:
-    name, keys, *rest = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, *rest = numpy_state
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
     states = {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),  # type: ignore[union-attr]
+        "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),  # type: ignore[union-attr]
+        "megatron": tracker.get_states(),
     }
     return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
 
@@ -235,4 +239,6 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["device"])
-    get_cuda_rng_tracker().set_states(states["megatron"])  # type: ignore[union-attr]
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None
+    tracker.set_states(states["megatron"])

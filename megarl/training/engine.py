@@ -96,7 +96,7 @@ class TrainingEngine(ModelShard):
         self.is_adapted = is_policy and recipe.lora.rank > 0
         if self.is_adapted:
             self._attach_adapters()
-        self.models: list[DistributedDataParallel] = [self._wrap(chunk, i) for i, chunk in enumerate(self.chunks)]
+        self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self.role.optimizer, self.models, dtype=self.dtype, distributed=trainer.distributed_optimizer
         )
@@ -109,6 +109,11 @@ class TrainingEngine(ModelShard):
             "gradients": Offloadable(self._gradients, keeps_values=False),
             "optimizer": Offloadable(self._optimizer_state),
         }
+
+    @property
+    def models(self) -> list[DistributedDataParallel]:
+        """The model chunks, each with the buffers of its gradients."""
+        return self._wrapped
 
     def _attach_adapters(self) -> None:
         """Freeze the model beside new adapters: they are what learns."""
@@ -141,7 +146,8 @@ class TrainingEngine(ModelShard):
 
     def _gradients(self) -> Iterator[Tensor]:
         for model in self.models:
-            yield from (buffer.grad_data for buffer in (*model.buffers, *model.expert_parallel_buffers))  # type: ignore[misc]
+            buffers: Any = model.buffers  # Megatron's list of gradient buffers hides torch's method of that name.
+            yield from (buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers))
 
     def _optimizer_state(self) -> Iterator[Tensor]:
         """Moments and master weights; where the weights themselves are trained, those are not the optimizer's."""

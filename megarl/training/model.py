@@ -63,13 +63,11 @@ class ModelShard:
             overrides=recipe.trainer.megatron,
         )
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
-        self.models: Sequence[torch.nn.Module] = self.chunks
-        """The model chunks of the forward pass, or their wrappers."""
         for name, parameter in self.parameters.items():
             if ".experts." in name:
                 # Megatron takes experts for replicas over the dense ranks unless expert parallelism splits them, also
                 # where their tensor parallelism is another than the rest's.
-                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
         load_weights(self.parameters)
         self.expert_exchange: ExpertExchange | None = None
         """Where the experts come from that are replayed; without it the model chooses its own."""
@@ -86,6 +84,11 @@ class ModelShard:
             trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
             vp_stage=vp_stage,
         )
+
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The modules that Megatron's schedule runs: the model chunks, or their wrappers."""
+        return self.chunks
 
     @property
     def parameters(self) -> dict[str, Tensor]:

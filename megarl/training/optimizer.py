@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
-    Adam,  # type: ignore[attr-defined]
+    Adam,  # pyright: ignore[reportAttributeAccessIssue]  (it is whichever package's Megatron found)
     ChainedOptimizer,
     MegatronOptimizer,
     get_megatron_optimizer,

@@ -47,8 +47,8 @@ def run_forked(function: Callable[..., Any], world_size: int, *args: Any) -> lis
 def _results(receivers: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
-        for ready in wait([r for i, r in enumerate(receivers) if i not in results]):
-            rank = receivers.index(ready)  # type: ignore[arg-type]
+        ready = wait([r for i, r in enumerate(receivers) if i not in results])
+        for rank in [i for i, receiver in enumerate(receivers) if receiver in ready]:
             try:
                 is_done, results[rank] = receivers[rank].recv()
             except EOFError:

@@ -60,10 +60,11 @@ def theirs(options: argparse.Namespace, seed: int) -> dict[str, list[float]]:
 
 
 def train_with_trl(options: argparse.Namespace, seed: int) -> dict[str, list[float]]:
-    from datasets import Dataset  # type: ignore[import-not-found]
-    from datasets.table import InMemoryTable  # type: ignore[import-not-found]
+    # TRL and what it needs stand in --peer alone.
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from datasets.table import InMemoryTable  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     from megarl.rewards.boxed import boxed
 

@@ -66,10 +66,10 @@ def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]
 
 
 class ModelChunk(NamedTuple):
-    """A run of layers: virtual chunk `index` of a pipeline stage."""
+    """A run of layers: virtual stage `vp_stage` of pipeline stage `stage`."""
 
     stage: int
-    index: int
+    vp_stage: int
     first_layer: int
     num_layers: int
 
@@ -102,7 +102,7 @@ class MegatronLayouts(Layouts):
         return self.parallel.world_size
 
     @cached_property
-    def tensors(self) -> Sequence[TensorName]:  # type: ignore[override]
+    def tensors(self) -> Sequence[TensorName]:
         return tensors_of(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
@@ -124,7 +124,7 @@ class MegatronLayouts(Layouts):
         """The parameter of a rule in one chunk, on the ranks of one expert-parallel coordinate."""
         own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
-        return StorageSlot(chunk_prefix(chunk.index, self.parallel.vpp) + own, chunk.first_layer, first_expert)
+        return StorageSlot(chunk_prefix(chunk.vp_stage, self.parallel.vpp) + own, chunk.first_layer, first_expert)
 
     def cut(self, rule: Rule) -> tuple[int, ...]:
         """The length of one rank's part of each block along the split dimension."""

@@ -53,7 +53,7 @@ class VllmLayouts(Layouts):
         return self.world_size
 
     @cached_property
-    def tensors(self) -> Sequence[TensorName]:  # type: ignore[override]
+    def tensors(self) -> Sequence[TensorName]:
         return tensors_of(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
