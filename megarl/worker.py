@@ -201,19 +201,38 @@ class Worker:
     def export(self, folder: Path, model: str = "policy") -> None:
         """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""
         self.trainer.onload(("parameters",))
-        recipe, lora, bucket_bytes = self.recipe, self.recipe.lora, self.recipe.weights.bucket_mib << 20
+        recipe = self.recipe
+        lora = recipe.lora
+        bucket_bytes = recipe.weights.bucket_mib << 20
         source = recipe.model.path if model == "policy" else recipe.critic.path or recipe.model.path
         with self._learning(model) as trained:
-            settings: dict[str, Any] = {"dtype": trained.dtype, "bucket_bytes": bucket_bytes}
-            layouts, weights = self._layouts(trained.shape), trained.weights
+            layouts = self._layouts(trained.shape)
+            weights = trained.weights
             with disk_full_named(folder, sum(weight.nbytes for weight in weights.values())), trained.merged():
-                safetensors.export(folder, source, trained.shape, layouts, self.rank, weights, **settings)
+                safetensors.export(
+                    folder,
+                    source,
+                    trained.shape,
+                    layouts,
+                    self.rank,
+                    weights,
+                    dtype=trained.dtype,
+                    bucket_bytes=bucket_bytes,
+                )
             if trained.is_adapted and lora.export_adapter:
                 beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
                 cuts = peft.adapter_layouts(layouts, lora.targets, lora.rank)
                 config = peft.adapter_config(cuts, source, alpha=lora.alpha, dropout=lora.dropout)
                 with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
-                    peft.export(beside, config, cuts, self.rank, trained.parameters, **settings)
+                    peft.export(
+                        beside,
+                        config,
+                        cuts,
+                        self.rank,
+                        trained.parameters,
+                        dtype=trained.dtype,
+                        bucket_bytes=bucket_bytes,
+                    )
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
         """Write the trainer's state into an empty folder; if `asynchronous`, only begin to.
@@ -292,20 +311,33 @@ class Worker:
         )
 
     def _plan_reshard(self, engine: RolloutEngine) -> Reshard | GatheredReshard:
-        settings: dict[str, Any] = {
-            "dtype": self.trainer.dtype,
-            "bucket_bytes": self.recipe.weights.bucket_mib << 20,
-            "topology": self.topology,
-        }
-        shape = self.trainer.shape
+        bucket_bytes = self.recipe.weights.bucket_mib << 20
+        dtype, shape = self.trainer.dtype, self.trainer.shape
         layouts = self._layouts(shape)
-        recorded, refusal = record(engine.model, shape, self.trainer.dtype)
+        recorded, refusal = record(engine.model, shape, dtype)
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
-            return GatheredReshard(layouts, shape, self.trainer.weights, engine.load_tensors, **settings)
+            return GatheredReshard(
+                layouts,
+                shape,
+                self.trainer.weights,
+                engine.load_tensors,
+                dtype=dtype,
+                bucket_bytes=bucket_bytes,
+                topology=self.topology,
+            )
         layout = self.layout
         computed = VllmLayouts(shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
-        return Reshard(layouts, computed, recorded, self.trainer.weights, engine.model, **settings)
+        return Reshard(
+            layouts,
+            computed,
+            recorded,
+            self.trainer.weights,
+            engine.model,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            topology=self.topology,
+        )
 
     def close(self) -> None:
         """End the engine and leave the world."""

@@ -28,14 +28,18 @@ from megarl.models.norm import RMSNorm
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """Transformer Engine's layers where they can be used, else Megatron's local ones with our norm and attention."""
-    kinds: dict[str, Any] = {
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": config.qk_layernorm,
-    }
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(**kinds)
-    layer = get_gpt_layer_local_spec(**kinds, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     modules: Any = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     attention = modules.self_attention.submodules

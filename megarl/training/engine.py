@@ -118,9 +118,15 @@ class TrainingEngine(ModelShard):
     def _attach_adapters(self) -> None:
         """Freeze the model beside new adapters: they are what learns."""
         lora = self.recipe.lora
-        settings: dict[str, Any] = {"rank": lora.rank, "scale": lora.alpha / lora.rank, "dropout": lora.dropout}
         for chunk in self.chunks:
-            adapters.attach(chunk, [LINEARS[name] for name in lora.targets], **settings, seed=self.recipe.seed)
+            adapters.attach(
+                chunk,
+                [LINEARS[name] for name in lora.targets],
+                rank=lora.rank,
+                scale=lora.alpha / lora.rank,
+                dropout=lora.dropout,
+                seed=self.recipe.seed,
+            )
 
     def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(

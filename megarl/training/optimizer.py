@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -76,9 +75,7 @@ def build_schedule(
     """Linear warm-up, at most over the whole run, then the schedule's course to its end. Step it before each update."""
     # One more than there are: the last update still moves.
     last = max(num_updates, 0) + 1
-    wsd: dict[str, Any] = {}
-    if config.schedule == "wsd":
-        wsd = {"wsd_decay_steps": config.decay_steps or max(1, num_updates // 10), "lr_wsd_decay_style": "linear"}
+    is_wsd = config.schedule == "wsd"
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -86,10 +83,11 @@ def build_schedule(
         min_lr=config.min_learning_rate,
         lr_warmup_steps=min(config.warmup_steps, last - 1),
         lr_decay_steps=last,
-        lr_decay_style="WSD" if config.schedule == "wsd" else config.schedule,
+        lr_decay_style="WSD" if is_wsd else config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        **wsd,
+        wsd_decay_steps=(config.decay_steps or max(1, num_updates // 10)) if is_wsd else None,
+        lr_wsd_decay_style="linear" if is_wsd else None,
     )
