@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -16,6 +16,8 @@ BUDGET_SECONDS = 1.0
 _MARGIN = 2
 """So many requests more than the least loaded a replica may hold, and still keep the trajectories that it knows."""
 Result = TypeVar("Result")
+Queue = OrderedDict[str, Request]
+"""Requests by their ids, in the order in which they came: any of thousands may leave it before its turn."""
 
 
 class AbandonedError(Exception):
@@ -28,7 +30,7 @@ class _Replica:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
         self.running: set[str] = set()
-        self.waiting: deque[Request] = deque()
+        self.waiting: Queue = OrderedDict()
         self.aborts: list[str] = []
         self.pump: asyncio.Task[None] | None = None
 
@@ -55,7 +57,7 @@ class EnginePool:
         self._budget_seconds = budget_seconds
         tp = layout.rollout_tp
         self._replicas = [_Replica(range(leader, leader + tp)) for leader in layout.leaders()]
-        self._waiting: deque[Request] = deque()
+        self._waiting: Queue = OrderedDict()
         self._futures: dict[str, asyncio.Future[tuple[Completion, _Replica]]] = {}
         self._homes: dict[str, _Replica] = {}
         self._failure: Exception | None = None
@@ -74,7 +76,7 @@ class EnginePool:
             raise ValueError(f"request {request.request_id} is running already")
         future: asyncio.Future[tuple[Completion, _Replica]] = asyncio.get_running_loop().create_future()
         self._futures[request.request_id] = future
-        self._queue_for(affinity).append(request)
+        self._queue_for(affinity)[request.request_id] = request
         self._start_pumps()
         try:
             completion, replica = await future
@@ -95,7 +97,7 @@ class EnginePool:
         while pumps := [r.pump for r in self._replicas if r.pump is not None and not r.pump.done()]:
             await asyncio.wait(pumps)
 
-    def _queue_for(self, affinity: str | None) -> deque[Request]:
+    def _queue_for(self, affinity: str | None) -> Queue:
         home = self._homes.get(affinity) if affinity is not None else None
         if home is None or home.load > min(replica.load for replica in self._replicas) + _MARGIN:
             return self._waiting
@@ -103,11 +105,9 @@ class EnginePool:
 
     def _withdraw(self, request: Request) -> None:
         """Nobody waits for a request any more: it leaves its queue, or its engine."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+        self._waiting.pop(request.request_id, None)
         for replica in self._replicas:
-            if request in replica.waiting:
-                replica.waiting.remove(request)
+            replica.waiting.pop(request.request_id, None)
             if request.request_id in replica.running:
                 replica.aborts.append(request.request_id)
         if self._failure is None:
@@ -136,9 +136,9 @@ class EnginePool:
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         share = -(-unfinished // len(self._replicas))
         own = min(len(replica.waiting), self._max_running - len(replica.running))
-        new = [replica.waiting.popleft() for _ in range(own)]
+        new = [replica.waiting.popitem(last=False)[1] for _ in range(own)]
         room = min(self._max_running, share) - len(replica.running) - len(new)
-        new += [self._waiting.popleft() for _ in range(min(len(self._waiting), room))]
+        new += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), room))]
         replica.running.update(request.request_id for request in new)
         return tuple(new)
 

@@ -147,6 +147,44 @@ def test_a_cancelled_request_leaves_its_engine_at_once(group: WorkerGroup, runne
     runner.run(drive())
 
 
+class CountedRequest(Request):
+    """A request that counts how often it is compared with another."""
+
+    num_comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedRequest.num_comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = Request.__hash__
+
+
+def test_thousands_that_wait_are_cancelled_one_by_one_without_a_search(
+    group: WorkerGroup, runner: asyncio.Runner
+) -> None:
+    async def drive() -> None:
+        await group.call("seen")
+        pool = EnginePool(group, ONE, max_running=1)
+        tasks: dict[str, asyncio.Task[Completion]] = {}
+        for n in range(20_001):
+            asked = request(f"{n}", (5, 17), 4, n)
+            if n % 5000:
+                asked = CountedRequest(f"{n}", asked.prompt_token_ids, asked.sampling, asked.seed)
+            tasks[asked.request_id] = asyncio.create_task(pool.generate(asked))
+        await asyncio.sleep(0)
+        kept = [tasks.pop(f"{n}") for n in range(0, 20_001, 5000)]
+        for task in tasks.values():
+            task.cancel()
+        cancelled = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in cancelled)
+        await asyncio.gather(*kept)
+        assert CountedRequest.num_comparisons == 0
+        [first, _] = await group.call("seen")
+        assert [name for name, _, _ in first] == ["0", "5000", "10000", "15000", "20000"]
+
+    runner.run(drive())
+
+
 def test_an_abandoned_step_leaves_no_request_in_the_engines(group: WorkerGroup, runner: asyncio.Runner) -> None:
     async def drive() -> None:
         await group.call("seen")
