@@ -65,7 +65,7 @@ class ConnectedGroup(WorkerGroup):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self._seated: list[_RemoteHandle] = []
+        self._remote_handles: list[_RemoteHandle] = []
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
 
@@ -112,25 +112,27 @@ class ConnectedGroup(WorkerGroup):
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds"
                 ) from None
             finally:
-                self._handle(met, log_folder)
+                self._make_handles(met, log_folder)
         await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met))
 
     def _rendezvous(self, port: int) -> Rendezvous:
         return Rendezvous(self._key, host=self._addresses[0], port=port)
 
-    def _handle(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
-        self._seated = [
+    def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
+        self._remote_handles = [
             _RemoteHandle(rank, process.node, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met))
         ]
-        self._handles = list(self._seated)
+        self._handles = list(self._remote_handles)
         if self._ended is not None and self._ended.done():
             self._note_end()
 
     def _tell_ranks(self, processes: Sequence[Introduction]) -> None:
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
-        self._addresses = reached_at([(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._seated])
-        for handle, environment in zip(self._seated, environments(processes), strict=True):
+        self._addresses = reached_at(
+            [(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._remote_handles]
+        )
+        for handle, environment in zip(self._remote_handles, environments(processes), strict=True):
             handle.socket.setblocking(True)
             own = {
                 "environment": environment,
@@ -146,7 +148,7 @@ class ConnectedGroup(WorkerGroup):
             handle.socket.setblocking(False)
 
     def _note_end(self) -> None:
-        for handle in self._seated:
+        for handle in self._remote_handles:
             handle.died.set_result(time.time())
             with contextlib.suppress(OSError):  # a node that lost its power ends no connection
                 handle.socket.shutdown(socket.SHUT_RDWR)

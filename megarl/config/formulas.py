@@ -98,9 +98,10 @@ def taking(field: str, keyword: str) -> list[str]:
     return [name for name, keywords in formulas(field).items() if keyword in keywords]
 
 
-def either(names: Sequence[str]) -> str:
-    """`a, b or c`."""
-    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+def either(choices: Sequence[object]) -> str:
+    """The choices in words, at least one: `a, b or c`."""
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _target(node: ast.Assign) -> str | None:

@@ -53,19 +53,20 @@ class ParallelConfig:
     def __str__(self) -> str:
         """`4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
         axes = ("tp", "pp", "dp", "cp") if self.cp > 1 else ("tp", "pp", "dp")
-        sizes = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
-        sizes += "".join(f", {axis} {getattr(self, axis)}" for axis in ("vpp", "ep", "etp") if getattr(self, axis) > 1)
-        order = f" in order {self.order}" if self.order != RANK_ORDERS[0] else ""
-        order += (
-            f", ranks permuted {self.rank_permutation[0]} by {self.rank_permutation[1]}"
-            if self.rank_permutation != (1, 1)
-            else ""
-        )
-        experts = " with expert parallelism" if self.rollout_ep else ""
-        return (
-            f"{self.world_size} ranks: trainer {sizes}{order}, "
-            f"vLLM tp {self.rollout_tp}{experts} * {self.world_size // self.rollout_tp} replicas"
-        )
+        trainer = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+        for axis in ("vpp", "ep", "etp"):
+            if getattr(self, axis) > 1:
+                trainer += f", {axis} {getattr(self, axis)}"
+        if self.order != RANK_ORDERS[0]:
+            trainer += f" in order {self.order}"
+        if self.rank_permutation != (1, 1):
+            a, b = self.rank_permutation
+            trainer += f", ranks permuted {a} by {b}"
+        engines = f"tp {self.rollout_tp}"
+        if self.rollout_ep:
+            engines += " with expert parallelism"
+        num_replicas = self.world_size // self.rollout_tp
+        return f"{self.world_size} ranks: trainer {trainer}, vLLM {engines} * {num_replicas} replicas"
 
     @property
     def world_size(self) -> int:

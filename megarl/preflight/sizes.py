@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megarl.config import Recipe
-from megarl.config.formulas import taking
+from megarl.config.formulas import either, taking
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 
@@ -20,7 +20,12 @@ _ENGINE_VOCABULARY_MULTIPLE = 64
 def layout_of(recipe: Recipe) -> ParallelConfig:
     trainer = recipe.trainer
     return ParallelConfig(
-        **trainer.model_dump(include={"tp", "pp", "cp", "vpp", "ep", "etp"}),
+        tp=trainer.tp,
+        pp=trainer.pp,
+        cp=trainer.cp,
+        vpp=trainer.vpp,
+        ep=trainer.ep,
+        etp=trainer.etp,
         dp=max(recipe.cluster.world_size // (trainer.tp * trainer.pp * trainer.cp), 1),
         rollout_tp=recipe.rollout.tp,
         rollout_ep=bool(recipe.rollout.vllm.get("enable_expert_parallel", False)),
@@ -79,7 +84,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
         sizes = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
         yield (
             f"{sizes}: {product} = {model_ranks} does not divide {ranks}; "
-            f"make {product} {_one_of(_divisors(world))}, or have {_around(world, model_ranks)} ranks"
+            f"make {product} {either(_divisors(world))}, or have {_around(world, model_ranks)} ranks"
         )
     elif trainer.dp is not None and trainer.dp != world // model_ranks:
         yield (
@@ -90,14 +95,14 @@ def ranks(recipe: Recipe) -> Iterator[str]:
     if trainer.etp * trainer.ep > 1 and world % expert_ranks:
         yield (
             f"trainer.etp = {trainer.etp}, trainer.ep = {trainer.ep}, trainer.pp = {trainer.pp}: etp * ep * pp = "
-            f"{expert_ranks} does not divide {ranks}; make it {_one_of(_divisors(world))}"
+            f"{expert_ranks} does not divide {ranks}; make it {either(_divisors(world))}"
         )
     if trainer.vpp > 1 and trainer.pp == 1:
         yield f"trainer.vpp = {trainer.vpp}: needs trainer.pp > 1, which is 1; leave it out or raise trainer.pp"
     if world % recipe.rollout.tp:
         yield (
             f"rollout.tp = {recipe.rollout.tp}: does not divide {ranks}; "
-            f"use {_one_of(_divisors(world))}, or have {_around(world, recipe.rollout.tp)} ranks"
+            f"use {either(_divisors(world))}, or have {_around(world, recipe.rollout.tp)} ranks"
         )
     if trainer.sequence_parallel and trainer.tp == 1:
         yield "trainer.sequence_parallel = True: needs trainer.tp > 1, which is 1; leave it out or raise trainer.tp"
@@ -118,7 +123,7 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
     if not sequences % dp and sequences % (critic * dp):
         yield (
             f"critic.updates_per_step = {critic}: times the data-parallel size {dp} does not divide the {sequences} "
-            f"completions of a step; use {_one_of(_divisors(sequences // dp))}"
+            f"completions of a step; use {either(_divisors(sequences // dp))}"
         )
     if trainer.vpp > 1 and sequences // parts < trainer.pp:
         yield (
@@ -164,11 +169,11 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         if misfits := _tp_misfits(shape, tp, has_whole_experts, rows):
             sizes = range(1, shape.num_heads + 1)
             fitting = [size for size in sizes if not _tp_misfits(shape, size, has_whole_experts, rows)]
-            yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {_one_of(fitting)}"
+            yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {either(fitting)}"
     if shape.num_layers % (trainer.pp * trainer.vpp):
         yield (
             f"trainer.pp = {trainer.pp}: {f'times trainer.vpp {trainer.vpp} ' if trainer.vpp > 1 else ''}does not "
-            f"divide the model's {shape.num_layers} layers; use {_one_of(_divisors(shape.num_layers))}"
+            f"divide the model's {shape.num_layers} layers; use {either(_divisors(shape.num_layers))}"
         )
     # Without the stages last, Megatron must find the same stages in both its grids; a dense model's second has tp only.
     dense, expert = trainer.tp * trainer.cp, trainer.etp * trainer.ep if shape.num_experts else trainer.tp
@@ -184,7 +189,7 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         if not shape.num_experts and size > 1:
             yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
         elif whole % size:
-            yield f"{field} = {size}: does not divide the model's {whole} {name}; use {_one_of(_divisors(whole))}"
+            yield f"{field} = {size}: does not divide the model's {whole} {name}; use {either(_divisors(whole))}"
     if is_sampled and 0 < shape.num_experts < rollout.tp:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
@@ -237,8 +242,4 @@ def _divisors(number: int) -> list[int]:
 def _around(value: int, multiple: int) -> str:
     """The multiples next to a value: `28 or 32`."""
     lower = value // multiple * multiple
-    return _one_of([size for size in (lower, lower + multiple) if size > 0])
-
-
-def _one_of(choices: Sequence[int | str]) -> str:
-    return " or ".join(filter(None, [", ".join(map(str, choices[:-1])), str(choices[-1])]))
+    return either([size for size in (lower, lower + multiple) if size > 0])
