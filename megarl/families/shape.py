@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.families import FAMILIES
 from megarl.files.model_folder import missing_folder, read_object
@@ -82,57 +82,19 @@ def read_model_shape(model_folder: str | Path) -> ModelShape:
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """The shape a config.json of transformers 4 or 5 describes. Raises DataError, KeyError."""
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise DataError(f'architectures is {_shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
-    if config.get("quantization_config") is not None:
-        raise DataError(
-            "quantization_config: the weights are quantised, which cannot be trained; take the model's bfloat16 "
-            "weights, or dequantise them and remove the field."
-        )
-    architecture = architectures[0]
+    architecture = _architecture(config)
     has_value_head = architecture.endswith(VALUE_HEAD)
-    architectures_of_families = {family.architecture: name for name, family in FAMILIES.items()}
-    name = architectures_of_families.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
-    if name is None:
-        supported = ", ".join(architectures_of_families)
-        raise DataError(f"architecture {architecture} is not supported; supported are {supported}.")
+    name = _family_name(architecture)
     family = FAMILIES[name]
-    labels = len(_mapping(config, "id2label")) or 2
-    if has_value_head and labels != 1:
-        raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
-    if config.get("hidden_act", "silu") != "silu":
-        raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
-    for field in ("dtype", "torch_dtype"):
-        if config.get(field) not in (None, *DTYPES):
-            raise DataError(f"{field} is {_shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise DataError(f"layer_types is {_shown(layer_types)}; it must be a list. {_COPY_AGAIN}")
-    if family.has_windows(config) or "sliding_attention" in layer_types:
-        raise DataError(
-            "sliding-window attention is not supported; set use_sliding_window to false (Mistral: sliding_window null)."
-        )
-    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
-    rope = dict(_mapping(config, "rope_parameters") or _mapping(config, "rope_scaling"))
-    theta = _positive({"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
-    if rope_type == "llama3":
-        for parameter, expected in LLAMA3_ROPE.items():
-            if rope.get(parameter, expected) != expected:
-                raise DataError(f"rope parameter {parameter} {rope[parameter]} is not supported; only {expected} is.")
-    for bias in ("attention_bias", "mlp_bias"):
-        if config.get(bias) and bias not in family.ignored_fields:
-            raise DataError(f"{bias} is not supported for {architecture}.")
+    _check_supported(config, name, architecture)
+    rope_theta, rope_scaling = _rope(config)
     num_heads = _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise DataError(
             f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}. {_COPY_AGAIN}"
         )
-    experts = _expert_sizes(config) if family.has_experts else {}
+    experts = _expert_sizes(config) if family.has_experts else _ExpertSizes()
     shape = ModelShape(
         family=name,
         hidden_size=_size(config, "hidden_size"),
@@ -146,14 +108,16 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         norm_epsilon=_positive(config, "rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=rope if rope_type == "llama3" else None,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
         max_position_embeddings=_size(config, "max_position_embeddings", 2048),
         initializer_range=_positive(config, "initializer_range", 0.02),
-        **experts,
+        num_experts=experts.num_experts,
+        top_k=experts.top_k,
+        norm_topk_prob=experts.norm_topk_prob,
+        moe_intermediate_size=experts.moe_intermediate_size,
+        shared_intermediate_size=experts.shared_intermediate_size,
     )
-    if shape.top_k > shape.num_experts:
-        raise DataError(f"num_experts_per_tok {shape.top_k} is more than the {shape.num_experts} experts.")
     return shape.with_value_head() if has_value_head else shape
 
 
@@ -196,19 +160,92 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _expert_sizes(config: dict[str, Any]) -> dict[str, Any]:
+def _architecture(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise DataError(f'architectures is {_shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
+    if config.get("quantization_config") is not None:
+        raise DataError(
+            "quantization_config: the weights are quantised, which cannot be trained; take the model's bfloat16 "
+            "weights, or dequantise them and remove the field."
+        )
+    return architectures[0]
+
+
+def _family_name(architecture: str) -> str:
+    """The family of an architecture, of which a value head makes no other."""
+    names = {family.architecture: name for name, family in FAMILIES.items()}
+    name = names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
+    if name is None:
+        raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(names)}.")
+    return name
+
+
+def _check_supported(config: Mapping[str, Any], family_name: str, architecture: str) -> None:
+    """Refuse what changes a model's output and no family here computes. Raises DataError."""
+    family = FAMILIES[family_name]
+    labels = len(_mapping(config, "id2label")) or 2
+    if architecture.endswith(VALUE_HEAD) and labels != 1:
+        raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
+    if config.get("hidden_act", "silu") != "silu":
+        raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
+    for field in ("dtype", "torch_dtype"):
+        if config.get(field) not in (None, *DTYPES):
+            raise DataError(f"{field} is {_shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
+    layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise DataError(f"layer_types is {_shown(layer_types)}; it must be a list. {_COPY_AGAIN}")
+    if family.has_windows(config) or "sliding_attention" in layer_types:
+        raise DataError(
+            "sliding-window attention is not supported; set use_sliding_window to false (Mistral: sliding_window null)."
+        )
+    for bias in ("attention_bias", "mlp_bias"):
+        if config.get(bias) and bias not in family.ignored_fields:
+            raise DataError(f"{bias} is not supported for {architecture}.")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """The base of the rotary embedding, and Llama 3's scaling of it where the model has that. Raises DataError."""
+    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
+    rope = dict(_mapping(config, "rope_parameters") or _mapping(config, "rope_scaling"))
+    theta = _positive({"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
+    if rope_type == "default":
+        return theta, None
+    for parameter, expected in LLAMA3_ROPE.items():
+        if rope.get(parameter, expected) != expected:
+            raise DataError(f"rope parameter {parameter} {rope[parameter]} is not supported; only {expected} is.")
+    return theta, rope
+
+
+class _ExpertSizes(NamedTuple):
+    """The fields of a `ModelShape` that a dense model leaves at 0."""
+
+    num_experts: int = 0
+    top_k: int = 0
+    norm_topk_prob: bool = False
+    moe_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+
+
+def _expert_sizes(config: Mapping[str, Any]) -> _ExpertSizes:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise DataError("mlp_only_layers and decoder_sparse_step are not supported; every layer must have experts.")
     if config.get("qkv_bias") is False:
         raise DataError("qkv_bias false is not supported.")
     # transformers 5 writes num_local_experts for num_experts.
-    return {
-        "num_experts": _size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        "top_k": _size(config, "num_experts_per_tok"),
-        "norm_topk_prob": _flag(config, "norm_topk_prob"),
-        "moe_intermediate_size": _size(config, "moe_intermediate_size"),
-        "shared_intermediate_size": _size(config, "shared_expert_intermediate_size", 0),
-    }
+    sizes = _ExpertSizes(
+        num_experts=_size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        top_k=_size(config, "num_experts_per_tok"),
+        norm_topk_prob=_flag(config, "norm_topk_prob"),
+        moe_intermediate_size=_size(config, "moe_intermediate_size"),
+        shared_intermediate_size=_size(config, "shared_expert_intermediate_size", 0),
+    )
+    if sizes.top_k > sizes.num_experts:
+        raise DataError(f"num_experts_per_tok {sizes.top_k} is more than the {sizes.num_experts} experts.")
+    return sizes
 
 
 _COPY_AGAIN = "Copy the model folder again."
