@@ -140,9 +140,6 @@ def read_unit(text: str, *, allow_unknown: bool) -> tuple[bool, Unit | None]:
     return True, Unit(factor, left) if left or factor != 1 else None
 
 
-_UNIT_START = re.compile(
-    r"(?<=[\w)}\]%])\s*(?:\\%|%|\^\s*\{?\s*\\circ\s*\}?|°|\\(?:text|mathrm|mbox|textrm)\b|(?<=\s)[A-Za-z])"
-)
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textrm|mbox|textit|textbf|operatorname)\s*\{([^{}]*)\}")
 _UNIT_PART = re.compile(
     r"\s*(?:(?P<over>/|\bper\b)|(?P<power>square|cubic|sq\.?|cu\.?)\b|(?P<word>[A-Za-zµ°¢%€£]+)\.?)"
