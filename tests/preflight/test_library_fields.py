@@ -1,0 +1,99 @@
+"""Fields that go to Megatron-Core and vLLM as they are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.preflight import check
+from megarl.preflight.library_fields import accepts
+from megarl.types import ConfigError
+
+MODEL_FIELDS = [
+    pytest.param(
+        {"trainer": {"megatron": {"recompute_granularty": "full"}}},
+        [
+            "trainer.megatron.recompute_granularty: Megatron-Core's TransformerConfig has no such field",
+            "did you mean recompute_granularity?",
+        ],
+        id="Megatron, unknown",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"hidden_dropout": "none"}}},
+        ["trainer.megatron.hidden_dropout = 'none'", "says float"],
+        id="Megatron, type",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"moe_permute_fusion": 1}}},
+        ["moe_permute_fusion = 1", "says bool"],
+        id="Megatron, bool",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"recompute_granularity": "half"}}},
+        ["recompute_granularity = 'half'", "Literal['full', 'selective']"],
+        id="Megatron, literal",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"num_layers": 4}}},
+        ["num_layers = 4: follows from the model's"],
+        id="Megatron, decided",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"adam_beta1": 0.9}}},
+        ["trainer.megatron.adam_beta1 = 0.9: is a field of Megatron-Core's OptimizerConfig"],
+        id="Megatron, the optimizer's",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"block_sise": 16}}},
+        ["rollout.vllm.block_sise = 16: vLLM's EngineArgs has no such field", "did you mean block_size?"],
+        id="vLLM, unknown",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"block_size": "16"}}},
+        ["rollout.vllm.block_size = '16'", "says int | None"],
+        id="vLLM, type",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"max_num_seqs": 8}}},
+        ["rollout.vllm.max_num_seqs: set rollout.max_concurrent_requests instead"],
+        id="vLLM, decided",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "parts"), MODEL_FIELDS)
+def test_fields_of_the_libraries_are_checked(
+    recipe: Callable[..., Recipe], changed: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**changed))
+    title, line = str(caught.value).split("\n")
+    assert title == "recipe small: 1 error"
+    assert all(part in line for part in parts), line
+
+
+def test_fields_of_the_libraries_that_fit(recipe: Callable[..., Recipe]) -> None:
+    megatron = {"hidden_dropout": 0, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    vllm = {"block_size": 64, "enforce_eager": True, "gpu_memory_utilization": 0.5, "quantization": None}
+    check(recipe(trainer={"megatron": megatron}, rollout={"vllm": vllm}))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "fitting", "others"),
+    [
+        pytest.param("int", [1, 0, None], [True, 1.0, "1"], id="int"),
+        pytest.param("float", [1, 1.5], [True, "1.5"], id="float"),
+        pytest.param("Optional[Union[int, List[int]]]", [1, [1, 2]], ["1", [1, "2"]], id="union"),
+        pytest.param("'dict[str, Any] | None'", [{"a": 1}], [1], id="text"),
+        pytest.param("Literal['a', 'b'] | None", ["a"], ["c", 1], id="literal"),
+        pytest.param("CacheDType", [1, "x"], [], id="not simple"),
+    ],
+)
+def test_values_against_annotations(annotation: str, fitting: list[Any], others: list[Any]) -> None:
+    parsed = ast.parse(annotation, mode="eval").body
+    assert [accepts(parsed, value) for value in fitting] == [True] * len(fitting)
+    assert [accepts(parsed, value) for value in others] == [False] * len(others)

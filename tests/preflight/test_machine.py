@@ -1,0 +1,61 @@
+"""What the machine must have for a recipe: memory, ranks, a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.preflight import check, resource_warnings
+from megarl.preflight.engine import runs_on_cpu
+from megarl.types import ConfigError
+
+
+def test_a_cache_that_holds_no_sequence_says_what_it_needs(recipe: Callable[..., Recipe]) -> None:
+    """Two of 6 layers * 2 heads * 32 channels * 2 bytes are 1,536 a token; 64 tokens and vLLM's own block."""
+    small = {"rollout": {"kv_cache_gib": 0.00005, "sampling": {"max_new_tokens": 24}}}
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**small))
+    told = str(caught.value)
+    assert "rollout.kv_cache_gib = 5e-05: holds" in told and "one sequence of" in told and "has 64;" in told
+    needed = re.search(r"give at least ([0-9.e-]+),", told)
+    assert needed is not None
+    block = 32 if runs_on_cpu() else 16
+    assert float(needed[1]) == pytest.approx((64 + block) * 2 * 6 * 2 * 32 * 2 / 2**30, rel=0.02)
+    small["rollout"]["kv_cache_gib"] = float(needed[1])
+    check(recipe(**small))
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "local"])
+def test_a_job_for_other_machines_is_checked_on_this_one(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    made = recipe(cluster={"launcher": launcher, "nodes": 2, "ranks_per_node": 2})
+    layout = check(made, is_start=False)
+    assert layout.world_size == 4
+    with pytest.raises(ConfigError, match="megarl slurm submit"):
+        check(made)
+    told = list(resource_warnings(made, layout))
+    assert (told == []) if launcher == "slurm" else ("megarl slurm submit runs it" in told[0])
+
+
+def test_a_runs_folder_that_cannot_be_made(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"runs_folder = .*file/runs: nothing can be written in .*file "):
+        check(recipe(runs_folder=str(tmp_path / "file/runs")))
+    check(recipe(runs_folder=str(tmp_path / "new/runs")))
+    assert not (tmp_path / "new").exists() and [path.name for path in tmp_path.iterdir()].count("file") == 1
+
+
+def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Recipe]) -> None:
+    few, many = recipe(), recipe(cluster={"ranks_per_node": 1000}, train={"prompts_per_step": 1000})
+    assert list(resource_warnings(few, check(few))) == []
+    cores, *memory = resource_warnings(many, check(many))
+    assert cores.startswith("cluster.ranks_per_node = 1000: this machine has ")
+    if runs_on_cpu() and os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") < 400 << 30:
+        assert "the ranks need at least" in memory[0]

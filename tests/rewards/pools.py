@@ -1,0 +1,67 @@
+"""Pools of reward processes, and what is asked of them."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.config import RewardConfig
+from megarl.platform.processes import descendants
+from megarl.rewards.calling import Sample
+from megarl.rewards.scoring import RewardPool
+from megarl.rewards.worker import worker_settings
+from megarl.types import Reward
+
+
+@contextlib.contextmanager
+def pool_of(*functions, num_workers=1, log_folder=None, notice=lambda text: None, **given):
+    limits = {"timeout_seconds": 30.0, "wall_timeout_seconds": 60.0}
+    settings = worker_settings(RewardConfig.model_validate({"functions": functions} | limits | given))
+    pool = RewardPool(settings, num_workers=num_workers, log_folder=log_folder, notice=notice)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def all_scored(pool, *texts, answer="answer"):
+    async def gather():
+        return await asyncio.gather(*(pool.score(Sample(text, answer)) for text in texts))
+
+    return asyncio.run(gather())
+
+
+def score_all(pool, *texts, answer="answer"):
+    return [summed(scored) for scored in all_scored(pool, *texts, answer=answer)]
+
+
+def summed(scored):
+    """The reward without what each function said."""
+    return replace(scored.reward, scores={})
+
+
+def failures_of(pool, *texts):
+    return [scored.failure for scored in all_scored(pool, *texts)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def processes_of(pool):
+    keepers = [worker._keeper.pid for worker in pool._workers]
+    return [*keepers, *(process for keeper in keepers for process in descendants(keeper))]
+
+
+ZERO = Reward(0.0, False, False)
