@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.connected import Address, ConnectedGroup, interface_of, reached_at
-from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.topology import Introduction
-from megarl.cluster.worker_group import RankFailedError
 from megarl.types import PeerLostError
+from tests.cluster.lateness import see_who_is_late
 
 _PROCESS = """
 import sys
@@ -101,13 +100,7 @@ def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path, monkey
     async def drive() -> None:
         group = await SpawnedGroup.start("probe:Probe", {}, world_size=3, log_folder=tmp_path, strangers=[])
         try:
-            group.deadlines = Deadlines.same(1.0)
-            with pytest.raises(RankFailedError) as caught:
-                await group.ask([1, 2], "sleep_on", [1, 1], 60)
-            assert caught.value.cause == "rank 1 of 3 did not answer `sleep_on` within 1 s"
-            told = caught.value.__notes__[0]
-            assert "in sleep_on" in told.partition("\nrank 1\n")[2].partition("\nrank")[0]
-            assert "in serve" in told.partition("\nranks 0, 2\n")[2].partition("\nrank")[0]
+            await see_who_is_late(group, 1.0)
         finally:
             await group.close()
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.worker_group import RankFailedError
 from megarl.config import RewardConfig
 from megarl.rewards.calling import Sample
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
+from tests.cluster.lateness import see_who_is_late
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -118,13 +117,7 @@ def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
     async def drive() -> None:
         group = await RayGroup.start("probe:Probe", {}, world_size=4, log_folder=tmp_path, **place)
         try:
-            group.deadlines = Deadlines.same(2.0)
-            with pytest.raises(RankFailedError) as caught:
-                await group.ask([1, 2], "sleep_on", [1, 1], 60)
-            assert caught.value.cause == "rank 1 of 4 did not answer `sleep_on` within 2 s"
-            told = caught.value.__notes__[0]
-            assert "in sleep_on" in told.partition("\nrank 1\n")[2].partition("\nrank")[0]
-            assert "in serve" in told.partition("\nranks 0, 2, 3\n")[2].partition("\nrank")[0]
+            await see_who_is_late(group, 2.0)
         finally:
             await group.close()
 

@@ -9,23 +9,7 @@ import yaml
 
 from megarl.config.learning import PRESETS
 from megarl.config.recipe import load, read, recipe_changes, to_yaml
-from megarl.types import ConfigError
-
-SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(SMALL))
-    return path
-
-
-def failure(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    assert caught.value.exit_code == 2
-    return str(caught.value).splitlines()[1:]
+from tests.config.refusals import faults
 
 
 @pytest.mark.parametrize(
@@ -130,7 +114,7 @@ def failure(path: Path, *overrides: str) -> list[str]:
 def test_a_field_that_does_nothing_is_named_with_reason_and_remedy(
     small: Path, overrides: list[str], field: str, reason: str, remedy: str
 ) -> None:
-    [line] = failure(small, *overrides)
+    [line] = faults(small, *overrides)
     assert line.startswith(f"  {field}")
     assert "does nothing " in line
     assert reason in line
@@ -139,7 +123,7 @@ def test_a_field_that_does_nothing_is_named_with_reason_and_remedy(
 
 
 def test_the_value_that_is_the_default_counts_where_it_is_given(small: Path) -> None:
-    assert failure(small, "algorithm.gamma=1.0")
+    assert faults(small, "algorithm.gamma=1.0")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -196,7 +180,7 @@ def test_the_buffer_that_a_recipe_gives_counts(small: Path) -> None:
     assert load(small, ["algorithm.preset=dapo", "algorithm.overlong_buffer=null"]).algorithm.overlong_buffer is None
     assert load(small, ["algorithm.preset=grpo"]).algorithm.overlong_buffer is None
     assert "algorithm.overlong_buffer = 0.2: must be a valid integer" in "".join(
-        failure(small, "algorithm.overlong_buffer=0.2")
+        faults(small, "algorithm.overlong_buffer=0.2")
     )
 
 
@@ -210,7 +194,7 @@ def test_a_run_may_go_on_with_fields_that_no_longer_count(small: Path) -> None:
     assert "gamma" not in to_yaml(draft.recipe)
     [problem] = read(config, [*overrides, "algorithm.gamma=0.9"], is_of_run=True).problems
     assert problem.startswith("algorithm.gamma = 0.9: does nothing under algorithm.advantage=grpo")
-    assert failure(config, *overrides)
+    assert faults(config, *overrides)
 
 
 def test_keywords_that_an_own_loss_may_not_take_are_printed_where_given(small: Path) -> None:

@@ -3,15 +3,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import pytest
-import yaml
-
 from megarl.config import Recipe
 from megarl.config.migration import COUNTERPARTS, counterpart
-from megarl.config.recipe import load
-from megarl.types import ConfigError
+from tests.config.refusals import faults
 
-SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
 CLIP = "algorithm.clip_low and algorithm.clip_high"
 MICROBATCH = "trainer.max_tokens_per_microbatch"
 
@@ -155,21 +150,8 @@ def test_each_name_has_one_meaning_and_none_is_a_field_itself() -> None:
     assert all(counterpart(f"any.section.{name}") for name in names)
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(SMALL))
-    return path
-
-
-def failure(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    return str(caught.value).splitlines()[1:]
-
-
 def test_what_other_programs_write_is_answered_with_the_field(small: Path) -> None:
-    lines = failure(small, *(f"{name}=1" for name in WRITTEN))
+    lines = faults(small, *(f"{name}=1" for name in WRITTEN))
     told = dict(line.strip().split(" = 1: unknown key; ", 1) for line in lines)
     assert told.keys() == WRITTEN.keys()
     wrong = {
@@ -181,7 +163,7 @@ def test_what_other_programs_write_is_answered_with_the_field(small: Path) -> No
 
 
 def test_what_has_no_counterpart_says_why(small: Path) -> None:
-    lines = failure(small, *(f"{name}=1" for name in NONE))
+    lines = faults(small, *(f"{name}=1" for name in NONE))
     assert len(lines) == len(NONE)
     for name, words in NONE.items():
         (line,) = [line for line in lines if line.startswith(f"  {name} = 1: ")]
@@ -189,5 +171,5 @@ def test_what_has_no_counterpart_says_why(small: Path) -> None:
 
 
 def test_a_section_of_this_program_that_is_misspelt_stays_one_line(small: Path) -> None:
-    (line,) = failure(small, "rewrd.functions=[boxed]")
+    (line,) = faults(small, "rewrd.functions=[boxed]")
     assert line == "  rewrd = {'functions': ['boxed']}: unknown key; did you mean reward?"

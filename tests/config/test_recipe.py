@@ -6,26 +6,13 @@ import pytest
 import yaml
 
 from megarl.config.recipe import load, recipe_changes, to_yaml
-from megarl.types import ConfigError
-
-SMALL = {"name": "small", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+from tests.config.refusals import failure
 
 
 def written(folder: Path, text: str) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return written(tmp_path, yaml.safe_dump(SMALL))
-
-
-def failure(path: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    return str(caught.value)
 
 
 def test_overrides_are_read_as_yaml_and_the_last_one_wins(small: Path) -> None:

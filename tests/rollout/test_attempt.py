@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
 from megarl.types import Problem, Reward, SamplingSettings, Segment, Trajectory
-from tests.rollout.engines import engines
 
 TWO = ParallelConfig(1, 1, 2, 1)
 SAMPLING = SamplingSettings(24, temperature=1.0)
@@ -85,20 +84,6 @@ class TooLong(LongestWord):
 @pytest.fixture(scope="module")
 def model_path(tiny_model: Callable[..., Path]) -> str:
     return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.002))
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
-    context = engines(model_path, 2)
-    group = runner.run(context.__aenter__())
-    yield group
-    runner.run(context.__aexit__(None, None, None))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,6 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 def request(name: str, prompt: tuple[int, ...], tokens: int, seed: int = 0) -> Request:
     return Request(name, np.array(prompt, np.int32), SamplingSettings(tokens, 1.0), seed)
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
-    """Two engines, for all tests that leave them as they were."""
-    context = engines(model_path, 2)
-    group = runner.run(context.__aenter__())
-    yield group
-    runner.run(context.__aexit__(None, None, None))
 
 
 async def long_one(pool: EnginePool, tokens: int) -> Request:

@@ -1,0 +1,26 @@
+"""Engines of vLLM on ranks of their own, for the tests of a module together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.cluster.worker_group import WorkerGroup
+from tests.rollout.engines import engines
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+    """Two engines with the module's `model_path`, for all tests that leave them as they were."""
+    context = engines(model_path, 2)
+    group = runner.run(context.__aenter__())
+    yield group
+    runner.run(context.__aexit__(None, None, None))
