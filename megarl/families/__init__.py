@@ -1,7 +1,7 @@
-"""Model families: a page each, with what config.json calls it and which Hugging Face tensors make up its parameters.
+"""Model families, a page each: architecture in config.json, Megatron parameters and their Hugging Face tensors.
 
-`rules.py` is the grammar of the tables, which are read in both directions: to load, to export, and to reshard into the
-engine. `family.py` is what a page defines, `shape.py` reads the sizes. A new family is one file and one line of
+`rules.py` defines the tables' rules, which are used in both directions: to load, to export, and to reshard into the
+engine. `family.py` is the type of a page, `shape.py` reads the sizes. A new family is one file and one line of
 FAMILIES.
 """
 
@@ -30,7 +30,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a model's family. Raises ValueError if two rules describe one Megatron parameter."""
+    """The rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
     rules = FAMILIES[model.family].rules(model)
     names = [rule.parameter for rule in rules]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
@@ -39,17 +39,17 @@ def rules_of(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's tensors with their shapes, `{layer}` and `{expert}` standing for numbers."""
+    """Shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` for the numbers."""
     return {name: shape for rule in rules_of(model) for name, shape in rule.tensors}
 
 
 def tensors_of(model: ModelShape) -> tuple[TensorName, ...]:
-    """Every tensor of the model's checkpoint, in the order in which a plan counts them."""
+    """Every tensor of the model's checkpoint, in the order of a plan."""
     return numbered(templates_of(model), model)
 
 
 def numbered(templates: Iterable[str], model: ModelShape) -> tuple[TensorName, ...]:
-    """The tensors of these kinds in all layers and experts, in order."""
+    """The tensors of these templates in all layers and experts, in order."""
     return in_order(
         TensorName(template, layer, expert)
         for template in templates
@@ -59,6 +59,6 @@ def numbered(templates: Iterable[str], model: ModelShape) -> tuple[TensorName, .
 
 
 def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model's checkpoint by name and its shape."""
+    """Shapes of all tensors of the model's checkpoint, by name."""
     shapes = templates_of(model)
     return {tensor.name: shapes[tensor.template] for tensor in tensors_of(model)}

@@ -1,6 +1,6 @@
-"""Adapters as PEFT stores them, from the rules of the linears that they belong to.
+"""LoRA adapters in PEFT's names, derived from the rules of the linears that they belong to.
 
-A fused linear has one adapter: its A is the A of each Hugging Face projection in it, its B is cut as its weight is.
+A fused linear has one adapter. Its A is shared by the Hugging Face projections in it; its B is split like the weight.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
 
 LINEARS = {"qkv_proj": "linear_qkv", "o_proj": "linear_proj", "gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
-"""A recipe's `lora.targets` -> Megatron's linears."""
+"""Megatron's linears by the recipe's `lora.targets`."""
 
 
 def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tuple[Rule, ...]:
-    """Megatron's parameters of all adapters of a model."""
+    """The rules of all adapters of a model; `rank` is LoRA's."""
     endings = tuple(f".{LINEARS[target]}.weight" for target in targets)
     return tuple(
         made for rule in rules_of(model) if rule.parameter.endswith(endings) for made in _of_linear(rule, rank)
@@ -25,7 +25,7 @@ def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tup
 
 
 def projections(rules: Collection[Rule]) -> list[str]:
-    """The Hugging Face modules that adapters belong to, by the last part of their names."""
+    """The last parts of the names of the Hugging Face modules that adapters belong to."""
     return sorted({name.split(".")[-3] for rule in rules for name, _ in rule.tensors})
 
 

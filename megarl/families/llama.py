@@ -1,4 +1,4 @@
-"""Llama: pre-norm blocks of grouped-query attention and a gated feed-forward. Others add to it."""
+"""Llama: pre-norm blocks of grouped-query attention and a gated feed-forward layer. Other families extend it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECODER = "decoder.layers.{layer}."
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Megatron's parameters of a Llama. A tied head is a copy of the embedding on the last of several stages."""
+    """The rules of a Llama. A tied output layer is a copy of the embedding on the last of several pipeline stages."""
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
     q, k, v = (f"{attention}{letter}_proj.weight" for letter in "qkv")

@@ -1,4 +1,4 @@
-"""Mistral: Llama's tensors, whose attention has a sliding window unless config.json says null."""
+"""Mistral: Llama's tensors; its attention has a sliding window unless `sliding_window` is null."""
 
 from __future__ import annotations
 

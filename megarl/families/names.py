@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors, their layer and expert numbers apart: tensors of one kind share a template."""
+"""Names of a checkpoint's tensors, split into template, layer and expert number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TensorName(NamedTuple):
-    """The name of a checkpoint's tensor, its numbers apart: layer -1 and expert 0 where it has none."""
+    """The name of a checkpoint's tensor; layer is -1 and expert 0 where the template has no such number."""
 
     template: str
     layer: int = -1
@@ -23,7 +23,7 @@ class TensorName(NamedTuple):
 
 @cache
 def parse_name(name: str) -> TensorName:
-    """The tensor of a name: the first number after `layers.` and after `experts.` are its layer and expert."""
+    """Split a name: the first number after `layers.` is the layer, the first after `experts.` the expert."""
     layer, expert = re.search(r"\blayers\.(\d+)", name), re.search(r"\bexperts\.(\d+)", name)
     template = name
     for found, field in ((expert, "{expert}"), (layer, "{layer}")):
@@ -33,5 +33,5 @@ def parse_name(name: str) -> TensorName:
 
 
 def in_order(tensors: Iterable[TensorName]) -> tuple[TensorName, ...]:
-    """Tensors by layer, template and expert: the order in which a plan moves them."""
+    """Tensors sorted by layer, template and expert: the order of a plan."""
     return tuple(sorted(tensors, key=attrgetter("layer", "template", "expert")))

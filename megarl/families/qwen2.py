@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Megatron's parameters of a Qwen2."""
+    """The rules of a Qwen2."""
     q, k, v = (f"{llama.LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
     return (*llama.rules(model), query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ()))
 

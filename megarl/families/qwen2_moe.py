@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 whose every feed-forward is a router, its experts and a gated expert that all tokens pass."""
+"""Qwen2-MoE: Qwen2 with a router, experts and a gated shared expert in every feed-forward layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Megatron's parameters of a Qwen2-MoE. Without a shared expert, its gate is not there either."""
+    """The rules of a Qwen2-MoE. Without a shared expert there is no gate either."""
     routed = with_experts(qwen2.rules(model), model)
     hidden, shared = model.hidden_size, model.shared_intermediate_size
     if not shared:

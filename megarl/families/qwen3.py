@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with a norm over each head of query and key."""
+"""Qwen3 (dense): Llama with an RMSNorm over each query and key head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Megatron's parameters of a dense Qwen3."""
+    """The rules of a dense Qwen3."""
     return (
         *llama.rules(model),
         *(

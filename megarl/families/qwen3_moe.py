@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose every feed-forward is a router and its experts."""
+"""Qwen3-MoE: Qwen3 with a router and experts in every feed-forward layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Megatron's parameters of a Qwen3-MoE."""
+    """The rules of a Qwen3-MoE."""
     return with_experts(qwen3.rules(model), model)
 
 

@@ -1,9 +1,9 @@
-"""The grammar of a family page: how one Megatron parameter is made of Hugging Face tensors.
+"""Rules of a family's page: how a Megatron parameter is made of Hugging Face tensors.
 
-A Megatron parameter is a row of blocks, each block a row of segments, each segment a range of one Hugging Face tensor
-along the split dimension. Tensor parallelism cuts every block into equal contiguous parts; a rank stores its parts
-one after another. This one sentence covers column, row and vocabulary splits, Megatron's interleaved query groups
-(one block, also where a rank's part ends inside a group or a head) and its gate and up halves (two blocks).
+A Megatron parameter is a sequence of blocks, a block a sequence of segments, a segment a range of one Hugging Face
+tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts; a rank stores its
+parts one after another. This covers column, row and vocabulary splits, Megatron's interleaved query groups (one block,
+also where a rank's part ends inside a group or a head) and its gate and up halves (two blocks).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 Place = Literal["first_stage", "every_layer", "last_stage", "last_of_several_stages"]
-"""Where a parameter lives in the pipeline."""
+"""The pipeline stages that have a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron parameter and its source; `{layer}` and `{expert}` are local in `parameter`, global in `tensors`.
+    """A Megatron parameter and its tensors; `{layer}` and `{expert}` are local in `parameter`, global in `tensors`.
 
     `tensors` are the Hugging Face names and shapes; `dim` is the dimension that tensor parallelism splits, None for a
-    copy on every rank; `padded` marks a vocabulary whose last rows belong to no Hugging Face tensor;
-    `transformer_engine` is the parameter's name where that library names it otherwise: norms fused into the linear
-    layer after them, experts in one module. With `is_expert`, expert parallelism deals the experts out and
-    expert-tensor parallelism does the splitting.
+    parameter that is replicated; `padded` marks a vocabulary whose last rows belong to no Hugging Face tensor;
+    `transformer_engine` is the parameter's name in Transformer Engine's layers where it differs: norms fused into the
+    linear layer after them, experts in one module. With `is_expert`, expert parallelism distributes the experts and
+    expert-tensor parallelism splits each.
     """
 
     parameter: str
@@ -59,33 +59,33 @@ def replicated(
     place: Place = "every_layer",
     transformer_engine: str | None = None,
 ) -> Rule:
-    """The same tensor on every tensor-parallel rank."""
+    """A parameter that is replicated on all tensor-parallel ranks."""
     return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, transformer_engine)
 
 
 def row(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
-    """Split over input features (Megatron's RowParallelLinear)."""
+    """A weight that is split over its input features (Megatron's RowParallelLinear)."""
     return Rule(parameter, "every_layer", ((tensor, shape),), 1, (_whole(tensor, shape, 1),))
 
 
 def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> Rule:
-    """Split over token ids, padded at the end."""
+    """A weight that is split over the vocabulary, which is padded at its end."""
     shape = (model.vocab_size, model.hidden_size)
     return Rule(parameter, place, ((tensor, shape),), 0, (_whole(tensor, shape, 0),), padded=True)
 
 
 def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
-    """Two matrices split over output features, the rank's gate rows before its up rows."""
+    """The fused weight of a gated layer, split over output features; a rank's gate rows precede its up rows."""
     return Rule(
         parameter, "every_layer", ((gate, shape), (up, shape)), 0, (_whole(gate, shape, 0), _whole(up, shape, 0))
     )
 
 
 def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, features: tuple[int, ...]) -> Rule:
-    """Megatron's fused projection: for each key-value head its query heads, its key, its value.
+    """Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
 
-    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is cut into equal parts, so with fewer
-    key-value heads than ranks a part is not whole heads of one kind.
+    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts: with fewer
+    key-value heads than ranks, a part may begin or end inside a head.
     """
     width = model.head_dim
     queries = model.num_heads // model.num_kv_heads * width
@@ -104,7 +104,7 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
 
 
 def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]:
-    """A dense family's rules with a router and experts in place of the feed-forward.
+    """A dense family's rules with a router and experts in place of the feed-forward layer.
 
     Each expert is a parameter of its own, in the local spec's sequence of experts as in Transformer Engine's grouped
     layers. The norm before a router is never fused.

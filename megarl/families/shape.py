@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a model's size: integers and flags, no torch."""
+"""A model's sizes, read from a Hugging Face config.json; no torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 VALUE_HEAD = "ForSequenceClassification"
 
 _LARGEST_SIZE = 1 << 24
-"""More than any size of a model: 64 times the largest vocabularies."""
+"""An upper bound of all sizes: 64 times the largest vocabularies."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-Core's llama3 scaling assumes beside its factor."""
+"""Parameters of llama3 RoPE scaling that Megatron-Core has as constants."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of one model, under the names of config.json where those are clear."""
+    """Sizes of a model."""
 
     family: str
     hidden_size: int
@@ -42,24 +42,24 @@ class ModelShape:
     norm_epsilon: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
-    """`rope_type` and its parameters where it is not the plain one."""
+    """`rope_type` and its parameters; None: unscaled rotary embeddings."""
     max_position_embeddings: int
     initializer_range: float
     num_experts: int = 0
-    """Routed experts of every layer; 0: a dense model."""
+    """Routed experts per layer; 0: a dense model."""
     top_k: int = 0
-    """Experts that a token is sent to."""
+    """Experts per token."""
     norm_topk_prob: bool = False
-    """Whether a token's expert weights are scaled to sum to one."""
+    """Whether the routing weights of a token's experts are normalised to sum to one."""
     moe_intermediate_size: int = 0
-    """Feed-forward channels of one routed expert."""
+    """Intermediate size of a routed expert."""
     shared_intermediate_size: int = 0
-    """Feed-forward channels of the expert that all tokens pass; 0: there is none."""
+    """Intermediate size of the shared expert; 0: there is none."""
     has_value_head: bool = False
-    """Whether the model ends in one number a token (critic, reward model) instead of the vocabulary."""
+    """Whether a value head (critic, reward model) replaces the output layer."""
 
     def with_value_head(self) -> ModelShape:
-        """The same backbone under a value head."""
+        """The same backbone with a value head."""
         return replace(self, has_value_head=True, tie_word_embeddings=False)
 
 
@@ -81,7 +81,10 @@ def read_model_shape(model_folder: str | Path) -> ModelShape:
 
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:
-    """The shape a config.json of transformers 4 or 5 describes. Raises DataError, KeyError."""
+    """The shape in a config.json of transformers 4 or 5.
+
+    Raises DataError for what is wrong or not supported, KeyError for a missing field.
+    """
     architecture = _architecture(config)
     has_value_head = architecture.endswith(VALUE_HEAD)
     name = _family_name(architecture)
@@ -122,7 +125,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:
-    """The sizes, as config.json calls them, that a Hugging Face tensor is made of: `intermediate_size 17408`."""
+    """The sizes of a Hugging Face tensor's shape, by their fields of config.json: `intermediate_size 17408`."""
     names = {
         "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
         "shared_expert": {"shared_expert_intermediate_size": model.shared_intermediate_size},
@@ -134,9 +137,9 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
 
 
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
-    """What config.json says of a reward model besides, beside a folder's tokenizer: architecture, one label, padding.
+    """Fields of a reward model's config.json that differ from the backbone's: architecture, one label, padding token.
 
-    transformers takes the score of the last token before the padding.
+    transformers scores the last token before the padding; `folder` has the tokenizer.
     """
     padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
     text = padding.get("content") if isinstance(padding, dict) else padding
@@ -152,9 +155,9 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of Megatron's embedding over all tensor-parallel ranks.
+    """The padded vocabulary size: rows of Megatron's embedding over all tensor-parallel ranks.
 
-    vLLM pads to a multiple of 64 too: at equal tp both sides then split the vocabulary alike, and none of it travels.
+    vLLM pads to a multiple of 64 too: at equal tp both split the vocabulary alike, and a reshard sends none of it.
     """
     multiple = lcm(64, tp)
     return -(-vocab_size // multiple) * multiple
@@ -173,7 +176,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _family_name(architecture: str) -> str:
-    """The family of an architecture, of which a value head makes no other."""
+    """The family of a language model's or a reward model's architecture."""
     names = {family.architecture: name for name, family in FAMILIES.items()}
     name = names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if name is None:
@@ -182,7 +185,7 @@ def _family_name(architecture: str) -> str:
 
 
 def _check_supported(config: Mapping[str, Any], family_name: str, architecture: str) -> None:
-    """Refuse what changes a model's output and no family here computes. Raises DataError."""
+    """Raise DataError for a config whose model would be computed differently here."""
     family = FAMILIES[family_name]
     labels = len(_mapping(config, "id2label")) or 2
     if architecture.endswith(VALUE_HEAD) and labels != 1:
@@ -205,7 +208,7 @@ def _check_supported(config: Mapping[str, Any], family_name: str, architecture: 
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """The base of the rotary embedding, and Llama 3's scaling of it where the model has that. Raises DataError."""
+    """The base of the rotary embeddings (RoPE) and their llama3 scaling, if any. Raises DataError."""
     # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
     rope = dict(_mapping(config, "rope_parameters") or _mapping(config, "rope_scaling"))
     theta = _positive({"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
@@ -221,7 +224,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 class _ExpertSizes(NamedTuple):
-    """The fields of a `ModelShape` that a dense model leaves at 0."""
+    """Sizes of a mixture of experts; the defaults are a dense model's."""
 
     num_experts: int = 0
     top_k: int = 0
@@ -252,7 +255,7 @@ _COPY_AGAIN = "Copy the model folder again."
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """A field that counts something; with `default` it may be absent, null or, where that is its default, 0."""
+    """A positive integer field; with `default` it may be absent, null or, where that is its default, 0."""
     value = config[field] if default is None else config.get(field)
     if value is None and default is not None:
         return default

@@ -1,4 +1,4 @@
-"""Files of a run written whole or not at all, and faults of the storage below them told by path."""
+"""Atomic writes of a run's files, and errors of the file system below them, named by path."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ def storage_faults_named(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all, also after a power failure. Raises OSError."""
+    """Replace a file atomically and durably: after a power failure it has its old or its new contents.
+
+    Raises OSError.
+    """
     replace_bytes(path, text.encode("utf-8"))
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, also after a power failure. Raises OSError."""
+    """As `replace_text`, of bytes."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -57,7 +60,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file's contents, or the names in a folder."""
+    """fsync a file, or a folder's list of names. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,7 +69,7 @@ def sync(path: Path) -> None:
 
 
 def disk_full(error: BaseException) -> DiskFullError | None:
-    """The error that says so, if a full disk is what led to this one."""
+    """A DiskFullError, if a full disk is among the causes of an error; else None."""
     if (cause := _os_error(error, _FULL)) is None:
         return None
     where = f"{cause.filename}: " if cause.filename else ""
@@ -74,7 +77,7 @@ def disk_full(error: BaseException) -> DiskFullError | None:
 
 
 def storage_error(folder: Path, error: BaseException) -> StorageError | None:
-    """What is wrong with a run's folder or its disk, if that is what led to an error of the run."""
+    """A StorageError, if a fault of the run folder or of its disk is among the causes of an error; else None."""
     if isinstance(error, StorageError):
         return error
     if not isinstance(error, Exception) or isinstance(error, ConfigError | StoppedError | EndedError):
@@ -93,7 +96,7 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
 
 @contextmanager
 def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn an error that comes of a full disk into DiskFullError; `num_bytes` is what was to be written, if known."""
+    """Turn an error caused by a full disk into DiskFullError; `num_bytes` is the size of the write, if known."""
     try:
         yield
     except Exception as error:
@@ -103,7 +106,7 @@ def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Add data to the end of a file, all of it or nothing. Raises OSError."""
+    """Append data to a file, all of it or none. Raises OSError."""
     with path.open("ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         rest = memoryview(data)
@@ -136,7 +139,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
-    """The first error with one of these numbers among an error and those that led to it."""
+    """The first error with one of these numbers among an error and its causes."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in numbers:

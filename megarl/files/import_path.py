@@ -1,4 +1,4 @@
-"""What a recipe names: a member of a table, or an object of the user's own at an import path.
+"""Objects that a recipe names: a member of a table, or the user's own at an import path.
 
 An import path is `package.module:name` or `path/to/file.py:name`.
 """
@@ -22,7 +22,7 @@ Kind = Literal["function", "class"]
 
 
 def is_import_path(name: str, *, takes_files: bool = True) -> bool:
-    """Whether a name is of one of the two forms; whether there is such an object is not looked at."""
+    """Whether a name has one of the two forms; not whether the object exists."""
     source, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():
         return False
@@ -33,11 +33,11 @@ def is_import_path(name: str, *, takes_files: bool = True) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What a field of the recipe may name: a key of a table of import paths, or an import path itself."""
+    """The choices of a recipe's field: the keys of a table of import paths, or an import path."""
 
     field: str
     noun: str
-    """What errors call a member: a reward, a tracker."""
+    """The kind of object in error messages: a reward, a tracker."""
     kind: Kind
     table: Mapping[str, str]
     takes_files: bool = True

@@ -1,4 +1,4 @@
-"""Which files a Hugging Face model folder needs, and whether they are whole. Headers are read, never weights."""
+"""The files of a Hugging Face model folder and checks that they are complete. Reads headers, never weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SINGLE = "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
-"""Endings of files that hold weights in one form or another."""
+"""Endings of weight files, in any format."""
 
 
 def check_model_folder(folder: str | Path) -> list[str]:
-    """What is missing or broken among the folder's weights and tokenizer, a line each (config.json: `model_shape`)."""
+    """Faults of a folder's weights and tokenizer, a line each; those of config.json: `families.shape`."""
     folder = Path(folder)
     if not folder.is_dir():
         return [missing_folder(folder)]
@@ -40,11 +40,11 @@ def check_model_folder(folder: str | Path) -> list[str]:
 
 
 HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
-"""Owners on the Hugging Face hub by how the names of their models begin."""
+"""Owners on the Hugging Face Hub by the prefix of their models' names."""
 
 
 def missing_folder(folder: Path) -> str:
-    """What to do about a model folder that is not there: the command that downloads it, with its name where known."""
+    """The error message for a missing model folder: the command that downloads it, with its Hub name where known."""
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
     known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
@@ -55,7 +55,7 @@ def missing_folder(folder: Path) -> str:
 
 
 def weight_files(folder: str | Path) -> dict[str, set[str]]:
-    """The safetensors files of a model folder and the tensors the index expects in each (of a single file: none).
+    """The safetensors files of a model folder, each with the tensors that the index lists in it (none without index).
 
     Raises DataError for a folder without safetensors, and for an index that is broken or names a file elsewhere.
     """
@@ -97,7 +97,7 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
 
 
 def companions(folder: str | Path) -> dict[str, Path]:
-    """The files of a model folder that hold no weights, nor say where weights are, by their names inside it."""
+    """The files of a model folder but its weights and their index, by their names inside it."""
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
     return {
         name: path
@@ -108,7 +108,7 @@ def companions(folder: str | Path) -> dict[str, Path]:
 
 
 def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensor name -> type and shape of one file. Raises DataError if it is not whole or lacks an expected tensor."""
+    """Type and shape of a file's tensors, by name. Raises DataError if it is cut short or lacks an expected tensor."""
     try:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

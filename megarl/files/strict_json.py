@@ -1,4 +1,4 @@
-"""JSON as its standard has it, read without surprises: for data files and model folders."""
+"""A strict JSON parser (RFC 8259) for data files and model folders."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""Objects and lists inside each other. What later copies or writes a value recurses as deep."""
+"""The deepest nesting of objects and lists: code that copies or writes a value recurses as deep."""
 
 
 def parse(content: bytes) -> Any:
     """The value of a JSON text in UTF-8.
 
-    Raises ValueError, on one line, also for what Python's own reader lets pass: a key that is given twice, NaN and
-    infinite numbers, half of a surrogate pair (which no file can hold), and a value nested deeper than MAX_DEPTH.
+    Raises ValueError, on one line, also for what Python's `json` accepts: a repeated key, NaN and infinite numbers, a
+    lone surrogate (which UTF-8 cannot encode), and a value nested deeper than MAX_DEPTH.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -36,7 +36,7 @@ def parse(content: bytes) -> Any:
 
 
 def shortened(text: str) -> str:
-    """A text as an error message quotes it: its beginning."""
+    """The beginning of a text, for an error message."""
     return text if len(text) <= 60 else text[:57] + "..."
 
 

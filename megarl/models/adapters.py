@@ -1,8 +1,8 @@
 """LoRA (arXiv:2106.09685, section 4.1): low-rank adapters beside Megatron's frozen linear layers, in every layout.
 
-y = W x + alpha / rank * B A dropout(x). A linear keeps its weight and its name; its adapter is a submodule of it, added
-to its output by a hook, so Megatron's local layers and Transformer Engine's are served alike. (The latter were not run
-yet.) Of the two matrices the one on the linear's split side is split as its weight is, the other is on every rank.
+y = W x + alpha / rank * B A dropout(x). A linear keeps its weight and its name; its adapter is a submodule that
+adds to its output by a hook, in Megatron's local layers as in Transformer Engine's. (The latter were not run yet.) Of A
+and B, the matrix on the side where the linear is split is split too, the other is replicated.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
 _COLUMN = ("linear_qkv", "linear_fc1")
-"""Linears that are split over their output features; the others are over their inputs."""
+"""Column-parallel linears (split over output features); the others are row-parallel (over input features)."""
 _ALIKE, _APART = "adapters-alike", "adapters-apart"
-"""Random numbers of the dropout: equal and different on the tensor-parallel ranks of a replica."""
+"""Random states of the dropout: equal, and different, on the tensor-parallel ranks of a replica."""
 
 
 class Adapter(nn.Module):
-    """What is added to a linear's output, from its input: scale * B A dropout(x).
+    """The LoRA adapter of a linear: scale * B A dropout(x), which is added to its output.
 
-    `a` [rank, in] and `b` [out, rank] are this rank's parts; a gated linear's `b` is [2, out / 2, rank], so that each
-    half is split evenly. `key` names the linear among those of the whole model.
+    Shapes: `a` [rank, in], `b` [out, rank], this rank's parts; a gated linear's `b` is [2, out / 2, rank], so that
+    each half is split evenly. `key` names the linear among those of the whole model.
     """
 
     def __init__(self, linear: Any, key: str, *, rank: int, scale: float, dropout: float, seed: int) -> None:
@@ -68,7 +68,7 @@ class Adapter(nn.Module):
             self._mark(getattr(self, letter), dim, place)
 
     def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
-        """Tell Megatron how a parameter's gradient is reduced, and which of its copies counts in the norm."""
+        """Set Megatron's attributes: how a parameter's gradient is reduced, which of its copies enters the norm."""
         # What etp ranks hold alike is counted by its first: whether the copy counts otherwise depends on tp.
         is_counted = dim is not None or self.is_expert
         set_tensor_model_parallel_attributes(parameter, is_counted, dim if dim is not None else -1, 1)
@@ -79,7 +79,7 @@ class Adapter(nn.Module):
             parameter.sequence_parallel = dim is None and self.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in of this rank] -> [..., out of this rank], both as the linear has them."""
+        """x [..., local in] -> [..., local out], as the linear's own input and output."""
         if self.norm is not None:
             x = F.rms_norm(x, x.shape[-1:], *self.norm)
         if self.dropout and self.training:
@@ -98,11 +98,14 @@ class Adapter(nn.Module):
         return F.linear(self._exchanged(F.linear(x, a)) * self.scale, b)
 
     def _copied(self, x: Tensor) -> Tensor:
-        """The same; its gradient is summed over the ranks."""
+        """x, whose gradient is all-reduced over the tensor-parallel ranks; any shape."""
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
     def _exchanged(self, inner: Tensor) -> Tensor:
-        """A's output as B needs it: of all tokens (column), or summed over the ranks' features (row)."""
+        """A's output as B's input: gathered over tokens (column), or reduced over the ranks' input features (row).
+
+        inner [..., rank] -> [..., rank].
+        """
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, group=self.group)
         if self.is_column:
@@ -112,16 +115,16 @@ class Adapter(nn.Module):
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
     def merge_into(self, weight: Tensor, merged: Tensor) -> None:
-        """merged = weight + scale * B A, computed in float32 and rounded once. Both are this rank's part."""
+        """merged = weight + scale * B A, computed in float32 and rounded once; both [local out, local in]."""
         b = self.b.detach().flatten(0, -2).float()
         merged.copy_(torch.addmm(weight.detach().float(), b, self.a.detach().float(), alpha=self.scale))
 
 
 def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: float, dropout: float, seed: int) -> None:
-    """Give a chunk's linears of these names adapters, that start as zero; everything else is frozen.
+    """Attach new adapters, with B = 0, to a chunk's linears of these names; freeze all other parameters.
 
-    Needs the chunk's weights in place; before gradients and optimizer are made. Raises ConfigError for linears that
-    hold several experts' weights at once.
+    Call it once the chunk's weights are loaded, before gradient buffers and optimizer are made. Raises ConfigError for
+    linears that fuse several experts' weights.
     """
     chunk.requires_grad_(False)
     first_expert = 0
@@ -149,16 +152,16 @@ def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: fl
 
 
 def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter]]:
-    """Chunk number, name and module of every adapter."""
+    """Chunk index, name and module of every adapter."""
     for index, chunk in enumerate(chunks):
         yield from ((index, name, module) for name, module in chunk.named_modules() if isinstance(module, Adapter))
 
 
 @contextmanager
 def running(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
-    """Passes within add what the adapters say, or are those of the frozen model; with or without dropout.
+    """Within the context adapters are `on` or off (the frozen model), with their dropout if `drops`.
 
-    Outside, adapters are on and nothing is dropped.
+    Outside of it they are on, without dropout.
     """
     adapters = [adapter for _, _, adapter in adapters_of(chunks)]
     if not on:
@@ -174,7 +177,7 @@ def running(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[N
 
 
 def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
-    """What of a chunk is trained, by name, for Megatron's checkpoints: keys and cuts serve every layout."""
+    """A chunk's trained parameters by name, as Megatron's sharded tensors: any layout can load them."""
     state = {}
     for _, name, adapter in adapters_of([chunk]):
         replica = (
@@ -201,13 +204,13 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor |
 
 
 def _draw(shape: tuple[int, int], name: str) -> Tensor:
-    """The whole matrix, kaiming-uniform as torch's linear layers, from its name alone: the same in every layout."""
+    """A full matrix, Kaiming-uniform as in torch's linear layers, seeded by its name: the same in every layout."""
     generator = torch.Generator().manual_seed(_seed_of(name))
     return torch.empty(shape, device="cpu").uniform_(-1, 1, generator=generator) * shape[1] ** -0.5
 
 
 def _seed_dropout(seed: int) -> None:
-    """Streams of random numbers that each replica and stage has for itself; Megatron's tracker keeps their state."""
+    """Seed the dropout's random states, different by replica and stage; Megatron's tracker holds them."""
     tracker: Any = get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

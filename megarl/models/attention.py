@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from megarl.data.batch import ranges
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
-"""Types that the variable-length flash kernel takes."""
+"""Dtypes that the variable-length flash kernel supports."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Queries of this rank and the keys that they may see, sequence by sequence, aligned at their ends.
+    """Queries of this rank and the keys that they attend to, sequence by sequence, aligned at their ends.
 
-    `queries` [num_queries] and `keys` [num_keys] are places among the rank's own tokens and among all context-parallel
-    ranks' tokens one rank after the other; None means all of them, in order. `num_queries` and `num_keys` [sequences]
-    are lengths and stay on the host; tensors lie on the device of the model.
+    Shapes: `queries` [num_queries], indices of this rank's tokens; `keys` [num_keys], indices of all context-parallel
+    ranks' tokens, rank after rank; None: all, in order. `num_queries` and `num_keys` [sequences], lengths, on the host;
+    `cu_queries` and `cu_keys` [sequences + 1], their cumulative sums. Tensors are on the model's device.
     """
 
     queries: Tensor | None
@@ -42,17 +42,17 @@ class Part:
 
     @cached_property
     def padded_queries(self) -> Tensor:
-        """Each query's place in a [sequences, longest_query] block."""
+        """Flat index of each query in [sequences, longest_query]: [num_queries]."""
         return self._padded_places(self.num_queries, self.longest_query)
 
     @cached_property
     def padded_keys(self) -> Tensor:
-        """Each key's place in a [sequences, longest_key] block."""
+        """Flat index of each key in [sequences, longest_key]: [num_keys]."""
         return self._padded_places(self.num_keys, self.longest_key)
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """Which keys a query sees [sequences, 1, longest_query, longest_key]; None where plain causality says it."""
+        """The attention mask, bool [sequences, 1, longest_query, longest_key]; None where it is plainly causal."""
         if self.keys is None:
             return None
         seen = (self.num_keys - self.num_queries)[:, None, None, None]
@@ -60,19 +60,19 @@ class Part:
         return torch.tensor(np.arange(self.longest_key) <= last_seen, device=self.cu_queries.device)
 
     def _padded_places(self, sizes: np.ndarray, longest: int) -> Tensor:
-        """Each token's place in a [sequences, longest] block."""
+        """Flat index of each token in [sequences, longest]: [tokens]."""
         is_token = np.arange(longest) < sizes[:, None]
         return torch.tensor(np.flatnonzero(is_token), device=self.cu_queries.device)
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Where the sequences of one packed row lie, and what every layer's attention needs of that.
+    """The sequences of a packed row (Megatron's THD format), and the indices that every layer's attention needs.
 
-    With context parallelism each sequence is cut into 2 * cp chunks, and a rank holds the chunk of its own number from
-    the front and the one from the back: so causal attention costs all ranks the same. `local` [tokens] are the rank's
-    places in the row, `positions` [tokens] their positions in their sequences, `parts` their attention; `order`
-    [tokens] sorts the parts' queries.
+    With context parallelism each sequence is split into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r
+    (zigzag), so that causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this
+    rank's tokens; `positions` [tokens], their positions in their sequences; `order` [tokens], which brings the outputs
+    of `parts` into the order of the tokens.
     """
 
     positions: Tensor | None = None
@@ -84,7 +84,7 @@ class PackedRow(PackedSeqParams):
     def from_lengths(
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
-        """The row that holds sequences of these lengths (multiples of 2 * cp where cp > 1) one after the other."""
+        """The row of sequences of these lengths (multiples of 2 * cp where cp > 1), one after the other."""
         # Index arithmetic on the host: on a GPU every length that is read would wait for it.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
@@ -121,7 +121,10 @@ class PackedRow(PackedSeqParams):
 
 
 def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
-    """The places in the row of one rank's tokens: of every sequence a chunk from the front and one from the back."""
+    """The row's indices of one rank's tokens in zigzag order: [tokens].
+
+    Shapes: starts and chunk [sequences], where each sequence begins and the length of its chunks.
+    """
     firsts = np.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], axis=1)
     return ranges(firsts.flatten(), chunk.repeat(2))
 
@@ -149,8 +152,8 @@ class PackedAttention(nn.Module):
     """Core attention of the local spec: on CUDA in float16 and bfloat16 torch's variable-length flash kernel, else SDPA
     on padded sequences, which takes float32 too.
 
-    Megatron's own local kernel takes neither packed rows nor grouped heads without expanding them, nor context
-    parallelism: here keys and values of all ranks are gathered, their gradients summed back.
+    Megatron's own local attention supports neither packed rows nor context parallelism, and expands grouped heads.
+    Here keys and values are all-gathered over the context-parallel ranks, their gradients reduce-scattered.
     """
 
     def __init__(
@@ -234,11 +237,11 @@ def _taken(x: Tensor, places: Tensor | None) -> Tensor:
 
 @cache
 def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
-    """Whether a kernel takes fewer key-value heads than query heads; torch 2.11's varlen_attn does not."""
+    """Whether a kernel supports grouped-query attention; torch 2.11's varlen_attn does not."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _to_padded(x: Tensor, index: Tensor, sequences: int, longest: int) -> Tensor:
-    """[tokens, heads, head_dim] -> [sequences, heads, longest, head_dim], zeros where no token is."""
+    """[tokens, heads, head_dim] -> [sequences, heads, longest, head_dim], padded with zeros; index [tokens]."""
     block = x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, index, x)
     return block.view(sequences, longest, *x.shape[1:]).transpose(1, 2)

@@ -19,7 +19,7 @@ from megarl.types import ConfigError
 
 
 def transformer_engine_problem() -> str | None:
-    """Why Transformer Engine's layers cannot be used; None where they are."""
+    """Why Transformer Engine's layers cannot be used; None where they can."""
     if not torch.cuda.is_available():
         return "there is no CUDA"
     if not transformer_engine.is_installed():
@@ -28,7 +28,7 @@ def transformer_engine_problem() -> str | None:
 
 
 def uses_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers are used: where it is installed and CUDA is there."""
+    """Whether Transformer Engine's layers are used: they are where it is installed and CUDA is available."""
     return transformer_engine_problem() is None
 
 
@@ -42,7 +42,10 @@ def transformer_config(
     router_replay: bool = False,
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
-    """The config of one rank's model. Raises ConfigError for an override that TransformerConfig does not know."""
+    """The TransformerConfig of a rank's model.
+
+    Raises ConfigError for an override that is unknown, or that another field of the recipe determines.
+    """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in sorted(overrides.keys() - known):
         near = difflib.get_close_matches(name, known, n=1)
@@ -76,7 +79,7 @@ def transformer_config(
 
 @contextmanager
 def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """While a model is built: tell what Megatron-Core refuses as a fault of `trainer.megatron`, if that sets anything.
+    """Within it, what Megatron-Core refuses while building a model is an error of `trainer.megatron`, if that is set.
 
     Raises ConfigError.
     """

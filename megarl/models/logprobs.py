@@ -1,4 +1,4 @@
-"""Log-probs and entropy of given tokens from hidden states, without ever holding their logits over the vocabulary."""
+"""Vocab-parallel, chunked log-probs and entropy from hidden states: the full logits are never in memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def vocab_parallel_logprobs(
     """Log-prob of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
-    them being token `first_token_id`; targets [tokens] global ids. Returns two float32 [tokens], equal on all ranks
-    of `group`. At most as many logits are alive at once, forward and backward, as `chunk_tokens` tokens have. The
-    gradient of `hidden` is this rank's part: the caller's tensor-parallel mapping sums it. What no gradient reaches,
-    a detached entropy, and what takes none, a frozen weight, costs no work in the backward.
+    them being token `first_token_id`; targets [tokens] global ids. Returns two float32 [tokens], in nats, equal on
+    all ranks of `group`. Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. The
+    gradient of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached entropy and a
+    frozen weight cost nothing in the backward pass.
     """
     return _VocabParallelLogprobs.apply(hidden, weight, targets, first_token_id, group, temperature, chunk_tokens)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Goes over blocks of the vocabulary with all tokens.
+    """Chunks over the vocabulary, not over tokens.
 
-    So each row of the weight's gradient is one product, summed in full precision and written once; blocks of tokens
-    would need a float32 copy of the whole gradient to sum them in.
+    Each row of the weight's gradient is then one matrix product, accumulated in full precision and written once; chunks
+    of tokens would need a float32 buffer for the whole gradient.
     """
 
     @staticmethod
@@ -110,7 +110,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def _blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
-    """Ranges of the vocabulary, with whose logits of all tokens there are as many as `chunk` tokens have of all."""
+    """Ranges of the vocabulary, all but the last of one length with num_tokens * length <= chunk * vocabulary."""
     size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))
     # Matrix products on a GPU want rows of logits that begin at multiples of 128 bytes.
     size -= size % 64 if size > 64 else 0
@@ -123,7 +123,10 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float, ro
 
 
 def _columns(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
-    """Column of each target in a block's logits (any valid one where it is not there), and whether it is there."""
+    """Column of each target in a block's logits, and whether the block has it; local, and both results, [tokens].
+
+    The column of a target that another block has is any valid one.
+    """
     columns = local - block.start
     return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32.
 
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens; the mark on the weight tells
-    Megatron to sum the weight's gradient over those ranks.
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens; the weight's
+    attribute `sequence_parallel` makes Megatron sum its gradient over those ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:

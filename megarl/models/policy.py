@@ -1,4 +1,4 @@
-"""The models that are trained: Megatron's GPTModel with log-probs, or values, for an output instead of logits."""
+"""The trained models: Megatron's GPTModel whose output is log-probs or values instead of logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megarl.models.norm import RMSNorm
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Transformer Engine's layers where they can be used, else Megatron's local ones with our norm and attention."""
+    """Transformer Engine's layer spec where it can be used, else Megatron's local one with our norm and attention."""
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -53,7 +53,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
 
 
 class PackedModel(GPTModel):
-    """One pipeline stage of a model over packed rows, or chunk `vp_stage` of it where a stage has several."""
+    """A pipeline stage of a model over packed rows; with `vp_stage`, that virtual stage of it."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -75,9 +75,10 @@ class PackedModel(GPTModel):
         self.qkv_format = "thd" if uses_transformer_engine() else "packed"
 
     def replay_routes(self, routes: Tensor, layer_numbers: Sequence[int]) -> None:
-        """Send the next pass's tokens to these experts: int64 [tokens of this rank, layers, top_k].
+        """Router replay: the next forward pass routes its tokens to these experts.
 
-        `layer_numbers` [layers], from 0, name those of the rank; this chunk's are among them.
+        Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all of this rank's
+        layers, this chunk's among them.
         """
         layers: Any = self.decoder.layers
         for layer in layers:
@@ -98,7 +99,7 @@ class PackedModel(GPTModel):
 
 
 class PolicyModel(PackedModel):
-    """A language model; its last stage returns log-probs and entropies, the others hidden states."""
+    """A language model: the last stage returns log-probs and entropies, the others hidden states."""
 
     def __init__(
         self,
@@ -121,7 +122,10 @@ class PolicyModel(PackedModel):
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Log-probs and entropies [2, tokens] of `labels` [1, tokens] on the last stage, hidden states before it."""
+        """Log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
+
+        Shapes: hidden_states [tokens, 1, hidden_size], labels [1, tokens].
+        """
         if not self.post_process:
             return hidden_states
         tp_group = self.pg_collection.tp
@@ -146,7 +150,7 @@ class PolicyModel(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """A critic or reward model; its last stage returns values, the others hidden states."""
+    """A critic or reward model: the last stage returns values, the others hidden states."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
         super().__init__(config, shape, vp_stage=vp_stage)
@@ -159,7 +163,7 @@ class ValueModel(PackedModel):
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Values [1, tokens] on the last stage, hidden states before it."""
+        """Values [1, tokens] on the last stage; hidden states on the others."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -170,5 +174,5 @@ class ValueModel(PackedModel):
         return F.linear(hidden_states.squeeze(1).float(), self.value_head.weight.float()).T
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Megatron's state of the modules; a language model's would look for an output layer."""
+        """The state of the modules; GPTModel's own would look for an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

@@ -1,4 +1,4 @@
-"""The device of this rank, and the process groups over it."""
+"""The device of this rank, and the world of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def current() -> torch.device:
 
 
 def rank_environment(ranks_per_node: int) -> dict[str, str]:
-    """Environment of each rank, to be set before it starts: its share of the cores, Megatron's one queue, caches.
+    """Environment variables to be set before a rank starts: cores, CUDA connections, cache folders.
 
-    Compiled kernels are kept from run to run in the user's cache folder: the rank's temporary folder ends with it.
-    On a CPU the C library shall copy blocks of more than half a MiB past the caches, which doubles their speed: in a
-    virtual machine it takes the whole host's last cache for this one's, and so never would.
+    Compiled kernels are cached in the user's folder, for a rank's temporary folder ends with it. On a CPU the C library
+    shall copy blocks of more than half a MiB past the caches, which doubles their speed: in a virtual machine it takes
+    the host's last-level cache for its own, and so never would.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     environment = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -39,7 +39,7 @@ def rank_environment(ranks_per_node: int) -> dict[str, str]:
 
 
 def init_world(timeout_seconds: float) -> None:
-    """Join the world of RANK and WORLD_SIZE where the run's ranks meet, unless this process is in one already."""
+    """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous, unless that is done already."""
     if torch.distributed.is_initialized():
         return
     device = current()

@@ -24,7 +24,7 @@ _MARK = "_megarl"
 
 
 class _NoStream(contextlib.nullcontext[None]):
-    """A stream or event of a device that has none: everything is in order already."""
+    """A CUDA stream or event where there is none: all work is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _NoStream(contextlib.nullcontext[None]):
 
 
 def prepare() -> None:
-    """Install the substitutes once, before Megatron is imported. Does nothing where CUDA is."""
+    """Install the substitutes once, before Megatron is imported. Without effect where CUDA is available."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.cuda, _MARK):
         return
     # Megatron's jit_fuser is torch.compile, which would build C++ for every tiny function.
@@ -72,7 +72,7 @@ def prepare() -> None:
 
 
 def _adapt_experts() -> None:
-    """What the mixture of experts asks of CUDA, of Transformer Engine, and of NCCL where ranks have unlike shares."""
+    """Substitutes for mixtures of experts: CUDA streams, Transformer Engine, collectives of unequal sizes."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -113,7 +113,7 @@ def _adapt_experts() -> None:
 
 
 def _on_cpu(factory: Any) -> Any:
-    """The factory, with a CUDA device read as the CPU and without pinned memory."""
+    """A factory of tensors that takes a CUDA device for the CPU and ignores pinned memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:

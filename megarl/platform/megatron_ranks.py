@@ -1,4 +1,4 @@
-"""Which rank plays which part in Megatron's groups, where an order of its axes cannot say it."""
+"""Permutations of ranks in Megatron's groups, beyond its orders of axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 @contextmanager
 def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
-    """Inside, `initialize_model_parallel` gives rank `rank_of_part[i]` the part that it has for rank i.
+    """Within it, `initialize_model_parallel` gives rank `rank_of_part[i]` the coordinates of rank i.
 
     Megatron lists the members of a group in the order of their parts, and torch sorts them unless told otherwise.
     """

@@ -1,4 +1,4 @@
-"""A temporary folder of one start of a run: for its user's eyes only, and gone when the run is, however that ends."""
+"""A temporary folder of one process that only its user can read, and that is removed however the process ends."""
 
 from __future__ import annotations
 

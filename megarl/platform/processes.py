@@ -1,4 +1,4 @@
-"""What the kernel does for processes that belong together."""
+"""Linux's means for processes that belong together: death signals, subreapers, limits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WALL_PER_CPU_SECOND = 10.0
 
 
 def die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even amid a computation."""
+    """Have the kernel send this process SIGKILL when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, instead of process 1."""
+    """Become the subreaper: the parent of descendants whose own parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -48,7 +48,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all below this process. It must adopt orphans, and no other thread may wait for children."""
+    """Kill and reap all descendants. Needs `adopt_orphans`; no other thread may wait for children."""
     while True:
         for pid in list(descendants(os.getpid())):
             with suppress(OSError):
@@ -62,7 +62,7 @@ def kill_descendants() -> None:
 
 
 def cpu_seconds_below(pid: int) -> float:
-    """CPU seconds of the processes below `pid`, those that ended and were waited for included."""
+    """CPU seconds of all descendants of `pid`, those that ended and were waited for included."""
     _, _, *ended = _cpu_ticks(pid)
     ticks = sum(ended)
     for descendant in descendants(pid):
@@ -71,7 +71,7 @@ def cpu_seconds_below(pid: int) -> float:
 
 
 def _cpu_ticks(pid: int) -> tuple[int, int, int, int]:
-    """A process's own time in user and system mode, and that of the children that it waited for (proc(5), stat)."""
+    """A process's user and system time, and those of the children that it waited for, in ticks (proc(5), stat)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -81,10 +81,10 @@ def _cpu_ticks(pid: int) -> tuple[int, int, int, int]:
 
 
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
-    """What becomes of work on input that nobody vouches for, tried in a copy of this process that may be killed.
+    """Run work on untrusted input in a forked process, and return which limit of time or memory it broke.
 
-    None if it ends within the limits of time and memory, whether it raises or not; else which limit it broke. Work
-    that depends on its input alone is then as bounded in this process.
+    Returns None if it ended within the limits, whether it raised or not. Deterministic work is then as bounded in this
+    process.
     """
     with warnings.catch_warnings():
         # Of threads that the copy does not have: it takes no lock that one of them could hold.

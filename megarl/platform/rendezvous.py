@@ -1,4 +1,4 @@
-"""Where the ranks of a run find each other, and the secret that they share.
+"""The rendezvous of a run's ranks, and the secret key that they share.
 
 On one machine they meet through a file in a folder that only their user can open. On several, rank 0 keeps a TCPStore
 that listens on one address, and its keys begin with a text that only the run's ranks can work out. That keeps apart
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a rank must know to join its world: the run's key, and either a file that is shared or rank 0's address."""
+    """The run's key, and either a shared file or rank 0's address."""
 
     key: bytes
     file: str | None = None
@@ -31,7 +31,7 @@ class Rendezvous:
 
 
 class _Meeting:
-    """This process's own: set once, when its driver says where the ranks meet."""
+    """This process's rendezvous, set once by `settle`."""
 
     rendezvous: Rendezvous | None = None
     listener: socket.socket | None = None
@@ -39,25 +39,25 @@ class _Meeting:
 
 
 def listen(address: str) -> int:
-    """In rank 0 of several machines: wait for the others on the interface with this address; returns the port."""
+    """On rank 0 of several machines: listen on the interface with this address; returns the port."""
     _Meeting.listener = socket.create_server((address, 0), backlog=4096)
     return _Meeting.listener.getsockname()[1]
 
 
 def settle(rendezvous: Rendezvous) -> None:
-    """Remember where this process meets its peers."""
+    """Set this process's rendezvous."""
     _Meeting.rendezvous = rendezvous
 
 
 def derived_key(purpose: str) -> bytes:
-    """A key of 32 bytes for one purpose, which all ranks of the run derive alike."""
+    """A key of 32 bytes for one purpose, the same on all ranks of the run."""
     if _Meeting.rendezvous is None:
         raise RuntimeError("this process is no rank of a run: nobody told it where ranks meet")
     return hmac.digest(_Meeting.rendezvous.key, purpose.encode(), hashlib.sha256)
 
 
 def store(world_size: int, timeout_seconds: float) -> Store:
-    """The store through which the run's ranks meet, one a process; rank 0 of several machines serves it."""
+    """The store of `torch.distributed`, one per process; rank 0 of several machines serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if _Meeting.store is None:

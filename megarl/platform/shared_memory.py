@@ -1,4 +1,4 @@
-"""Whether ranks can exchange through shared memory: where they cannot, libraries wait for each other without end."""
+"""A check of shared memory, without which libraries of ranks wait for each other without end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Objects that ranks send each other: pickled, signed with a key of the run, and unpickled only if the signature holds.
+"""Collectives of Python objects, pickled and signed with the run's key; only what is signed is unpickled.
 
-Collectives of gloo and NCCL take part in a conversation with whoever is at the other end, and unpickling runs what a
-message names. So each message carries an HMAC over its sender, its number and its content, which is checked first: what
-somebody without the run's key wrote, or an old message sent again, is refused and never unpickled.
+Collectives of gloo and NCCL do not authenticate their peers, and unpickling runs the code that a message names. So each
+message carries an HMAC over its sender, its number and its content, which is checked first: what somebody without the
+run's key wrote, or an old message sent again, is refused and never unpickled.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megarl.platform import rendezvous
 _HEAD = struct.Struct("<32sQ")
 """The signature, and the bytes of the pickle that follows."""
 _CONTEXT = struct.Struct("<qqQ")
-"""What is signed before the content: sender, number, bytes."""
+"""The signed context before the content: sender, number, bytes."""
 _MOST_BYTES = 1 << 32
 
 Value = TypeVar("Value")
 
 
 class ForgedMessageError(Exception):
-    """A message between ranks whose signature is not that of the rank that should have sent it."""
+    """A message between ranks whose signature does not match its expected sender, number and content."""
 
 
 class Conversation:
-    """The messages of some ranks to each other on one subject, each rank's numbered in the order that it sends them.
+    """The signed messages among some ranks for one purpose, numbered per sender.
 
-    `purpose` names the subject and the ranks, alike on all of them: conversations do not mix.
+    `purpose` names subject and ranks, and is the same on all of them; a message of another conversation is refused.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -48,7 +48,7 @@ class Conversation:
         return _HEAD.pack(self._signature(data, len(data), sender), len(data)) + data
 
     def size(self, message: bytes | memoryview) -> int:
-        """How many bytes a message has that begins so, its head included."""
+        """The length of a message in bytes, head included, from its beginning."""
         _, size = _HEAD.unpack_from(message)
         if size > _MOST_BYTES:
             raise ForgedMessageError(f"a message between ranks says that it has {size} bytes")
@@ -71,7 +71,7 @@ _conversations: dict[tuple[str, tuple[int, ...]], Conversation] = {}
 
 
 def between(purpose: str, members: Sequence[int]) -> Conversation:
-    """The one conversation on a subject that some global ranks have; all of them take part in each of its messages."""
+    """The process's conversation for a purpose among these global ranks; all of them take part in each message."""
     name = purpose, tuple(members)
     if name not in _conversations:
         _conversations[name] = Conversation(f"{purpose} {name[1]}")
@@ -81,7 +81,7 @@ def between(purpose: str, members: Sequence[int]) -> Conversation:
 def gather(
     value: Value, group: dist.ProcessGroup | None = None, *, to: int | None = None, purpose: str = "gather"
 ) -> list[Value]:
-    """Every rank's value in the group's order; only on the global rank `to`, if one is named. A collective."""
+    """Every rank's value, by rank of the group; only on the global rank `to`, if given. A collective."""
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
     if len(members) == 1:
         return [value]
@@ -110,7 +110,7 @@ def broadcast(
     source: int,
     block_bytes: int,
 ) -> Any:
-    """The value of the global rank `source`, on all: one broadcast of a fixed size, one more if it is longer."""
+    """The value of the global rank `source` on all ranks: a broadcast of fixed size, a second one if it is longer."""
     if dist.get_rank() == source:
         message = bytearray(conversation.seal(value, source))
         size = len(message)
@@ -131,6 +131,6 @@ def broadcast(
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the tensors of a group's collectives may lie: the host if gloo serves it."""
+    """The device of a group's collectives: the host if it has gloo."""
     has_gloo = "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Whether NVIDIA's Transformer Engine is installed and sound.
+"""Checks of NVIDIA's Transformer Engine: whether it is installed, whether it can be imported.
 
 An installed one that cannot be imported is an error: Megatron-Core imports it too and fails along with it, or, where
 the failure is an ImportError, silently trains with other layers.
@@ -35,9 +35,9 @@ def require_sound() -> None:
 
 
 def import_fault() -> str | None:
-    """Why the installed Transformer Engine cannot be imported, found out in a process of its own; None where it can.
+    """Why the installed Transformer Engine cannot be imported, tried in a process of its own.
 
-    None also where it is not installed.
+    None where it can, or is not installed.
     """
     if not is_installed():
         return None

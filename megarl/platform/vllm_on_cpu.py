@@ -1,4 +1,4 @@
-"""vLLM on a machine without CUDA: weights stay plain, ranks talk over gloo, the process stays as it was.
+"""vLLM on a machine without CUDA: unpacked weights, gloo between ranks, the process's settings left alone.
 
 Stock vLLM repacks weights for its CPU kernels, so writing into a live parameter would be lost or, worse, unseen. Here
 linear layers and experts compute from the parameters themselves, which also makes float32 log-probs equal to Hugging
@@ -25,13 +25,13 @@ ENVIRONMENT = {
 
 
 def prepare() -> None:
-    """Make vLLM fit for tests and laptops; call it before vLLM is first imported. Without effect where CUDA is."""
+    """Install the substitutes, before vLLM is first imported. Without effect where CUDA is available."""
     if not torch.cuda.is_available():
         _adapt_to_cpu()
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
-    """Fields of vLLM's EngineArgs that this machine needs; none where CUDA is.
+    """EngineArgs that vLLM needs on a CPU; none where CUDA is available.
 
     Prefill in one piece: sampling with a seed rewinds its generator after a partial prefill, which CPU generators
     cannot. Small blocks: the CPU default is longer than a short prompt, whose prefix would never be reused.
@@ -109,7 +109,11 @@ def _apply_plain_experts(
     apply_router_weight_on_input: bool = False,
     **kwargs: Any,
 ) -> None:
-    """One matrix product per local expert, from the parameters as they lie: gate rows above up rows in `w1`."""
+    """The experts' layer, one matrix product per local expert; gate rows above up rows in `w1`.
+
+    Shapes: output and hidden_states [tokens, hidden_size], w1 [experts, 2 * intermediate, hidden_size], w2 [experts,
+    hidden_size, intermediate], topk_weights and topk_ids [tokens, top_k].
+    """
     if activation.value != "silu" or experts.w1_bias is not None or apply_router_weight_on_input:
         raise NotImplementedError(f"experts with {activation.value}, biases or input weights have no plain CPU path")
     output.zero_()

@@ -1,6 +1,6 @@
-"""Boxes and pieces: which part of which Hugging Face tensor lies where in whose storage.
+"""Boxes and pieces: which part of a Hugging Face tensor is where in a local storage.
 
-Integers and names only, no torch: a layout can be computed, intersected and proved on any machine.
+Integers and names only, no torch: layouts can be computed, intersected and checked on any machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A half-open index range of one tensor, named as in the Hugging Face checkpoint files."""
+    """A half-open index range of a Hugging Face tensor."""
 
     name: str
     start: tuple[int, ...]
@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """A box and where its elements lie in a local storage.
+    """A box and the place of its elements in a local storage.
 
     `storage` names a local parameter (or file); element (i, j, ...) of the box lies at
     `offset + i * strides[0] + j * strides[1] + ...`, in elements from the parameter's first element.
@@ -52,11 +52,11 @@ Layout = tuple[Piece, ...]
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    """Row-major strides of a dense tensor of this shape, in elements."""
+    """Row-major strides of a contiguous tensor of this shape, in elements."""
     sizes = tuple(shape)
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
-    """A tensor that lies dense in a storage."""
+    """The piece of a whole tensor that is contiguous in a storage, from `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))

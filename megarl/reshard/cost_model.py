@@ -1,4 +1,4 @@
-"""What a plan will cost, counted before a rank is started: bytes by wire, copies, messages, memory, time on H200."""
+"""The cost model of a plan, before any rank is started: bytes per link, copies, messages, memory, time on H200."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
 
 NVLINK_BYTES_PER_SECOND = 450e9
-"""One H200's NVLink, each direction."""
+"""NVLink bandwidth of an H200, each direction."""
 INFINIBAND_BYTES_PER_SECOND = 50e9
-"""One H200's network card, each direction."""
+"""Network bandwidth of an H200, each direction."""
 HBM_BYTES_PER_SECOND = 4.3e12
-"""One H200's memory, reads and writes together, as device copies reach it."""
+"""Memory bandwidth of an H200, reads and writes together, as measured for device copies."""
 
 TIERS = ("local", "same_node", "other_node")
 
@@ -35,32 +35,32 @@ _Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a plan; arrays are [tier, rank] in the order of TIERS, or [rank]."""
+    """Bytes of a plan. Shapes: `received` and `sent` [tier, rank] in the order of TIERS, the other arrays [rank]."""
 
     received: _Bytes
     sent: _Bytes
     lower_bound: _Bytes
-    """What each rank must receive at least: what its engine needs and its own trainer shard has not."""
+    """The least that each rank must receive: the part of its engine shard that its trainer shard lacks."""
     gathered: _Bytes
-    """What each rank receives where full tensors are gathered first."""
+    """Received by each rank if full tensors were gathered first."""
     copies: _Bytes
-    """Strided copies of each rank: local ones, and remote ones packed and unpacked."""
+    """Strided copies of each rank: local ones, packing and unpacking."""
     messages: int
-    """Pairs of ranks that exchange something, over all buckets."""
+    """Pairs of ranks that exchange something, summed over buckets."""
     buckets: int
     staging: _Bytes
-    """The most bytes that a rank stages in one bucket."""
+    """The staging memory of each rank: its largest bucket."""
     wire_seconds: float
-    """Each bucket waits for its busiest rank, at the limits of NVLink and InfiniBand."""
+    """Time of the exchanges at the bandwidths of NVLink and InfiniBand, each bucket as long as its busiest rank."""
 
     @property
     def ratio(self) -> float:
-        """Bytes received from other ranks, over the least possible."""
+        """Bytes received from other ranks over their lower bound."""
         least = int(self.lower_bound.sum())
         return int(self.received[1:].sum()) / least if least else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """Plain numbers: means, maxima and sums over the ranks."""
+        """JSON values: means, maxima and sums over the ranks."""
 
         def over_ranks(values: _Bytes) -> dict[str, float]:
             return {"mean": float(values.mean()), "max": int(values.max())}
@@ -89,7 +89,7 @@ class Traffic:
 def forecast(
     model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
 ) -> dict[str, Any]:
-    """Plain numbers of the live reshard, of the other rank orders, and of the limits that the times come from."""
+    """JSON values: the cost of the live reshard and of other rank orders, and the assumed bandwidths."""
 
     planned = partial(reshard_plan, model, ranks_per_node=ranks_per_node, itemsize=itemsize, bucket_bytes=bucket_bytes)
     started = time.process_time()
@@ -113,7 +113,7 @@ def forecast(
 
 
 def count(plan: Plan) -> Traffic:
-    """Count a plan over all its ranks, kind by kind of tensor."""
+    """The traffic of a plan over all its ranks, counted once per kind of tensor."""
     num = plan.num_ranks
     received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
@@ -149,7 +149,7 @@ def count(plan: Plan) -> Traffic:
 def reshard_plan(
     model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
 ) -> Plan:
-    """The plan of the live reshard, from the model's shape alone: Megatron's layouts to vLLM's, both computed."""
+    """The plan of the live reshard from the model's shape: Megatron's layouts to vLLM's, both computed."""
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     return make_plan(
         megatron_layouts(model, parallel, padded_vocab_size=padded),
@@ -161,7 +161,7 @@ def reshard_plan(
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
-    """The layout with its ranks permuted so that a reshard moves least; in order where a permutation saves nothing."""
+    """The layout with the rank permutation whose reshard sends the least; unpermuted where none saves anything."""
 
     def moved(layout: ParallelConfig) -> int:
         plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
@@ -175,7 +175,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
 
 
 def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    """Other ways to number the trainer's ranks, each with a name: Megatron's other order, and permutations."""
+    """Other orders of the trainer's ranks with their names: Megatron's other order, and permutations."""
     experts = parallel.etp * parallel.ep if model.num_experts else parallel.tp
     if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == experts:
         for order in RANK_ORDERS:
@@ -190,7 +190,7 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Permutations that make the ranks of an engine hold neighbouring parts, after none."""
+    """The identity, then permutations that give the ranks of an engine neighbouring trainer coordinates."""
     found = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
@@ -207,7 +207,7 @@ class _Turn(NamedTuple):
 
 
 def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
-    """Elements and copies of one tensor."""
+    """Elements and copies of one tensor, per rank."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
@@ -250,5 +250,5 @@ def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
 
 
 def _wire_seconds(by_link: NDArray[Any]) -> float:
-    """The busiest rank's time, NVLink and InfiniBand at once."""
+    """Seconds of the busiest rank, NVLink and InfiniBand in parallel; `by_link` bytes [tier, rank]."""
     return float(max(by_link[1].max() / NVLINK_BYTES_PER_SECOND, by_link[2].max() / INFINIBAND_BYTES_PER_SECOND))

@@ -29,7 +29,7 @@ LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
 def record(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> tuple[Layout | None, str]:
-    """What this rank's engine says of its parameters; or None, and why some engine cannot be written in place.
+    """The recorded layout of this rank's engine; or None, and why some rank's engine cannot be written in place.
 
     A collective over the world: all ranks write in place, or none does.
     """
@@ -45,9 +45,9 @@ def record(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> tuple[Lay
 class Reshard:
     """The plan between two layouts over the whole world, bound to this rank's parameters and its engine's.
 
-    `sources` and `destinations` are all ranks' layouts; `recorded` is what this rank's engine says of its own. Where it
-    says the same on every rank, the plan needs no exchange but of digests; else the recorded layouts are exchanged and
-    count. Making one is a collective. Raises RuntimeError if the ranks arrive at different plans.
+    `sources` and `destinations` are all ranks' layouts, computed; `recorded` is the layout of this rank's engine. Where
+    it equals the computed one on every rank, only digests of the plan are exchanged; else the recorded layouts are, and
+    replace the computed ones. The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reshard:
 
     @torch.no_grad()
     def self_test(self) -> None:
-        """Spoil the engine's parameters, reshard, compare. Raises MegarlError with the first that differs."""
+        """Fill the engine's parameters with NaN, reshard, compare. Raises MegarlError with the first that differs."""
         for parameter in self._live.values():
             parameter.fill_(float("nan"))
         self.run()
@@ -99,11 +99,11 @@ class Reshard:
 
 
 class GatheredReshard:
-    """Every tensor whole on every rank, some at a time, and through `load`: for engines that convert their weights.
+    """A reshard through full tensors and vLLM's loader `load`, for engines that convert their weights.
 
-    The engine holds converted weights, so that no bytes can be compared: `reshard.probe` compares log-probs instead.
+    The engine's weights are converted, so that no bytes can be compared: `reshard.probe` compares log-probs instead.
 
-    `sources` are all ranks' layouts. Full tensors of `bucket_bytes` together, or one, are held beside the staging.
+    `sources` are all ranks' layouts. Memory beside the staging: full tensors of `bucket_bytes`, at least one tensor.
     """
 
     def __init__(

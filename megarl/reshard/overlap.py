@@ -1,6 +1,6 @@
-"""Where the holders of a tensor and those who want it meet: the copies of one kind of tensor, before ranks are chosen.
+"""The overlap of source and destination holdings: the copies of one kind of tensor, before source ranks are chosen.
 
-Worked out once for all tensors that lie alike; a plan then only fills in ranks, layers and experts.
+Computed once for all tensors that are held alike; a plan then fills in ranks, layers and experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CopyTemplate(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a tensor that one place wants and each of `sources` (one for each kind of holder) has."""
+    """A part of a tensor that one destination needs and that each of `sources`, one per kind of holder, has."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -41,14 +41,17 @@ class Region(NamedTuple):
         return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def staged(self, num_slices: int) -> int:
-        """The most elements of one of `num_slices` slices along the first dimension."""
+        """Elements of the largest of `num_slices` slices along the first dimension."""
         rows = self.stop[0] - self.start[0]
         return self.numel // rows * -(-rows // num_slices)
 
 
 @dataclass(slots=True)
 class Route:
-    """All regions with the same `holders` and the same `takers`, both ascending: a taker has them from one holder."""
+    """All regions with the same source ranks `holders` and destination ranks `takers`, both ascending.
+
+    A taker receives all of them from one holder.
+    """
 
     holders: Sequence[int]
     takers: Sequence[int]
@@ -56,7 +59,7 @@ class Route:
     made: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
 
     def copy_templates(self, source: int, num_slices: int) -> list[list[CopyTemplate]]:
-        """The copies from holder `source` to any taker, slice by slice, series merged."""
+        """The copies from rank `source` to any taker, by slice, series merged."""
         kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
         key = (num_slices, *kinds)
         if key not in self.made:
@@ -71,7 +74,7 @@ class Route:
 class Overlap:
     """The routes of one kind of tensor. Raises ValueError if `tensor`, one of the kind, has an element without source.
 
-    Sources that hold the same part count as one with all their ranks; parts that overlap are cut apart first.
+    Sources with the same part are merged into one with all their ranks; overlapping parts are split first.
     """
 
     def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
@@ -92,19 +95,19 @@ class Overlap:
                 raise ValueError(f"no source holds all of {tensor.name} from {wanted.start} to {wanted.stop}")
         self.routes = tuple(routes.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
-        """Elements of each disjoint part of the tensor, and its holders."""
+        """Number of elements and holders of each disjoint part of the tensor."""
         self.turns = max((len(route.holders) for route in self.routes), default=1)
-        """After so many tensors the choice among replicas repeats."""
+        """The period, in tensors, of the choice among replicas."""
         self.longest = max((r.stop[0] - r.start[0] for route in self.routes for r in route.regions), default=1)
-        """The most slices that can differ."""
+        """The largest useful number of slices."""
 
     def roles(self, rank: int) -> tuple[tuple[int, Route], ...]:
-        """The routes, with their numbers, in which a rank sends or receives."""
+        """The routes in which a rank sends or receives, with their indices."""
         return tuple((i, k) for i, k in enumerate(self.routes) if rank in k.takers or rank in k.holders)
 
 
 def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
-    """Replace equal copies at constant steps by one copy with one more dimension (the groups of a fused projection)."""
+    """Merge equal copies at constant steps into one with one more dimension (the groups of a fused projection)."""
     if len(copy_templates) < 2:
         return copy_templates
 
@@ -156,7 +159,7 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
 
 
 def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
-    """The copy cut along its first dimension, evenly, with each slice's number; empty slices are left out."""
+    """Even slices of a copy along its first dimension, with their indices; empty slices are left out."""
     if num_slices == 1:
         yield 0, copy_template
         return
@@ -178,7 +181,7 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """Disjoint boxes that together are all the holdings', each with everything that holds the whole of it."""
+    """A partition of the holdings' union into disjoint boxes, each with all the holdings that contain it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]
     cells = []

@@ -1,8 +1,8 @@
-"""The plan: who copies which elements to whom, in which order, in which buckets. Integers and names, no torch.
+"""The plan: which rank copies which elements to which rank, in which order and bucket. Integers and names, no torch.
 
-A plan is a function of two worlds of layouts. Each rank works out its own part, and its partners work out the same:
-the source of a piece is the rank itself, else a holder on its node, else one under the same switch, else any; among
-equally near holders the takers are dealt out evenly, starting from another one for each tensor.
+A plan is a function of the sources' and the destinations' layouts; each rank computes its own part, consistently with
+its peers. The source of a piece is the rank itself, else a holder on its node, else one under the same switch, else
+any; takers are spread evenly over equally near holders, in a rotation that differs from tensor to tensor.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts
 
 RankTopology = Sequence[Sequence[int | str]]
-"""Each rank's node and the switches above it, nearest first, equally many for each."""
+"""Each rank's node and the switches above it, nearest first, the same number for each rank."""
 
 
 class View(NamedTuple):
-    """A strided view into a storage: element (i, j, ...) lies at `offset + i * strides[0] + j * strides[1] + ...`."""
+    """A strided view of a storage: element (i, j, ...) is at `offset + i * strides[0] + j * strides[1] + ...`."""
 
     storage: str
     offset: int
@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankBucket:
-    """One rank's part of a bucket. Sends are grouped by receiving rank and receives by sending rank, both ascending.
+    """A rank's part of a bucket. Sends are sorted by receiving rank, receives by sending rank.
 
     `is_exchanged` says whether any two ranks may exchange something in this bucket: then all ranks take part.
     """
@@ -64,7 +64,7 @@ class RankBucket:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank does, bucket by bucket; all ranks have equally many buckets."""
+    """A rank's transfers by bucket; all ranks have the same number of buckets."""
 
     rank: int
     num_ranks: int
@@ -73,19 +73,19 @@ class RankPlan:
 
     @property
     def staging_numel(self) -> int:
-        """Elements that the largest bucket stages on this rank, sent and received."""
+        """Elements of this rank's largest bucket, sent and received."""
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
 
 _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
-"""A copy template and the (source rank, destination rank) pairs that use it."""
+"""A copy template and the pairs (source rank, destination rank) that use it."""
 
 NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-"""The load of a tensor that stays where it is."""
+"""The staged elements of a tensor that no rank sends."""
 
 
 class Step(NamedTuple):
-    """One tensor's turn: its slices travel in `buckets`, one each; `turn` rotates the choice among replicas."""
+    """The transfers of one tensor: slice i is in `buckets[i]`; `turn` rotates the choice among replicas."""
 
     tensor: TensorName
     overlap: Overlap
@@ -94,7 +94,7 @@ class Step(NamedTuple):
 
 
 class Plan:
-    """All transfers between two worlds of layouts, in execution order, cut into buckets; made by `make_plan`."""
+    """All transfers from source to destination layouts in execution order, in buckets; made by `make_plan`."""
 
     def __init__(
         self, sources: Layouts, destinations: Layouts, *, itemsize: int, bucket_bytes: int, topology: RankTopology
@@ -117,7 +117,7 @@ class Plan:
         return self._near[0]
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The part of the plan that one rank carries out; costs what the rank's own pieces cost."""
+        """The part of the plan that one rank executes; its cost grows with the rank's own pieces only."""
         own: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
         copies_of = cache(partial(self._copies, rank))
         for tensor, overlap, turn, buckets in self.steps:
@@ -146,14 +146,14 @@ class Plan:
         return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
 
     def digest(self) -> str:
-        """A fingerprint of all that the plan is made from: equal on all ranks, or their messages would not fit."""
+        """A hash of all that the plan is made from, to be compared over ranks."""
         digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
         digest.update(repr([step.buckets for step in self.steps]).encode())
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
         return digest.hexdigest()
 
     def chosen(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
-        """Whom each taker takes from."""
+        """The source rank of each taker: int64 [takers]."""
         key = (holders, takers, turn)
         if key not in self._chosen:
             ranks, who = np.asarray(holders), np.asarray(takers)
@@ -167,7 +167,7 @@ class Plan:
         return self._chosen[key]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
-        """A rank's copies of one tensor, slice by slice; empty if it has no part in it."""
+        """A rank's copies of one tensor by slice; empty if it takes no part."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, route in overlap.roles(rank):
             takers, chosen = np.asarray(route.takers), self.chosen(route.holders, route.takers, turn + index)
@@ -181,10 +181,10 @@ class Plan:
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
-        """Deal the tensors into buckets so that no rank stages more than `limit` elements in one.
+        """Distribute the tensors over buckets so that no rank stages more than `limit` elements in one.
 
-        The first tensor of each kind of holder comes first, then each second one: so all ranks send at once, not one
-        stage or one expert's holders after the other.
+        The first tensor of each group of holders comes first, then each second one: all ranks send at the same time,
+        not one pipeline stage or one expert's holders after the other.
         """
         rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, list[NDArray[np.int64]]]]] = {}
         overlaps: dict[tuple[int, int], tuple[Overlap, list[NDArray[np.int64]]]] = {}
@@ -217,7 +217,7 @@ class Plan:
                 self.steps.append(Step(tensor, overlap, turn, tuple(own)))
 
     def _fit(self, overlap: Overlap, limit: int) -> list[NDArray[np.int64]]:
-        """What each rank may stage of each slice of a tensor, with as many slices as make it fit."""
+        """Upper bounds of the elements that each rank stages in each slice of a tensor: int64 [ranks] per slice."""
         reach = [self._reach(route.holders, route.takers) for route in overlap.routes]
         if not any(reach):
             return [NOTHING]
@@ -236,7 +236,7 @@ class Plan:
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
-        """The most takers that one holder may send to, at any turn; 0 if all have the elements themselves."""
+        """The most takers that a holder sends to, over all turns; 0 if every taker is a holder."""
         who, source = np.asarray(takers), self.chosen(holders, takers, 0)
         most, is_left = 0, source != who
         # A turn shifts the choices of each distance among their own holders, so that all maxima may meet.
@@ -248,7 +248,7 @@ class Plan:
 
 
 def _numbered(topology: RankTopology) -> NDArray[np.int64]:
-    """A row of numbers for each class of links, nearest first: ranks of one number are joined by such a link."""
+    """Groups of ranks by class of link, nearest first: int64 [classes, ranks], equal where such a link joins ranks."""
     rows = []
     for level in range(len(topology[0]) + 1):
         numbers: dict[tuple[int | str, ...], int] = {}
@@ -264,9 +264,9 @@ def make_plan(
     bucket_bytes: int,
     topology: RankTopology | None = None,
 ) -> Plan:
-    """Join source with destination layouts, both by rank (an empty layout where a rank plays no part).
+    """The plan from source to destination layouts, both by rank (an empty layout for a rank that takes no part).
 
-    `itemsize` is the size of an element on the wire, `bucket_bytes` bounds what one rank stages at once, sent and
+    `itemsize` is the size of a sent element in bytes, `bucket_bytes` bounds what a rank stages at once, sent and
     received together; `topology` names each rank's node and the switches above it, nearest first (left out: one node).
     Raises ValueError with the tensor's name if a destination element has no source.
     """

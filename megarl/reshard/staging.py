@@ -1,7 +1,7 @@
-"""Staging memory of the transport: two slots that buckets take in turn, a rank's own or shared on one machine.
+"""Staging memory of the transport: two slots that buckets use in turn, private or shared on one machine.
 
-Both kinds serve one exchange after the other: `claim` the slot, pack into it, `depart`, `arrive` at what the others
-sent, unpack it, `release`. An exchange arrives after the next one departs at the latest.
+An exchange is: `claim` the slot, pack into it, `depart` (send), `arrive` (wait for what the others sent), unpack,
+`release`. An exchange arrives at the latest after the next one departs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 
 class OwnSlots:
-    """Two slots in a rank's own memory, each for all that it sends and receives in a bucket."""
+    """Two private slots, each for all that a rank sends and receives in a bucket."""
 
     def __init__(
         self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
@@ -37,12 +37,12 @@ class OwnSlots:
         self._travelling: deque[dist.Work] = deque()
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """For one exchange: what to send, and what comes from each rank."""
+        """The views of an exchange: elements to send, and those received from each rank."""
         outgoing, incoming = self._parts(exchange)
         return outgoing, incoming.split(self._splits[exchange][1])
 
     def claim(self, exchange: int) -> None:
-        """The slot is free: what it held has arrived before, here and there."""
+        """Nothing to wait for: the slot's earlier exchange has arrived on all ranks."""
 
     def depart(self, exchange: int) -> None:
         sent, received = self._splits[exchange]
@@ -55,19 +55,19 @@ class OwnSlots:
         self._travelling.popleft().wait()
 
     def release(self) -> None:
-        """Nobody waits for it: the slot is this rank's own."""
+        """Nothing to tell: the slot is private."""
 
     def _parts(self, exchange: int) -> tuple[Tensor, Tensor]:
-        """What goes out in an exchange, and behind it what comes in."""
+        """The parts of a slot: elements sent in an exchange, then elements received."""
         sent, received = map(sum, self._splits[exchange])
         slot = self._slots[exchange % 2]
         return slot.narrow(0, 0, sent), slot.narrow(0, sent, received)
 
 
 class SharedSlots:
-    """Two slots of what a rank sends in a bucket, mapped by its peers, which read where it packed.
+    """Two shared slots for what a rank sends in a bucket; its peers map them and unpack from there.
 
-    Beside its slots each rank counts the exchanges that it has packed and those that it has read.
+    Two counters beside the slots: exchanges that the rank has packed, and exchanges that it has read.
     """
 
     _HEAD_BYTES = mmap.PAGESIZE
@@ -95,7 +95,7 @@ class SharedSlots:
         os.close(file)
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """For one exchange: what to send, and what each rank has put down for this one."""
+        """The views of an exchange: elements to send, and those of each rank's slot for this rank."""
         messages = [self._nothing] * len(self._slots)
         for rank, numel in enumerate(self._received[exchange]):
             if numel:
@@ -104,7 +104,7 @@ class SharedSlots:
         return self._slots[self._rank][exchange % 2][:sent] if sent else self._nothing, messages
 
     def claim(self, exchange: int) -> None:
-        """Wait until the readers of what the slot held have read it."""
+        """Wait until all readers of the slot's earlier exchange have read it."""
         packed = self._counts[self._rank][0]
         # The last exchange before may have been in either slot.
         self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
@@ -135,7 +135,7 @@ def _mapped(file: Path) -> mmap.mmap:
 
 
 def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks are willing, on one machine that keeps the order of stores, and open each other's files."""
+    """Whether all ranks are willing, and one user's on one machine that keeps the order of stores. A collective."""
     is_ordered = platform.machine() in ("x86_64", "AMD64")
     names = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.getuid()
     machines = set(gathered(names if is_willing and is_ordered else None, group))
@@ -143,7 +143,7 @@ def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
 
 
 def gathered(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Every rank's value, by rank."""
+    """Every rank's value, by rank. A collective."""
     return signed.gather(value, group, purpose="weights")
 
 

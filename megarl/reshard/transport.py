@@ -1,9 +1,8 @@
-"""The transport: one rank carries its part of a plan out on live tensors, as often as asked.
+"""The transport: executes a rank's part of a plan on live tensors, any number of times.
 
-Per bucket: remote elements are packed and sent off in one exchange; while they travel, local elements are copied in
-place and the bucket before is unpacked. CPU ranks of one machine pack into memory that their peers map, and unpack from
-theirs. Destinations are written where they are and never rebound, since CUDA graphs hold their addresses. Two buckets
-of staging memory exist at most.
+Per bucket: remote elements are packed and sent in one exchange; meanwhile local elements are copied in place and the
+bucket before is unpacked. CPU ranks of one machine pack into shared memory, from which their peers unpack. Destinations
+are written in place and never rebound, since CUDA graphs have their addresses. Staging memory: two buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
-"""Copies below this cost a GPU more to launch than to do."""
+"""Copies smaller than this are launched together: on a GPU the launch takes longer than the copy."""
 _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -34,7 +33,7 @@ class _Copies:
 
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Pairs that one launch copies together."""
+    """Pairs that are copied by one launch."""
     on_cpu: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, destination: Tensor, source: Tensor) -> None:
@@ -67,22 +66,22 @@ class _Copies:
 
 @dataclass(slots=True)
 class _Step:
-    """A bucket, all its views made."""
+    """A bucket with all its views."""
 
     local: _Copies
     pack: _Copies
     unpack: _Copies
     exchange: int | None
-    """Its number among the exchanges of a reshard."""
+    """Its index among the exchanges of a reshard; None: no rank sends anything."""
 
 
 class Transport:
     """A rank's plan bound to its storages: `reshard` moves the weights.
 
     `sources` and `destinations` are contiguous tensors by storage name, read and written in place; they must keep
-    their memory. `dtype` is the type on the wire, of the plan's item size and the same on all ranks; values are cast
-    where a storage has another. Rank i of the plan is rank i of `group`. Making one is a collective where ranks
-    exchange anything; `shared_memory` lets CPU ranks of one machine exchange through it. Raises ValueError for a
+    their memory. `dtype` is the type of sent elements, of the plan's item size and the same on all ranks; values are
+    cast where a storage has another. Rank i of the plan is rank i of `group`. The constructor is a collective where
+    ranks exchange anything; `shared_memory` lets CPU ranks of one machine exchange through it. Raises ValueError for a
     storage that is missing or too small.
     """
 
@@ -147,7 +146,7 @@ class Transport:
 
 
 def device_of(storages: Sequence[Tensor]) -> torch.device:
-    """The device on which a rank exchanges: its accelerator where a storage lies there.
+    """The device of a rank's exchanges: its accelerator if a storage is there.
 
     A rank without storages takes `platform.device.current()`, so that it joins the collectives of the other ranks: the
     name of the world's backend does not tell which device they use.
@@ -157,7 +156,7 @@ def device_of(storages: Sequence[Tensor]) -> torch.device:
 
 
 def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -> Tensor:
-    """The elements a plan's view means, sharing the storage's memory."""
+    """The tensor of a plan's view, sharing the storage's memory. Raises ValueError for a storage that does not fit."""
     last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
     if not storage.is_contiguous() or last >= storage.numel():
         raise ValueError(
@@ -205,7 +204,7 @@ def _storage(storages: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 class _Clock:
-    """Seconds by stage: of the host on CPU, of the stream on CUDA, where launches return at once."""
+    """Seconds by stage: of the host on a CPU, of the stream on CUDA, where launches are asynchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
-"""The proof of a reshard on live memory: checksums of what the trainers hold against what the engines hold.
+"""Verification of a reshard: checksums of the trainers' live parameters against those of the engines'.
 
-Where the elements of a copy come from, their checksum is taken before they would be packed, and travels; where they
-went, it is taken anew from the live parameter. Nothing of a tensor is sent a second time.
+The source rank of a copy computes the checksum of its elements and sends it; the destination rank computes its own from
+the live parameter. No weights are sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def verify(
     plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], *, dtype: torch.dtype
 ) -> None:
-    """Compare every copy of a rank's plan with its source; all ranks call this together.
+    """Compare every copy of a rank's plan with its source. A collective.
 
     `sources`, `destinations` and `dtype` are those of the plan's `Transport`. Raises MegarlError, on all ranks the
     same, with the first live parameter that differs.
@@ -48,9 +48,9 @@ def verify(
 def copy_checksums(
     plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], *, dtype: torch.dtype
 ) -> tuple[list[Transfer], Tensor, Tensor]:
-    """The copies that end on this rank, with checksums of their sources and of what lies at their destinations.
+    """The copies to this rank, with the checksums of their sources and of their destinations. A collective.
 
-    Both are int64 [copies], on the device of this rank's tensors. All ranks call this together.
+    Both are int64 [copies], on the device of this rank's tensors.
     """
 
     def at_source(t: Transfer) -> Tensor:
@@ -70,7 +70,7 @@ def copy_checksums(
 
 
 def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """64 bits, int64 [], of the elements as `dtype`, in their order: any element or two exchanged change it."""
+    """A 64-bit checksum, int64 [], of the elements cast to `dtype`, sensitive to each element and to their order."""
     bits = values.to(dtype).contiguous().flatten().view(_INTEGERS[dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in bits.split(_CHUNK):
@@ -86,7 +86,7 @@ def _multipliers(device: torch.device) -> Tensor:
 
 
 def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], outgoing: Tensor) -> Tensor:
-    """The checksums of what this rank received, from the ranks that hold the sources."""
+    """The sources' checksums of the copies that this rank received: int64 [receives]."""
     if plan.num_ranks == 1:
         return outgoing
     counts = [[0] * plan.num_ranks, [0] * plan.num_ranks]
@@ -101,6 +101,6 @@ def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], o
 
 
 def _stacked(checksums: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Checksums as int64 [number of them], also where there are none."""
+    """Checksums as int64 [number of checksums], also of none."""
     stacked = list(checksums)
     return torch.stack(stacked).to(device) if stacked else torch.zeros(0, dtype=torch.int64, device=device)

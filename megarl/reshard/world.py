@@ -1,7 +1,7 @@
-"""The layouts of all ranks of a world, said once per kind of tensor instead of once per rank.
+"""The layouts of all ranks, stored once per kind of tensor instead of once per rank.
 
-A model of many layers and experts repeats itself: tensors of one kind are held alike by the same ranks, only their
-numbers differ. A plan made over kinds costs what one rank's own pieces cost, however many ranks there are.
+Tensors of one kind are held alike by the same ranks; only their layer and expert numbers differ. The cost of a plan
+made over kinds is that of one rank's own pieces, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 class StorageSlot(NamedTuple):
-    """A storage for each tensor of a kind: numbers in its name count from the first that the rank holds."""
+    """The storages of a kind of tensor: a name with `{layer}` and `{expert}`, numbered from the rank's first ones."""
 
     storage: str
     first_layer: int = 0
     first_expert: int = 0
     expert_step: int = 0
-    """Elements from one expert to the next where a storage stacks them."""
+    """Elements from one expert to the next in a storage that stacks experts."""
 
     def of(self, tensor: TensorName) -> tuple[str, int]:
-        """The storage of a tensor and what it adds to an offset."""
+        """The name of a tensor's storage, and what its expert adds to an offset."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
 
 
 class Holding(NamedTuple):
-    """Indices `start` to `stop` of a tensor and the ranks (ascending) that hold them at the same place of their own."""
+    """Indices `start` to `stop` of a tensor and the ranks (ascending) that have them, all at the same place."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -46,9 +46,9 @@ class Holding(NamedTuple):
 
 
 class Layouts(Sequence[Layout]):
-    """All ranks' layouts: a sequence by rank, each made when asked for, and the holdings by tensor.
+    """All ranks' layouts: a sequence by rank, made on demand, and the holdings by tensor.
 
-    Layouts with equal texts (`repr`) are equal.
+    Layouts with an equal `repr` are equal.
     """
 
     @cached_property
@@ -58,7 +58,7 @@ class Layouts(Sequence[Layout]):
 
     @abstractmethod
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        """Who holds which part of a tensor: the same object for all tensors of a kind."""
+        """The holdings of a tensor: the same object for all tensors of a kind."""
 
     # Nobody takes a slice of all ranks' layouts.
     def __getitem__(self, rank: int) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,7 +73,7 @@ class Layouts(Sequence[Layout]):
 
 
 class ListedLayouts(Layouts):
-    """Layouts given piece by piece, as they were recorded or read."""
+    """Layouts given as lists of pieces, recorded or read."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._num_ranks = len(layouts)

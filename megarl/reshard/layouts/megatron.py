@@ -1,7 +1,7 @@
-"""The Megatron side: every rank's pieces, computed from the model's shape and the rank's coordinates alone.
+"""The layouts of Megatron's parameters, computed from the model's shape and the ranks' coordinates.
 
-No collective and no model is needed, so each rank knows all ranks' layouts; `check_against` compares one with a live
-model.
+Neither a collective nor a model is needed, so each rank knows all ranks' layouts; `check_against` compares one with a
+live model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def megatron_layouts(
 
 
 def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict[str, tuple[int, ...]]:
-    """Every parameter of one rank with its local shape, vocabulary padding included, in the order of the model."""
+    """Local shapes of a rank's parameters by name, vocabulary padding included, in the order of the model."""
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
     experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
@@ -47,12 +47,12 @@ def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
-    """What tells the parameters of a stage's model chunks apart; nothing where there is one."""
+    """The prefix of the parameter names of a model chunk; empty where a stage has one chunk."""
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
 def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
-    """Refuse a live model that `parameter_shapes` does not describe exactly. Raises ConfigError with the first name."""
+    """Compare a live model's parameters with `parameter_shapes`. Raises ConfigError with the first that differs."""
     for name, value in live.items():
         if name not in shapes:
             raise ConfigError(f"Megatron parameter {name} {tuple(value.shape)} has no rule in the family's table.")
@@ -66,7 +66,7 @@ def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]
 
 
 class ModelChunk(NamedTuple):
-    """A run of layers: virtual stage `vp_stage` of pipeline stage `stage`."""
+    """Contiguous layers: virtual stage `vp_stage` of pipeline stage `stage`."""
 
     stage: int
     vp_stage: int
@@ -78,9 +78,9 @@ class ModelChunk(NamedTuple):
 class MegatronLayouts(Layouts):
     """The layouts of all trainer ranks.
 
-    `padded_vocab_size` is Megatron's (a multiple of tp); rows past the vocabulary belong to no box. With
-    `transformer_engine` fused norms and grouped experts have that library's names. Parameters of model chunks begin
-    with `chunk_prefix`. Raises ConfigError if a size does not divide.
+    `padded_vocab_size` is Megatron's (a multiple of tp); rows of padding are in no box. With `transformer_engine`,
+    fused norms and grouped experts have that library's names. Names begin with `chunk_prefix`. Raises ConfigError if a
+    size does not divide.
     """
 
     model: ModelShape
@@ -121,13 +121,13 @@ class MegatronLayouts(Layouts):
         return self._made[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """The parameter of a rule in one chunk, on the ranks of one expert-parallel coordinate."""
+        """The storage of a rule in a model chunk, on the ranks of an expert-parallel coordinate."""
         own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
         return StorageSlot(chunk_prefix(chunk.vp_stage, self.parallel.vpp) + own, chunk.first_layer, first_expert)
 
     def cut(self, rule: Rule) -> tuple[int, ...]:
-        """The length of one rank's part of each block along the split dimension."""
+        """Length of a rank's part of each block along the split dimension. Raises ConfigError for a remainder."""
         lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
         lengths = [self.padded_vocab_size] if rule.padded else lengths
         splits = self.splits(rule)
@@ -139,7 +139,7 @@ class MegatronLayouts(Layouts):
         return tuple(length // splits for length in lengths)
 
     def splits(self, rule: Rule) -> int:
-        """Over how many ranks a parameter is split."""
+        """The number of ranks that a parameter is split over."""
         return 1 if rule.dim is None else self.parallel.etp if rule.is_expert else self.parallel.tp
 
     @cached_property
@@ -160,7 +160,7 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def chunks(self) -> tuple[ModelChunk, ...]:
-        """In the order of the layers: each stage's first chunk, then each stage's second."""
+        """All model chunks in the order of the layers: each stage's first, then each stage's second."""
         pp, vpp = self.parallel.pp, self.parallel.vpp
         size = self.model.num_layers // (pp * vpp)
         return tuple(ModelChunk(i % pp, i // pp, i * size, size) for i in range(pp * vpp))
@@ -174,7 +174,7 @@ class MegatronLayouts(Layouts):
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
-        """Who holds which range of one tensor of a parameter."""
+        """The holdings of one tensor of a rule."""
         dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
         place, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
         for split in range(self.splits(rule)):

@@ -1,8 +1,8 @@
 """The layout of vLLM's live parameters, recorded from vLLM's own loader.
 
-`load_weights` is run once on tensors without storage; every copy it makes into a live parameter tells which box of
-which Hugging Face tensor lies where. Fused projections, replicated KV heads, padding and experts are covered without a
-rule here. A loader that computes instead of copying is refused by the parameter's name.
+`load_weights` runs once on meta tensors; every copy into a live parameter is recorded as a piece. Fused projections,
+replicated KV heads, padding and experts need no rules here. A loader that computes instead of copying is refused, with
+the parameter's name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
 
 
 class DirectWriteError(MegarlError):
-    """The live parameters do not hold plain slices of the checkpoint's tensors."""
+    """The live parameters are not plain slices of the checkpoint's tensors."""
 
 
 def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
     """The pieces of a live vLLM model; `tensors` are the checkpoint's names with shapes and dtypes.
 
-    A piece's storage is the parameter's name in `named_parameters()`. The live values stay as they are. As many
-    elements must be copied, or be padding that the loader fills, as there are; else DirectWriteError names the
-    parameter. (That each of them is written is what `Reshard.self_test` shows.)
+    A piece's storage is the parameter's name in `named_parameters()`. Live values are not changed. Raises
+    DirectWriteError, with the name, for a parameter of which the loader copies or pads more or fewer elements than it
+    has. (That each element is written is tested by `Reshard.self_test`.)
     """
     check_direct_write(model)
     recorder = _Recorder(model)
@@ -42,7 +42,7 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
 
 
 def check_direct_write(model: nn.Module) -> None:
-    """DirectWriteError if some layer keeps its weights in another form than the checkpoint's."""
+    """Raise DirectWriteError for a layer that converts its weights after loading."""
     for name, module in model.named_modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if hasattr(module, "quant_method") and module.quant_method is not None and method not in PLAIN_METHODS:
@@ -57,7 +57,7 @@ def check_direct_write(model: nn.Module) -> None:
 
 
 def zero_padding(model: nn.Module) -> None:
-    """Clear the vocabulary rows that belong to no token, as vLLM's loader does; no piece covers them."""
+    """Zero the padding rows of the vocabulary, as vLLM's loader does; no piece covers them."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     for module in model.modules():
@@ -68,7 +68,7 @@ def zero_padding(model: nn.Module) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes copies from the sources into live parameters, and withholds every write to those."""
+    """Records copies from the sources into live parameters, and executes no write to those."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         return piece
 
     def check_coverage(self) -> None:
-        """Refuse a parameter that is not filled once: fewer elements, or more, are written than it has."""
+        """Raise DirectWriteError for a parameter of which more or fewer elements are written than it has."""
         copied: dict[str, int] = defaultdict(int)
         for piece in self.pieces:
             copied[piece.storage] += piece.box.numel
@@ -146,7 +146,7 @@ def _piece(
     parameter: torch.Tensor,
     target: torch.Tensor,
 ) -> Piece | None:
-    """The piece that copying view `source` of a dense tensor to view `target` of a parameter fills.
+    """The piece of a copy from view `source` of a contiguous tensor to view `target` of a parameter.
 
     None if the source is no axis-parallel slice; its dimensions may be permuted or, where one index was selected,
     missing.

@@ -1,7 +1,7 @@
-"""The layout of vLLM's live parameters, computed from the model's shape: what `layouts.vllm` records, without a vLLM.
+"""The layouts of vLLM's live parameters, computed from the model's shape; `layouts.vllm` records them instead.
 
-So every rank knows where every engine wants what, and a plan can be made with no rank started. A recorded layout that
-differs shows that this page does not speak of that model or that vLLM.
+So every rank knows all engines' layouts, and a plan can be made with no rank started. Where a recorded layout differs,
+because of another model or another vLLM, the recorded one counts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megarl.types import ConfigError
 
 
 class Part(NamedTuple):
-    """One tensor's share of a stack: how much of it each rank has, along the stack's split dimension."""
+    """A tensor of a stack, and how it is split over ranks along the stack's split dimension."""
 
     tensor: str
     split: Literal["even", "heads", "vocabulary", "copy"]
 
 
 class Stack(NamedTuple):
-    """A live parameter: parts one after another along `dim`; `stacks_experts` puts the local experts side by side."""
+    """A live parameter: parts concatenated along `dim`; with `stacks_experts` the local experts are stacked."""
 
     storage: str
     dim: int
@@ -38,10 +38,10 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class VllmLayouts(Layouts):
-    """The layouts of `world_size` ranks that hold engines of `tp` contiguous ranks each.
+    """The layouts of `world_size` ranks with engines of `tp` contiguous ranks each.
 
-    With `ep` (`enable_expert_parallel`) a rank holds whole experts, dealt out in contiguous runs. A size that
-    does not divide is a ConfigError of `holdings`.
+    With `ep` (`enable_expert_parallel`) a rank has whole experts, distributed in contiguous runs. `holdings` raises
+    ConfigError for a size that does not divide.
     """
 
     model: ModelShape
@@ -85,7 +85,7 @@ class VllmLayouts(Layouts):
                 )
 
     def _range(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
-        """Start and stop of a rank's part of a tensor, and the length that it has in the parameter."""
+        """Start and stop of a rank's part of a tensor, and its length in the parameter, padding included."""
         length, tp = self._shapes[part.tensor][stack.dim], self.tp
         if part.split == "copy" or (stack.stacks_experts and self.ep):
             return 0, length, length
@@ -122,7 +122,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stacks(self) -> tuple[Stack, ...]:
-        """All live parameters: the checkpoint's tensors, some of them under one roof."""
+        """All live parameters: the checkpoint's tensors, some of them fused."""
         attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
         expert = mlp + "experts.{expert}."
         stacks = [Stack(name, 0, (Part(name, "vocabulary"),)) for name in (EMBEDDING, HEAD)]
