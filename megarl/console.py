@@ -1,4 +1,4 @@
-"""What the commands print: tables of sizes, plans, findings; the error that ended a command."""
+"""Printed output of the commands: tables of sizes, plans, findings; the error that ended a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def print_error(error: MegarlError) -> None:
-    """Say what ended the command, last: before it, where the fault is no one's at the terminal, what was seen of it."""
+    """Print the error that ended a command; before it the stacks or logs, where it is no mistake of the user's."""
     from rich.text import Text
 
     from megarl.terminal import Terminal
@@ -31,7 +31,7 @@ def print_error(error: MegarlError) -> None:
 
 
 def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int]) -> None:
-    """What the recipe comes to, in numbers nobody should have to work out."""
+    """Print the sizes that follow from a recipe: batches, updates, epochs."""
     from rich.table import Table
 
     from megarl.preflight import shortened_warmups

@@ -1,4 +1,4 @@
-"""The terminal: what data, models or ranks say cannot command it, and a run goes on when it is closed."""
+"""The terminal: texts of data, models and ranks cannot send it escape sequences; a run survives its closing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tabs and line ends, marks that reverse the order of letters, halves of characters."""
+"""Control characters but tab and line feed, bidirectional controls, lone surrogates."""
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
 """Errors of a terminal that was closed, or of a pipe whose reader has left."""
@@ -32,7 +32,7 @@ def printable(text: str) -> str:
 
 
 class Console(rich.console.Console):
-    """A console of rich whose own colours are the only escape sequences that it writes."""
+    """A rich console that writes no escape sequences but its own styles."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -44,7 +44,7 @@ class Console(rich.console.Console):
 
 
 class Terminal(Console):
-    """A console that prints nothing more once its terminal is closed or the reader of its pipe has left."""
+    """A console that stops printing, without an error, once its terminal or its pipe's reader is gone."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         """See `Console.print`."""
@@ -56,7 +56,7 @@ class Terminal(Console):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Have what is printed from now on, by whomever, go nowhere: rich would end the process."""
+        """Discard all further output of the process; rich would end it."""
         self.quiet = True
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, self.file.fileno())
@@ -64,7 +64,7 @@ class Terminal(Console):
 
 
 def guard_logging() -> None:
-    """Have log records that no handler was set up for, which go to the terminal, be printable."""
+    """Make log records without a handler of their own, which go to the terminal, printable."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_printable_record)
 
@@ -80,7 +80,7 @@ class _PrintableOnly(RenderHook):
 
 
 class _Printable:
-    """What it shows, as segments whose texts are printable."""
+    """A renderable whose segments have printable texts."""
 
     def __init__(self, shown: ConsoleRenderable) -> None:
         self._shown = shown

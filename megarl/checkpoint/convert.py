@@ -1,8 +1,7 @@
 """Conversion of model folders to Megatron's distributed checkpoints and back, without the model in memory.
 
-Both sides are layouts in Hugging Face's coordinates. What is written is written from front to back in slabs; each slab
-is a destination of a plan whose sources are the other side's storages. While one slab is written and hashed, the next
-is read.
+Both sides are layouts in Hugging Face's coordinates. Files are written from front to back in slabs; each slab is the
+destination of a plan whose sources are the other side's storages. While a slab is written and hashed, the next is read.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ SLAB_BYTES = 1 << 26
 TRACKER, RELEASE, COMPANIONS = "latest_checkpointed_iteration.txt", "release", "hf"
 
 Source = FolderReader | CheckpointReader
-"""Where weights are read: pieces and types by Hugging Face tensor, and the storages that pieces name."""
+"""A reader of weights: pieces and dtypes by Hugging Face tensor, and the storages that pieces name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a conversion did."""
+    """The result of a conversion; `is_verified`: it was read back and compared."""
 
     folder: Path
     num_tensors: int
@@ -81,10 +80,10 @@ def to_megatron(
     dtype: torch.dtype | None = None,
     verify: bool = False,
 ) -> Conversion:
-    """Write a model folder as a `torch_dist` checkpoint, chunked for tp, pp, ep and etp; any others can load it.
+    """Convert a model folder to a `torch_dist` checkpoint, sharded for tp, pp, ep and etp; any layout can load it.
 
     `out/release` is the checkpoint, `out/hf` keeps the folder's other files, `out/manifest.json` comes last. Raises
-    ConfigError for sizes that do not fit the model and if `out` is there, DataError naming a file that is not whole.
+    ConfigError for sizes that do not fit the model and if `out` exists, DataError naming a file that is cut short.
     """
     started = time.perf_counter()
     model = read_model_shape(hf)
@@ -116,11 +115,11 @@ def to_hf(
     shard_bytes: int | None = None,
     verify: bool = False,
 ) -> Conversion:
-    """Write a `torch_dist` checkpoint of any layout as a model folder.
+    """Convert a `torch_dist` checkpoint of any layout to a model folder.
 
     `megatron` is the checkpoint or the folder above it; `hf` has config.json, tokenizer and the other files, and is
     left out for a checkpoint that `to_megatron` made. Tensors go to the files that its index names, else to files of
-    `shard_bytes`. Raises ConfigError if `out` is there, DataError naming a file that is not whole.
+    `shard_bytes`. Raises ConfigError if `out` exists, DataError naming a file that is cut short.
     """
     started = time.perf_counter()
     checkpoint = _find_checkpoint(megatron)
@@ -156,7 +155,7 @@ def to_hf(
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """A dense box to be filled: `pieces` of the storage "slab"; `write` takes the filled tensor."""
+    """A contiguous box to fill: `pieces` of the storage "slab"; `write` takes the filled tensor."""
 
     pieces: Sequence[Piece]
     shape: tuple[int, ...]
@@ -165,7 +164,7 @@ class _Slab:
 
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
-    """Fill slab after slab; one is written while the next is filled."""
+    """Fill the slabs in order; one is written while the next is filled."""
     with ThreadPoolExecutor(1) as writer:
         writing = None
         for slab in slabs:
@@ -191,7 +190,7 @@ def _fill(source: Source, slab: _Slab) -> Tensor:
 
 
 def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
-    """Write chunks, each to its rank's file; returns where they are."""
+    """Write chunks to their ranks' files; returns the place of each."""
     stored: list[Stored] = []
 
     def write(chunk: StoredShard, tensor: Tensor) -> None:
@@ -202,7 +201,7 @@ def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: Manif
 
 
 def _save(manifest: ManifestWriter, file: str, value: Any) -> Stored:
-    """Add to the end of a file what torch.save makes of a value."""
+    """Append a value to a file, as torch.save writes it."""
     name = f"{RELEASE}/{file}"
     start = manifest.sizes.get(name, 0)
     torch.save(value, manifest.stream(name))
@@ -216,7 +215,7 @@ def _write_records(
     chunks: Sequence[StoredShard],
     stored: Sequence[Stored],
 ) -> None:
-    """Write what makes a folder of chunks a checkpoint."""
+    """Write the records of a checkpoint beside its chunks: `.metadata`, `common.pt`, `metadata.json`."""
     objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
     _save(manifest, COMMON, common_state(model, parallel))
@@ -252,7 +251,7 @@ def _write_files(
 
 
 def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """A tensor from front to back, in boxes of at most SLAB_BYTES or one row."""
+    """The boxes of a tensor from front to back, each at most SLAB_BYTES or one row."""
     rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
@@ -263,7 +262,7 @@ def _slab(box: Box, dtype: torch.dtype, write: Callable[[Tensor], None]) -> _Sla
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
-    """Read everything back: hashes of files, bits of tensors. Raises DataError with the first name that differs."""
+    """Read a conversion back: compare hashes of files, bits of tensors. Raises DataError with the first difference."""
     with ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, check_sizes(folder))
         for name, shape in hf_tensors(model).items():
@@ -277,7 +276,7 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 @contextmanager
 def _checked(folder: Path) -> Iterator[None]:
-    """Hold a folder against its manifest, if it has one: sizes at once, contents while the body reads them too."""
+    """Compare a folder with its manifest, if it has one: sizes at once, hashes while the body reads the files."""
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, expected)
@@ -298,7 +297,7 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
 
 
 def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """The files of a folder's index and their tensors, in the model's order; None if it has others than the model's."""
+    """The tensors of each file by a folder's index, in the model's order; None if they are not the model's."""
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
     if where.keys() != tensors.keys():
@@ -307,7 +306,7 @@ def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[
 
 
 def _copy_companions(source: Path, manifest: ManifestWriter, folder: str, dtype: torch.dtype | None) -> None:
-    """Copy all files that hold no weights, byte for byte; only a cast changes one, config.json's type."""
+    """Copy all files but the weights; with `dtype`, config.json states that type."""
     for name, path in companions(source).items():
         if name == "config.json" and dtype is not None:
             manifest.append(folder + name, config_of_type(path, dtype))
@@ -316,7 +315,7 @@ def _copy_companions(source: Path, manifest: ManifestWriter, folder: str, dtype:
 
 
 def _find_checkpoint(folder: Path) -> Path:
-    """The checkpoint in a folder, or the one that Megatron's tracker file names."""
+    """The checkpoint in a folder, or the one named in Megatron's tracker file."""
     if (folder / METADATA).exists() or not (folder / TRACKER).exists():
         return folder
     text = (folder / TRACKER).read_text(encoding="utf-8").strip()

@@ -1,6 +1,6 @@
-"""Folders whose files are known by size and sha256: written with a manifest, checked against it.
+"""Manifests of folders: size and sha256 of every file, written with the folder and checked before it is used.
 
-`torch_dist` checkpoints and model folders carry no checksums of their own: a changed weight would load unseen.
+`torch_dist` checkpoints and model folders have no checksums of their own: a changed weight would load unnoticed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_OPEN = 256
 
 
 class ManifestWriter:
-    """A folder being written: every byte goes through here and is hashed on its way."""
+    """Writes a folder and hashes every byte on its way."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class ManifestWriter:
         self._open: dict[str, IO[bytes]] = {}
 
     def append(self, name: str, data: bytes | memoryview) -> int:
-        """Add to the end of a file, which this makes if need be; returns where the data begins."""
+        """Append to a file, which is made if need be; returns the offset of the data in bytes."""
         start = self.sizes.setdefault(name, 0)
         # Disk and hash take turns at waiting: do both at once.
         hashed = self._hasher.submit(self._hashes.setdefault(name, hashlib.sha256()).update, data)
@@ -47,7 +47,7 @@ class ManifestWriter:
         return start
 
     def _file(self, name: str) -> IO[bytes]:
-        """The open file; opening and closing it around each write would make a file system's work many times longer."""
+        """The file, which stays open: opening it for each write would take a file system many times longer."""
         if name not in self._open:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,11 +57,11 @@ class ManifestWriter:
         return self._open[name]
 
     def stream(self, name: str) -> IO[bytes]:
-        """The end of a file, for a writer that wants an open one."""
+        """A file object that appends to a file."""
         return cast(IO[bytes], _Stream(self, name))
 
     def copy(self, source: Path, name: str) -> None:
-        """Take a file over byte for byte."""
+        """Copy a file."""
         self.append(name, b"")
         with source.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
@@ -78,7 +78,7 @@ class ManifestWriter:
         write_manifest(self.folder, self.files, layout)
 
     def release(self, *, durable: bool = False) -> None:
-        """Close all files, after the disk has them if `durable`."""
+        """Close all files, after fsync if `durable`."""
         self._hasher.shutdown()
         while self._open:
             with self._open.popitem()[1] as file:
@@ -102,7 +102,7 @@ class _Stream:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-    """Write files with size and sha256, versions, and what the caller says of the layout."""
+    """Write the manifest: the files' sizes and hashes, library versions, the caller's description of the layout."""
     manifest = {
         "files": dict(sorted(files.items())),
         "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
@@ -113,7 +113,7 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[ManifestWriter]:
-    """A folder that appears when the body has ended well, and else not at all. Raises ConfigError if it is there."""
+    """A new folder that appears only if the body raises nothing. Raises ConfigError if it exists."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: is there already. Choose another --out, or remove it.")
     partial = folder.absolute().with_name(f".{folder.absolute().name}.partial")
@@ -129,9 +129,9 @@ def new_folder(folder: Path) -> Iterator[ManifestWriter]:
 
 
 def check_sizes(folder: Path) -> dict[str, str]:
-    """The sha256 that a folder's manifest gives for each file, none without one.
+    """The sha256 of each file by a folder's manifest, empty without one; compares the files' sizes.
 
-    Raises DataError for a file that is missing or of another size, StorageError for one that cannot be looked at.
+    Raises DataError for a file that is missing or of another size, StorageError for one that cannot be read.
     """
     path = folder / MANIFEST
     try:
@@ -156,10 +156,9 @@ def check_sizes(folder: Path) -> dict[str, str]:
 
 
 def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
-    """Read every file.
+    """Read every file and compare its hash.
 
-    Raises DataError naming the first whose contents are not those of the manifest, StorageError for one that cannot be
-    read.
+    Raises DataError naming the first file that differs, StorageError for one that cannot be read.
     """
     with storage_faults_named(folder), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: file_record(folder / name)["sha256"], expected)
@@ -171,11 +170,11 @@ def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
 
 
 def canonical_sha256(value: Mapping[str, Any]) -> str:
-    """The sha256 of a JSON object, whatever the order of its keys."""
+    """The sha256 of a JSON object, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file, read anew."""
+    """The manifest's record of a file: size and sha256."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}

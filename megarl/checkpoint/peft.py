@@ -1,4 +1,4 @@
-"""Adapters as files: a PEFT folder, written from all ranks' shards by a plan as a model folder is.
+"""Export of LoRA adapters to a PEFT folder, by a plan from all ranks' shards.
 
 PEFT and vLLM read it. Adapters of single experts have vLLM's names: transformers' modules of experts are fused.
 """
@@ -24,7 +24,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts
 
 @dataclass(frozen=True)
 class AdapterLayouts(MegatronLayouts):
-    """The layouts of all trainer ranks' adapters: cut over ranks, stages and chunks as the model is."""
+    """The layouts of all trainer ranks' adapters, split over ranks, stages and chunks like the model."""
 
     targets: tuple[str, ...] = ()
     rank: int = 0
@@ -39,14 +39,14 @@ class AdapterLayouts(MegatronLayouts):
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
-    """The layouts of the adapters of these targets, beside a model's."""
+    """The layouts of the adapters of these targets; `base` is the model's, `rank` LoRA's."""
     return AdapterLayouts(
         base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
     )
 
 
 def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float) -> dict[str, Any]:
-    """PEFT's adapter_config.json for adapters of the model in a folder."""
+    """PEFT's adapter_config.json; `model` is the base model's folder."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -70,10 +70,10 @@ def export(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> None:
-    """Write the adapters that `parameters` hold over all ranks, by Megatron's names; every rank calls this.
+    """Export the adapters in all ranks' `parameters`, by Megatron's names. A collective.
 
-    Tensors are stored as `dtype`. The folder appears, or is replaced, when it is complete. Raises OSError if the disk
-    is full.
+    Tensors are stored as `dtype`; a rank stages at most `bucket_bytes`. The folder is replaced atomically. Raises
+    OSError if the disk is full.
     """
     shapes = {name: shape for rule in layouts.rules for name, shape in rule.tensors}
     files = {"adapter_model.safetensors": {tensor.name: shapes[tensor.template] for tensor in layouts.tensors}}

@@ -1,7 +1,7 @@
-"""Checkpoint files as layouts: load and export are plans like any other, carried out on memory-mapped files.
+"""Safetensors files as layouts: load and export are plans, executed on memory-mapped files.
 
-Headers are read, then only the bytes that a rank's own boxes need. On export every file has one writing rank, which
-receives the file's tensors in buckets; no rank holds the model.
+A load reads headers, then only the bytes of a rank's own boxes. On export every file has one writing rank, which
+receives the file's tensors in buckets; no rank has the whole model.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SHARD_BYTES = 5_000_000_000
 
 
 class FolderReader:
-    """The tensors of a model folder, each a storage of its own name, mapped when asked for.
+    """The tensors of a model folder, each a storage of that name, memory-mapped on demand.
 
-    Raises DataError naming the file for one that is not whole or a type that is no plain floating-point number, and
-    with the first tensor's name for a folder that is not exactly the model's checkpoint.
+    Raises DataError with the name of a file that is cut short or has a type that cannot be trained, and with the first
+    tensor's name for a folder that is not exactly the model's checkpoint.
     """
 
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
@@ -64,15 +64,15 @@ class FolderReader:
         return self._files[name]
 
     def release(self) -> None:
-        """Let go of the pages that were read."""
+        """Unmap the files."""
         self._open.clear()
 
 
 def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
-    """Fill a rank's parameters from a model folder, reading only the rank's boxes and casting to each parameter's type.
+    """Load a rank's parameters from a model folder: reads only the rank's boxes, casts to each parameter's dtype.
 
-    `layout` is the rank's own of `megatron_layouts`, `parameters` its live tensors. A value head stays as it is where
-    the folder's model has none. Raises DataError for a bad folder, and for a weight that is not finite.
+    `layout` is the rank's of `megatron_layouts`, `parameters` its live tensors. A value head is left as it is where the
+    folder's model has none. Raises DataError for a bad folder, and for a weight that is not finite.
     """
     model = read_model_shape(folder)
     reader = FolderReader(folder, model)
@@ -92,7 +92,7 @@ def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -
 
 @torch.no_grad()
 def _is_finite(piece: Piece, parameter: Tensor) -> bool:
-    """Whether all numbers of a piece are finite; one pass without a copy, for NaN and infinity are extremes."""
+    """Whether all elements of a piece are finite, by its extremes: one pass without a copy."""
     numbers = parameter.as_strided(piece.box.shape, piece.strides, parameter.storage_offset() + piece.offset)
     return bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
 
@@ -109,10 +109,11 @@ def export(
     bucket_bytes: int,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the model that `parameters` hold, over all ranks, to a Hugging Face folder; every rank calls this.
+    """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
 
-    `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights come from the folder `source`.
-    The folder appears, or is replaced, when it is complete. Raises OSError if the disk is full.
+    `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights are copied from the folder
+    `source`. A rank stages at most `bucket_bytes`, a file has at most `shard_bytes` unless one tensor is larger. The
+    folder is replaced atomically. Raises OSError if the disk is full.
     """
     files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
 
@@ -140,10 +141,10 @@ def write_folder(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> None:
-    """Write `files` (name -> its tensors' shapes), each by one rank, from what all ranks' `parameters` hold of them.
+    """Write `files` (name -> its tensors' shapes), each by one rank, from all ranks' `parameters`. A collective.
 
-    Rank 0 adds the folder's other files. The folder appears, or is replaced, when it is complete; every rank calls
-    this. Raises OSError if the disk is full.
+    On rank 0, `write_others` adds the folder's other files. The folder is replaced atomically. Raises OSError if the
+    disk is full.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -172,7 +173,7 @@ def write_folder(
 def pack_files(
     tensors: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """File name -> its tensors, in the model's order, as full as `shard_bytes` allows."""
+    """Distribute tensors, in the model's order, over files of at most `shard_bytes`: file name -> its tensors."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in tensors.items():
@@ -188,7 +189,7 @@ def pack_files(
 
 
 def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a safetensors file that holds these tensors in this order."""
+    """The header of a safetensors file with these tensors in this order."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -201,7 +202,7 @@ def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> b
 
 
 def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Tensor:
-    """The contents of a safetensors file whose header is written and whose space is reserved, mapped for writing."""
+    """Create a safetensors file: its header written, its space reserved, its data mapped as one tensor for writing."""
     header = file_header({name: (dtype, shape) for name, shape in tensors.items()})
     with path.open("xb+") as file:
         file.write(header)
@@ -212,9 +213,9 @@ def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dty
 
 
 def config_of_type(path: Path, dtype: torch.dtype, model: ModelShape | None = None) -> bytes:
-    """The config.json at `path`; where it states a type, it states this one: transformers loads the weights in it.
+    """The config.json at `path` with the exported dtype, in which transformers loads the weights.
 
-    Of a `model` that got a value head, it says so.
+    With `model`, the fields of its value head are added.
     """
     content = path.read_bytes()
     fields = json.loads(content)
@@ -228,13 +229,13 @@ def config_of_type(path: Path, dtype: torch.dtype, model: ModelShape | None = No
 
 
 def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
-    """The contents of the index that says in which of several files each tensor is."""
+    """The index of several safetensors files: file of each tensor, bytes of all."""
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name, in place of an older one."""
+    """Rename a complete folder to its name, in place of an older one."""
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""Where a model folder keeps each tensor of its model, read from the headers of its files; no torch."""
+"""The tensors of a model folder: file and dtype of each, read from the files' headers; no torch."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_safetensors_header, weight_files
 
 CODES = ("F64", "F32", "F16", "BF16")
-"""Types of safetensors files that can be trained."""
+"""Dtypes of safetensors files that can be trained."""
 
 _NAMED = 5
 
 
 class Stored(NamedTuple):
-    """The file of a tensor and its type as safetensors calls it."""
+    """The file of a tensor and safetensors' code of its dtype."""
 
     path: Path
     code: str
 
 
 class Fault(NamedTuple):
-    """Something wrong with one tensor; `kind` is `extra`, `doubled`, `type`, `shape` or `missing`."""
+    """A fault of one tensor; `kind` is `extra`, `doubled`, `type`, `shape` or `missing`."""
 
     kind: str
     text: str
 
 
 def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Stored], list[Fault]]:
-    """The model's tensors in a folder's files, and what is wrong with names, types and shapes.
+    """The model's tensors in a folder's files, and faults of names, dtypes and shapes.
 
-    Raises DataError for a folder without safetensors and for a file that is not whole.
+    Raises DataError for a folder without safetensors and for a file that is cut short.
     """
     shapes = hf_tensors(model)
     found: dict[str, Stored] = {}
@@ -66,7 +66,7 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
 
 def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:
-    """What is wrong with a folder's tensors, a line each; of each kind the first few and how many more there are.
+    """Faults of a folder's tensors, a line each: of each kind the first few, and how many more there are.
 
     Raises DataError as `stored_tensors` does.
     """

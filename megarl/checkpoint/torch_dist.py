@@ -1,8 +1,8 @@
-"""Megatron-Core's distributed checkpoint (`torch_dist`) as a layout: global tensors in chunks, whatever tp and pp.
+"""Megatron-Core's distributed checkpoint (`torch_dist`) as a layout: global tensors in chunks, independent of tp, pp.
 
-A parameter of all layers, and of all experts, is one tensor under one key, with the layer (and expert) as leading
-dimensions; chunks of it lie in `.distcp` files, each as torch.save wrote it, and `.metadata` says where. A conversion
-chooses the chunks that the ranks of a layout would hold, so that each of them finds its own in a file of its own.
+A parameter of all layers (and experts) is one tensor under one key, with the layer (and expert) as leading dimensions.
+Its chunks are in `.distcp` files, each as torch.save wrote it; `.metadata` lists their places. A conversion writes the
+chunks that the ranks of a layout would have, so that each rank of it reads one file.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A box of one global tensor. `pieces`, in a dense storage called "slab", are all of it but vocabulary padding.
+    """A box of a global tensor. `pieces`, in a contiguous storage "slab", are all of it but vocabulary padding.
 
-    `keys` are the names it is stored under, `offset` and `shape` count the leading layer and expert, `rank` is the
-    trainer rank that holds it.
+    It is stored under each of `keys`; `offset` and `shape` include the leading layer and expert; `rank` is the trainer
+    rank that has it.
     """
 
     keys: tuple[str, ...]
@@ -58,7 +58,7 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One Megatron parameter of one layer (and expert), `leading` in its global tensor of `leading_shape`."""
+    """A Megatron parameter of one layer (and expert), at index `leading` of the leading dimensions `leading_shape`."""
 
     rule: Rule
     leading: tuple[int, ...]
@@ -66,7 +66,7 @@ class Parameter:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key of the Transformer Engine spec, and the local spec's where that has another."""
+        """The key in Transformer Engine's spec, and the local spec's where it differs."""
         rule = self.rule
         name = rule.parameter if rule.is_expert else rule.transformer_engine or rule.parameter
         key = name.replace("{layer}.", "").replace(".local_experts.{expert}.", ".experts.")
@@ -76,13 +76,13 @@ class Parameter:
         return (key,)
 
     def shape(self, padded_vocab: int) -> tuple[int, ...]:
-        """Of the parameter over all tensor-parallel ranks."""
+        """The shape of the parameter over all tensor-parallel ranks."""
         shape, dim = list(self.rule.tensors[0][1]), self.rule.dim or 0
         shape[dim] = padded_vocab if self.rule.padded else sum(s.stop - s.start for b in self.rule.blocks for s in b)
         return tuple(shape)
 
     def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
-        """What a dense storage of `box`, a part of the parameter, holds in Hugging Face's coordinates."""
+        """The pieces, in Hugging Face's coordinates, of a contiguous storage with `box`, a part of the parameter."""
         dim = self.rule.dim or 0
         strides = contiguous_strides(box.shape)
         names = dict(zip(("layer", "expert"), self.leading, strict=False))
@@ -100,7 +100,7 @@ class Parameter:
 
 
 def parameters(model: ModelShape) -> Iterator[Parameter]:
-    """All parameters in the order of the model. A tied head is stored once, as the embedding."""
+    """All parameters in the order of the model. A tied output layer is stored once, as the embedding."""
     rules = [rule for rule in rules_of(model) if rule.place != "last_of_several_stages"]
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "first_stage")
     for layer in range(model.num_layers):
@@ -114,10 +114,10 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
 def split(
     model: ModelShape, parallel: ParallelConfig, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
 ) -> Iterator[StoredShard]:
-    """The chunks that the ranks of a layout hold, none larger than `chunk_bytes` unless it is one row.
+    """The chunks of a layout's ranks, none larger than `chunk_bytes` unless it is one row.
 
     `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model, DataError if
-    tensors that become one have different types.
+    tensors that are fused have different dtypes.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = MegatronLayouts(model, parallel, padded)
@@ -146,7 +146,7 @@ def split(
 
 
 def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
-    """Tensor-parallel rank and box: each block in equal parts, each part in slices of at most `limit` elements."""
+    """Tensor-parallel ranks with their boxes: equal parts of each block, in slices of at most `limit` elements."""
     dim, base = rule.dim or 0, 0
     for length in layouts.cut(rule):
         for rank in range(layouts.splits(rule)):
@@ -159,7 +159,7 @@ def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: 
 
 
 def extra_states(model: ModelShape) -> Iterator[str]:
-    """Keys of the empty objects, each `[None]`, that linear layers expect beside their weights."""
+    """Keys of the extra states that linear layers expect beside their weights, each `[None]`."""
     for parameter in parameters(model):
         module, _, kind = parameter.keys[0].rpartition(".")
         if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$", module):
@@ -169,7 +169,7 @@ def extra_states(model: ModelShape) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where an item lies: bytes `start` to `start + length` of a file."""
+    """The place of an item: bytes `start` to `start + length` of a file."""
 
     file: str
     start: int
@@ -194,7 +194,7 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
 
 
 def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
-    """The contents of `common.pt`: what Megatron-LM's `--load` and `--use-checkpoint-args` look up."""
+    """The contents of `common.pt`, which Megatron-LM's `--load` and `--use-checkpoint-args` read."""
     arguments = Namespace(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

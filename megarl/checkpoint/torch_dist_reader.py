@@ -1,7 +1,7 @@
-"""Reading a `torch_dist` checkpoint: what anybody's Megatron wrote, without running a line of it.
+"""A reader of `torch_dist` checkpoints from any Megatron that runs no code of theirs.
 
-`.metadata` is a pickle; it is read by an unpickler that knows a short list of plain records and refuses the rest.
-Chunks are read as weights only.
+`.metadata` is a pickle; its unpickler allows a short list of plain records and refuses all else. Chunks are read with
+`weights_only`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _ALLOWED = {
     }.items()
     for name in names.split()
 } | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-"""All that a `.metadata` file may name beside torch's number types: none of it does anything but hold values."""
+"""The classes that a `.metadata` file may name beside torch's dtypes: plain records without behaviour."""
 
 
 _SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
 _MEMORY = 1 << 30
-"""What reading `.metadata` may take at least, and how much more for its size."""
+"""Limits of reading `.metadata`: seconds and bytes of memory, to which more is added for its size."""
 
 
 class CheckpointReader:
-    """A `torch_dist` checkpoint of a known model, in Hugging Face's coordinates.
+    """A `torch_dist` checkpoint of a given model, in Hugging Face's coordinates.
 
-    `pieces` and `dtypes` are by Hugging Face tensor; `storage` maps the chunk that a piece names. Raises DataError
-    naming the file for anything missing, cut short or not of this model.
+    `pieces` and `dtypes` are by Hugging Face tensor; `storage` memory-maps the chunk that a piece names. Raises
+    DataError naming the file for anything missing, cut short or not of this model.
     """
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
@@ -85,7 +85,7 @@ class CheckpointReader:
         return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
 
     def release(self) -> None:
-        """Let go of the pages that were read."""
+        """Unmap the files."""
         for mapped in self._maps.values():
             mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -106,7 +106,7 @@ class CheckpointReader:
                 self.dtypes[piece.box.name] = tensor.dtype
 
     def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Where in a chunk its elements begin: torch reads all but them."""
+        """The offset of a chunk's elements in its file, in bytes; torch reads all but them."""
         path = self.folder / place.file
         try:
             with path.open("rb") as file, FakeTensorMode():
@@ -127,7 +127,7 @@ _AGAIN = "Copy or convert the checkpoint again."
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """A global tensor of `.metadata`: leading indices -> offset, shape and place of each chunk below them."""
+    """A global tensor of `.metadata`; `chunks`: leading indices -> offset, shape and place of each chunk there."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -165,7 +165,7 @@ def _loads(content: bytes) -> Metadata:
 def read_metadata(path: Path) -> Metadata:
     """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError, StorageError.
 
-    Few bytes of pickle can stand for endless work, so it is first tried where it can be stopped.
+    A few bytes of pickle can take endless work, so it is first read in a process that can be killed.
     """
     with storage_faults_named(path):
         content = path.read_bytes() if path.exists() else None
@@ -183,7 +183,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def check_harmless(folder: Path) -> None:
-    """Read all that Megatron's own loader would unpickle, as weights only; it may then load the folder.
+    """Read all that Megatron's own loader would unpickle, with `weights_only`; that loader may then be used.
 
     Raises DataError naming the file that holds anything but numbers, texts and tensors, StorageError for one that
     cannot be read.
@@ -207,7 +207,7 @@ def check_harmless(folder: Path) -> None:
 
 
 class _Metadata:
-    """The contents of `.metadata`, checked where they are asked for."""
+    """The contents of `.metadata`, validated on access."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / METADATA
@@ -221,7 +221,7 @@ class _Metadata:
             raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
-        """A parameter's key and its leading indices: some checkpoints have the layer in the key instead."""
+        """A parameter's key and its leading indices; some checkpoints have the layer in the key instead."""
         for key in parameter.keys:
             if key in self._records:
                 return key, parameter.leading
@@ -233,7 +233,7 @@ class _Metadata:
         raise DataError(f"{self._path}: lacks {parameter.keys[0]}. {_AGAIN}")
 
     def tensor(self, key: str, depth: int) -> _StoredTensor:
-        """The tensor of a key, with `depth` leading dimensions that chunks do not span."""
+        """The tensor of a key; its first `depth` dimensions are leading ones, which no chunk spans."""
         if key not in self._tensors:
             try:
                 self._tensors[key] = self._read(key, depth)

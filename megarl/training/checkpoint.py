@@ -134,7 +134,7 @@ def stage(folder: Path, engines: Mapping[str, TrainingEngine], layout: str, **dr
 def restore(folder: Path, engines: Mapping[str, TrainingEngine], layout: str) -> dict[str, Any]:
     """Read the states back into the engines, whatever their layout; returns the driver's values. A collective.
 
-    Megatron's loader unpickles: the folder must have passed `weights.layouts.torch_dist_reader.check_harmless`.
+    Megatron's loader unpickles: the folder must have passed `checkpoint.torch_dist_reader.check_harmless`.
     """
     request = _sharded_states(engines, is_loading=True)
     if dist_checkpointing.load_common_state_dict(str(folder))["layout"] == layout:
