@@ -1,8 +1,8 @@
-"""The vocabulary that driver and workers exchange: requests, completions, sequences.
+"""Types that driver and workers exchange: requests, completions, trajectories, sequences, errors.
 
-All of it is plain data (tuples, numpy arrays), small enough to travel over a control connection.
-Arrays of a sequence are indexed by the token they speak of: entry t of a log-prob, weight or advantage belongs
-to predicting token t from the tokens before it, so entry 0 is never trained.
+They are plain data (tuples, numpy arrays), small enough for a control connection. Arrays of a sequence are indexed by
+the predicted token: entry t of a log-prob, weight or advantage belongs to predicting token t from the tokens before it,
+so entry 0 is never trained.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Ended = Literal["done", "length", "turns", "error"]
-"""Why a trajectory has no further turn: its environment was done; the limit of tokens or of turns was met; the
-environment raised or the engine refused its request."""
+"""Why a trajectory ended: the environment was done; the limit of tokens or of turns was reached; the environment
+raised or the engine refused a request."""
 
 
 class MegarlError(Exception):
-    """An error for the person at the terminal: one message that names field or file, value and remedy."""
+    """An error for the user: one message with field or file, value and remedy; `exit_code` is the process's."""
 
     exit_code = 70
 
 
 class ConfigError(MegarlError):
-    """The recipe cannot be run as written."""
+    """The recipe cannot be run as it is written."""
 
     exit_code = 2
 
@@ -46,38 +46,38 @@ class RunFolderLockedError(MegarlError):
 
 
 class StorageError(MegarlError):
-    """A file or folder cannot be read or written: no permission, a broken disk, a file system that went away."""
+    """A file or folder cannot be read or written: permissions, a broken disk, a lost file system."""
 
     exit_code = 74
 
 
 class DiskFullError(StorageError):
-    """A file system has no room for what is to be written."""
+    """A file system is full."""
 
 
 class StoppedError(MegarlError):
-    """The run was asked to stop and did; started again with --resume it goes on."""
+    """The run was asked to stop, saved and stopped; --resume continues it."""
 
     exit_code = 75
 
 
 class EndedError(MegarlError):
-    """The run was ended from outside without a save."""
+    """The run was stopped by a signal, without a save."""
 
     exit_code = 130
 
 
 class PeerLostError(MegarlError):
-    """A worker, an engine or a reward process died or stopped answering."""
+    """A worker, an engine or a reward process died or does not answer."""
 
     exit_code = 76
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One line of an RL data set, rendered to prompt tokens.
+    """A record of an RL data set, with its prompt rendered to tokens.
 
-    `index` is its place in the file (stable over epochs), `answer` the gold answer, `record` the line as read.
+    `index` is its index in the file (the same in every epoch), `answer` the gold answer, `record` the parsed line.
     """
 
     index: int
@@ -89,7 +89,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to sample one completion. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep the whole vocabulary."""
+    """Sampling parameters of a completion. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 disable truncation."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -101,7 +101,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One completion to sample, from exactly these prompt tokens [prompt], with a seed of its own."""
+    """A completion to sample from exactly these prompt tokens, int32 [prompt], with a seed of its own."""
 
     request_id: str
     prompt_token_ids: NDArray[np.int32]
@@ -110,7 +110,7 @@ class Request:
 
 
 class ExpertsHandle(NamedTuple):
-    """Where the experts are that an engine chose for a completion: with the rank that sampled it, under a number."""
+    """A handle of the routed experts of a completion, which stay on the rank that sampled it, under a number."""
 
     rank: int
     number: int
@@ -118,13 +118,13 @@ class ExpertsHandle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine sampled for one request.
+    """The completion of a request.
 
-    Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs are those of the sampled tokens under the
-    sampling distribution (after temperature). The end-of-sequence token, if sampled, is the last token.
-    `weight_version` counts the reshards the engine had seen when the completion began. `routed_experts`, if asked for,
-    are those of every token that went through the model: prompt and new tokens but the last. A request that the engine
-    refused has no tokens, the finish reason `error`, and why in `error`.
+    Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs, in nats, are those of the sampled tokens
+    under the sampling distribution (after temperature). The end-of-sequence token, if sampled, is the last token.
+    `weight_version` is the number of reshards before the completion began. `routed_experts`, if requested, are those of
+    every token that the model read: prompt and new tokens but the last. A refused request has no tokens, the finish
+    reason `error`, and the engine's message in `error`.
     """
 
     request_id: str
@@ -138,7 +138,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A completion's reward: the score that is trained on, and two flags whose rates are logged.
+    """The reward of a completion: the score that is trained on, and two flags whose rates are logged.
 
     A reward function returns one, with the first three fields; the sum over functions has each one's own score too.
     """
@@ -152,24 +152,24 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of a trajectory that one forward pass reads: prompt, completions and what was observed between them.
+    """A sequence of a trajectory's tokens: prompt, completions and the observations between them.
 
-    All arrays are [tokens]. `loss_mask` is True where a token was sampled. `weight_versions` are the reshards that the
-    engine had seen when a token's completion began, `turns` the number of the model call that sampled it, from 0.
+    All arrays are [tokens]. `loss_mask` is True where a token was sampled. `weight_versions` are the numbers of
+    reshards before a token's completion began, `turns` the index of the model call that sampled it.
     """
 
     token_ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     rollout_logprobs: NDArray[np.float32]
-    """Of the sampled tokens under the distribution that sampled them, in nats; 0 elsewhere."""
+    """Log-probs of the sampled tokens under the sampling distribution, in nats; 0 elsewhere."""
     weight_versions: NDArray[np.int32]
     """-1 where not sampled."""
     turns: NDArray[np.int16]
     """-1 where not sampled."""
     old_logprobs: NDArray[np.float32] | None = None
-    """The trainer's under the weights that sampled, where they were computed; 0 where not sampled."""
+    """The trainer's log-probs under the weights that sampled, in nats; 0 where not sampled; None: not computed."""
     routed_experts: ExpertsHandle | None = None
-    """Of the segment's last completion, whose prompt is all that stands before: so they are those of all tokens."""
+    """Those of the segment's last completion, whose prompt is the rest of the segment: so of all tokens."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -177,10 +177,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One attempt at a problem: what was sampled, and what it earned.
+    """An attempt at a problem: sampled segments and their reward.
 
-    `group` numbers the prompts of a step, `number` the attempts at one prompt. `turn_rewards` are pairs of model call
-    and reward, `metrics` the environment's own numbers.
+    `group` is the index of the prompt in the step, `number` that of the attempt in its group. `turn_rewards` are pairs
+    of the model call's index and its reward, `metrics` the environment's own.
     """
 
     environment: str
@@ -189,10 +189,10 @@ class Trajectory:
     number: int
     segments: tuple[Segment, ...]
     reward: Reward | None
-    """None: not scored. It takes no part in its group's statistics, and its tokens are not trained."""
+    """None: not scored; then it is left out of its group's statistics, and its tokens are not trained."""
     failure: str | None = None
-    """Why the reward functions gave no reward, `error` or `timeout`, `reward` is zero then; or, where the attempt
-    ended with an error, the error's kind, a colon and its text."""
+    """Why the reward functions gave no reward, `error` or `timeout` (`reward` is zero then); or the error that ended
+    the attempt: its kind, a colon and its text."""
     text: str = ""
     """The completions as text, without special tokens, an empty line between two."""
     ended: Ended = "done"
@@ -201,22 +201,22 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of sampled tokens."""
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
     @property
     def num_turns(self) -> int:
-        """Completions that the policy sampled."""
+        """Number of completions, one per model call."""
         return max((int(segment.turns.max()) + 1 for segment in self.segments), default=0)
 
     @property
     def oldest_version(self) -> int:
-        """The weight version of the oldest sampled token. Raises ValueError where none was sampled."""
+        """The weight version of the oldest sampled token. Raises ValueError if none was sampled."""
         sampled = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
         return min(int(versions.min()) for versions in sampled if len(versions))
 
     def record(self) -> dict[str, object]:
-        """The line of samples/."""
+        """The trajectory as a JSON object of the run folder's samples/."""
         return {
             "prompt": self.problem.messages,
             "completion": self.text,
@@ -232,7 +232,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """Tokens to train on, and what is known of each (see the module docstring for the indexing).
+    """A sequence to train on, with optional values per token (indexed as the module docstring says).
 
     All arrays are [tokens]; `loss_mask` is True where a token's prediction is trained. `token_weights` are the
     weights of the global batch (`algorithms.reduction.token_weights`), zero where the mask is False.
@@ -243,20 +243,20 @@ class TrainingSequence:
     token_weights: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
-    """Where the ratio starts. NaN, or None for all tokens: at the log-probs of the update's own forward pass."""
+    """Denominator of the policy ratio, in nats. NaN, or None for all: log-probs of the update's own forward pass."""
     rollout_logprobs: NDArray[np.float32] | None = None
-    """The engine's, of the weights that sampled. NaN where no trainer's log-probs of those weights are at hand."""
+    """The engine's log-probs. NaN where the trainer's log-probs under the same weights are not available."""
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
-    """What the policy loss counts for the gap between trainer and engine (`algorithms.importance`)."""
+    """Importance-sampling weights between trainer and engine (`algorithms.importance`), factors of the policy loss."""
     values: NDArray[np.float32] | None = None
-    """The critic's, before the update: what it expects to come when this token is about to be chosen."""
+    """The critic's values before the update, of the state before each token."""
     returns: NDArray[np.float32] | None = None
-    """What the critic's values shall become."""
+    """Returns: the targets of the critic's values."""
     desirable: NDArray[np.float32] | None = None
-    """1 on the trained tokens of an answer that was judged good (KTO), else 0."""
+    """1 on the trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
-    """1 where a token is learnt by likelihood amid a policy's (ptx), else 0."""
+    """1 on tokens that are trained by likelihood beside the policy loss (ptx), else 0."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -266,4 +266,4 @@ PER_TOKEN = (
     "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
     "values", "returns", "desirable", "supervised",
 )  # fmt: skip
-"""The optional arrays of a TrainingSequence that hold a number a token."""
+"""The optional arrays [tokens] of a TrainingSequence."""

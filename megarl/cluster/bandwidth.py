@@ -1,4 +1,4 @@
-"""What the links between ranks carry, measured in pairs: a slow one is told from its partners by their other pairs."""
+"""Bandwidths of the links between ranks, measured in pairs; a slow rank's partners are cleared by their other pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
 
 class Bandwidth:
-    """A worker that exchanges with its neighbours on its node and its fellows on other nodes."""
+    """A worker that exchanges with its neighbours on its node and with ranks of the same local rank on other nodes."""
 
     def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
         device.init_world(timeout_seconds)
@@ -28,7 +28,7 @@ class Bandwidth:
         self._mine, self._theirs = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
 
     def measure(self) -> dict[str, float]:
-        """Bytes a second to and from the best partner of each kind, and of an all-reduce over all ranks."""
+        """Bandwidths in bytes per second: with the best partner of each kind, and of an all-reduce over all ranks."""
         found: dict[str, float] = {}
         world, size = dist.get_world_size(), self._mine.nbytes
         # First of all the collective: a backend that joins ranks on first use then joins all of them.
@@ -61,10 +61,10 @@ class Bandwidth:
 
 
 def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
-    """Rounds of pairs of ranks, of one kind each, by the node of each rank.
+    """Rounds of disjoint pairs of ranks, each round with its kind; `nodes` is the node of each rank.
 
-    Neighbours on a node, then ranks of equal place on neighbouring nodes; where there are three or more, each has two
-    partners, so that one bad link is known from its neighbours.
+    Kinds: neighbours on a node, then equal local ranks on neighbouring nodes. Among three or more, each has two
+    partners, so that a slow link is told from its neighbours.
     """
     on_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     within, across = [], []
@@ -81,7 +81,7 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours in a ring, no one twice in a round."""
+    """The pairs of neighbours in a ring, in rounds of disjoint pairs."""
     line = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
     return [pairs for pairs in (*line, [(0, size - 1)] if size > 2 else []) if pairs]
 
@@ -89,7 +89,7 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 def slow_links(
     topology: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[str]:
-    """The ranks whose links of a kind carry less than a share of what the median rank's do."""
+    """Messages about ranks whose bandwidth of a kind is below `least_share` of the median rank's."""
     for kind in (WITHIN, ACROSS):
         if not (known := [speeds[kind] for speeds in measured if kind in speeds]):
             continue

@@ -1,8 +1,8 @@
 """A worker group whose ranks, wherever they were started, connect back to the driver.
 
-Both ends of a connection prove that they know a key (`handshake`). How processes are started, and
-what tells that they ended, is the launcher's part: `srun.SrunGroup`, `ray.RayGroup`. A process says where it stands
-in the network and is told its rank: nodes of one switch get ranks that follow each other.
+Both ends of a connection prove that they know a key (`handshake`). Subclasses start the processes and notice their end:
+`srun.SrunGroup`, `ray.RayGroup`. A process sends its node and switches and receives its rank: nodes under one switch
+get consecutive ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megarl.platform.rendezvous import Rendezvous
 from megarl.types import PeerLostError
 
 START_LOG = "start.log"
-"""What processes write before they know their ranks."""
+"""Log of the processes until they know their ranks."""
 
 _INTRODUCTION_SECONDS = 10
 _END_SECONDS = 60.0
@@ -45,7 +45,7 @@ Address = tuple[str, int]
 
 
 class _RemoteHandle(RankHandle):
-    """A process on some node, that can be ended with all the others only."""
+    """The handle of a process on any node; it can be ended only together with all others."""
 
     def __init__(self, rank: int, node: str, connected: socket.socket, log: Path, group: ConnectedGroup) -> None:
         super().__init__(rank, log)
@@ -75,14 +75,14 @@ class ConnectedGroup(WorkerGroup):
 
     @abstractmethod
     async def await_end(self) -> str:
-        """Wait until the processes have ended, all of them; how, in words."""
+        """Wait until all processes have ended; returns how, in words."""
 
     @abstractmethod
     def end_processes(self) -> None:
         """Have the launcher kill what still runs; may be called again."""
 
     def show_stacks(self) -> None:
-        """Nothing, unless the launcher can reach the processes."""
+        """Do nothing, unless the launcher can reach the processes."""
 
     def _show_last_stacks(self) -> None:
         # A byte of urgent data raises SIGURG in a rank that reads nothing, on any node. A second one could become part
@@ -92,7 +92,7 @@ class ConnectedGroup(WorkerGroup):
                 handle.socket.send(b"!", socket.MSG_OOB)
 
     def host(self) -> str:
-        """How other nodes reach this one."""
+        """The host name or address at which other nodes reach this one."""
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
@@ -159,7 +159,7 @@ class ConnectedGroup(WorkerGroup):
         return how
 
     async def _meet(self, met: dict[Introduction, socket.socket], server: socket.socket, log_folder: Path) -> None:
-        """Wait until all processes have introduced themselves; who connects is heard beside the others."""
+        """Accept connections, concurrently, until all processes have introduced themselves. Raises PeerLostError."""
         loop, ended = asyncio.get_running_loop(), self._ended
         assert ended is not None
         complete: asyncio.Future[None] = loop.create_future()
@@ -208,7 +208,7 @@ class ConnectedGroup(WorkerGroup):
 
 
 def connect(address: Address, key: bytes, process: Introduction) -> None:
-    """In a process: introduce it to the driver; take the rank that it gives; serve as that, in a private `TMPDIR`."""
+    """The main function of a process: introduce it to the driver, receive its rank, serve as that rank."""
     sock = socket.create_connection(address)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     introduce(sock, key, process._asdict())
@@ -230,7 +230,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IPv4 address; None if no interface has it as its first."""
+    """The network interface whose first IPv4 address this is; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -241,10 +241,10 @@ def interface_of(address: str) -> str | None:
 
 
 def reached_at(connections: Sequence[tuple[str, str]]) -> list[str]:
-    """The address at which other nodes reach each rank, from both ends (rank's, driver's) of its connection.
+    """Addresses at which other nodes reach the ranks, from the ends (rank's, driver's) of their connections.
 
-    A rank on the driver's own machine may have connected through the loopback interface: it is reached where
-    connections from other machines arrive.
+    A rank on the driver's own machine may have connected through the loopback interface: it gets the driver's address
+    of connections from other machines.
     """
     arrived = next((own for theirs, own in connections if theirs != own), None)
     return [(arrived or own) if theirs == own else theirs for theirs, own in connections]

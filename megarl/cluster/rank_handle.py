@@ -27,11 +27,11 @@ _NOISE = re.compile(
     r")",
     re.MULTILINE,
 )
-"""What other libraries write to a rank's log that tells nothing of how the rank ended."""
+"""Lines of other libraries in a rank's log that do not help to explain its end."""
 
 
 class RankError(Exception):
-    """One rank's report; `echo` if it only tells that another rank broke a collective."""
+    """The error that a rank reported; `echo`: a mere consequence of another rank's leaving a collective."""
 
     def __init__(
         self, handle: RankHandle, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None
@@ -40,7 +40,7 @@ class RankError(Exception):
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a rank's log, without what other libraries warn of or note."""
+    """The last lines of a rank's log, without other libraries' notices."""
     if not log.exists():
         return f"{log} was not written."
     with log.open("rb") as file:
@@ -51,12 +51,12 @@ def log_tail(log: Path) -> str:
 
 
 def log_size(log: Path) -> int:
-    """Bytes; 0 of a log that is not there."""
+    """Size of a log in bytes; 0 if it does not exist."""
     return log.stat().st_size if log.exists() else 0
 
 
 def log_since(log: Path, start: int) -> str:
-    """What was written to a log after so many bytes."""
+    """The text of a log from byte `start` on."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
@@ -65,9 +65,9 @@ def log_since(log: Path, start: int) -> str:
 
 
 class RankHandle(ABC):
-    """The driver's end of one rank: its connection, its log. `died` is done when its process is known to have ended.
+    """The driver's end of one rank: its connection and log. `died` is done when its process is known to have ended.
 
-    `asked` names a signal that the rank was sent to have the run stop.
+    `asked` is the signal to stop that the rank received, if any.
     """
 
     socket: socket.socket
@@ -78,7 +78,7 @@ class RankHandle(ABC):
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     async def ask(self, message: bytes) -> Any:
-        """Send one command and return what the rank answers.
+        """Send one command and return the rank's answer.
 
         Raises `RankError` if the method raised or the process is gone.
         """
@@ -105,15 +105,15 @@ class RankHandle(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the rank and its children, if it still lives."""
+        """Kill the rank and its children, if it is still running."""
 
     def release(self) -> None:
-        """Give back what the handle holds."""
+        """Close the connection."""
         self.socket.close()
 
     @abstractmethod
     def exit_reason(self, is_dead: bool) -> str:
-        """What became of the rank, in words that follow its name; `is_dead` if its process ended by itself."""
+        """How the rank ended, in words that follow its name; `is_dead`: its process ended by itself."""
 
     def log_tail(self) -> str:
         return log_tail(self.log)

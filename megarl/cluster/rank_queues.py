@@ -1,4 +1,4 @@
-"""In which order calls to overlapping sets of ranks run: first come, first served, per rank."""
+"""Queues of calls to overlapping sets of ranks: first in, first out, per rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class _Turn:
-    """One call's place in the queues of its ranks."""
+    """A call in the queues of its ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -36,7 +36,7 @@ class RankQueues:
 
     @asynccontextmanager
     async def turn(self, ranks: Sequence[int]) -> AsyncIterator[None]:
-        """Wait for the turn on all these ranks, and keep it within. Who is cancelled while waiting only leaves."""
+        """Within it the caller is first in the queues of all these ranks. A waiter that is cancelled leaves them."""
         turn = _Turn(ranks)
         for rank in ranks:
             self._queues[rank].append(turn)
@@ -50,7 +50,7 @@ class RankQueues:
             self._admit(ranks)
 
     def _admit(self, ranks: Iterable[int]) -> None:
-        """Let those go whose turn has come at the heads of these ranks' queues."""
+        """Wake the calls that are now first in all their queues."""
         for turn in {self._queues[rank][0] for rank in ranks if self._queues[rank]}:
             if not turn.has_come.done() and all(self._queues[rank][0] is turn for rank in turn.ranks):
                 turn.has_come.set_result(None)

@@ -1,6 +1,6 @@
 """A worker group on a Ray cluster: Ray places the ranks and starts their processes; they connect back to the driver.
 
-Ray carries no command and no tensor, so a run on Ray is the run that it is elsewhere.
+Ray transports neither commands nor tensors: a run is the same with every launcher.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megarl.cluster.topology import Introduction
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
-"""Of a node: the switches above it from the network's root, joined by dots (ray start --labels)."""
+"""Label of a node (ray start --labels): the switches above it from the network's root, joined by dots."""
 
 
 class _Process:
     """An actor that becomes one rank."""
 
     def serve(self, folder: str, address: Address, key: bytes, turn: int) -> None:
-        """Be a rank, in the driver's current `folder`, until the driver lets go."""
+        """Serve as a rank, in the driver's current `folder`, until the group ends."""
         os.chdir(folder)
         here, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
@@ -43,7 +43,7 @@ class _Process:
 
 
 def join(address: str) -> None:
-    """Make this process a driver of the Ray cluster at an address. Raises ConfigError where none answers."""
+    """Connect this process to the Ray cluster at an address. Raises ConfigError where none answers."""
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -62,8 +62,8 @@ def join(address: str) -> None:
 class RayGroup(ConnectedGroup):
     """A `WorkerGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
 
-    The ranks of a node are consecutive. Nodes that the cluster lacks are waited for; raises ConfigError where they do
-    not come, saying what there is.
+    The ranks of a node are consecutive. Waits for nodes that the cluster lacks; raises ConfigError, with what there is,
+    if they do not join.
     """
 
     def __init__(self, world_size: int, address: str, ranks_per_node: int) -> None:

@@ -1,4 +1,4 @@
-"""A recipe as a Slurm job: a script of `launch/slurm/` with the recipe's sizes, shown or submitted."""
+"""Slurm jobs of recipes: a batch script of `launch/slurm/` with the recipe's sizes, shown or submitted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 def render(recipe: Recipe, arguments: Sequence[str]) -> str:
-    """The batch script of a recipe, the one for its launcher; `arguments` are what `megarl train` gets besides.
+    """The batch script of a recipe's launcher; `arguments` are further ones of `megarl train`.
 
-    Jobs of one name wait for each other, so that two never write one run's folder. Raises ConfigError where megarl is
+    Jobs of one name wait for each other, so that two never write to one run folder. Raises ConfigError where megarl is
     not installed from its repository.
     """
     script = HOME / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
@@ -42,7 +42,7 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
 
 
 def _header(recipe: Recipe) -> str:
-    """Comments that say what this script is; the template's own tell how to write one."""
+    """The comments of a rendered script, in place of the template's own."""
     return (
         f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
         f"# The site's settings are those of {HOME}/launch/slurm/site.env, or of the file that MEGARL_SITE names.\n"
@@ -50,9 +50,9 @@ def _header(recipe: Recipe) -> str:
 
 
 def submit(script: str, options: Sequence[str]) -> str:
-    """Hand a batch script to sbatch, `options` on top, after a trial of it; what sbatch said.
+    """Submit a batch script with further `options`, after sbatch's --test-only. Returns sbatch's output.
 
-    Raises ConfigError with sbatch's words where it refuses.
+    Raises ConfigError with sbatch's message where it refuses.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")

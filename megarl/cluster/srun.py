@@ -20,7 +20,8 @@ from megarl.platform.processes import die_with
 class SrunGroup(ConnectedGroup):
     """A `WorkerGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
 
-    The key goes over standard input, which srun hands to every task: no other user sees it, and no file holds it.
+    The key is sent over standard input, which srun forwards to every task: no other user can read
+    it, and no file has it.
     """
 
     def __init__(self, world_size: int, options: Sequence[str] = ()) -> None:
@@ -60,7 +61,7 @@ class SrunGroup(ConnectedGroup):
 
 
 def main() -> None:
-    """A task of the job: arguments are the driver's host and port."""
+    """The main function of a task; arguments are the driver's host and port."""
     host, port = sys.argv[1:]
     die_with(os.getppid())
     key = bytes.fromhex(sys.stdin.readline())

@@ -1,4 +1,4 @@
-"""What the stacks that the ranks' fault handlers wrote tell of where they stand."""
+"""Stacks of ranks, as `faulthandler` writes them: where each rank is, and whether it waits in a collective."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_STACKS = 8
 
 
 def is_whole(stacks: str) -> bool:
-    """Whether they are written to their end: the frame in which the main thread began, or the last that is shown."""
+    """Whether the stacks are complete: the main thread's first frame, or the last frame that is shown, is there."""
     _, heading, main_thread = stacks.rpartition(_HEADING)
     return bool(heading) and _OUTERMOST.search(main_thread) is not None
 
 
 def summary(stacks: Mapping[int, str]) -> str:
-    """Where the main thread of each rank stands, the innermost frames first; ranks that stand alike together."""
+    """The innermost frames of each rank's main thread; ranks with the same stack are listed together."""
     alike: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         _, heading, main_thread = text.rpartition(_HEADING)
@@ -53,9 +53,9 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def waits_in_collective(stacks: str) -> bool:
-    """Whether the main thread is in a call that waits for other ranks, by stacks in the form of `faulthandler`.
+    """Whether the main thread is in a call that waits for other ranks.
 
-    False where there is no stack: a process that writes none has stopped altogether.
+    False without a stack: a process that writes none is stopped.
     """
     _, heading, main_thread = stacks.rpartition(_HEADING)  # the main thread comes last
     innermost = _FRAME.search(main_thread)

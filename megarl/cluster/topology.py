@@ -1,4 +1,4 @@
-"""Where processes stand in the network, and which ranks that makes them."""
+"""The topology of processes in the network, and the ranks that follow from it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 
 class Introduction(NamedTuple):
-    """What a process says of itself.
+    """A process's first message to the driver.
 
-    `turn` counts what the launcher started, node by node; others reach the process at `host`; `switches` are those
-    above its node, from the network's root; `gpus` were given to it alone, if any were.
+    `turn` is its index among the launcher's processes, node by node; `host` is its address for other ranks; `switches`
+    are those above its node, from the network's root; `gpus` are its own, if the launcher assigned any.
     """
 
     turn: int
@@ -22,7 +22,7 @@ class Introduction(NamedTuple):
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
-        """The introduction that was sent as JSON. Raises TypeError or ValueError if it is none."""
+        """Parse an introduction from JSON values. Raises TypeError or ValueError."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         process = cls(**plain)
         kinds = (process.turn, int), (process.node, str), (process.host, str)
@@ -32,18 +32,18 @@ class Introduction(NamedTuple):
 
 
 def in_order(processes: Iterable[Introduction]) -> list[Introduction]:
-    """The processes by rank: nodes of one switch follow each other, and so do the processes of a node."""
+    """The processes by rank: those of a node are consecutive, and so are the nodes under a switch."""
     return sorted(processes, key=lambda process: (process.switches, process.turn))
 
 
 def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
-    """Each rank's node and the switches above it, nearest first; no switches where some are not known."""
+    """Each rank's node and the switches above it, nearest first; no switches where ranks have unequally many."""
     depths = {len(process.switches) for process in processes}
     return [(p.node, *(reversed(p.switches) if len(depths) == 1 else ())) for p in processes]
 
 
 def environments(processes: Sequence[Introduction]) -> Iterator[dict[str, str]]:
-    """What each rank's environment says of its place in the world."""
+    """Environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs."""
     on_node, local_rank = Counter(process.node for process in processes), Counter[str]()
     world = {"WORLD_SIZE": str(len(processes))}
     for rank, process in enumerate(processes):

@@ -1,6 +1,6 @@
-"""Checkpoints of a run as the driver keeps them: complete or not there, checked before use, the newest few.
+"""The driver's side of checkpoints: atomic, verified before use, the newest few kept.
 
-`checkpoints/step_NNNNNN/` holds the trainer's state (`training.checkpoint`), `driver.json`, in rl what was drawn
+`checkpoints/step_NNNNNN/` has the trainer's state (`training.checkpoint`), `driver.json`, in rl what was drawn
 (`collection`) and, written last, `manifest.json`; `checkpoints/latest` names the newest.
 """
 
@@ -30,22 +30,22 @@ _LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 
 
 class Checkpoints:
-    """Saves of a run under way, at the steps that its recipe names.
+    """The saves of a run at the steps of its recipe.
 
-    Adds to a step's metrics `time/checkpoint_seconds`: how long training waited for its saves.
+    Adds to a step's metrics `time/checkpoint_seconds`: the time that training waited for saves.
     """
 
     def __init__(
         self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup, inputs: Mapping[str, Any]
     ) -> None:
-        """`inputs` tells of models and data; a resume compares it with its own."""
+        """`inputs` identifies models and data; a resume compares it with its own."""
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs = inputs
         self._unlogged: Mapping[str, float] | None = None
         self._begun: int | None = None
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Save the trainer's state after a step's updates, and the driver's own, if the step is due.
+        """Save the states of trainer and driver after a step's updates, if a save is due.
 
         `save_driver` writes into the checkpoint's folder. Raises DiskFullError.
         """
@@ -63,9 +63,9 @@ class Checkpoints:
         save_driver: Callable[[Path], None] | None = None,
         unlogged: Mapping[str, float] | None = None,
     ) -> None:
-        """Save the state after a step, reshard and all, and wait for it, unless that is done already.
+        """Save the state after a step and its reshard, and wait for the save, unless it exists already.
 
-        `unlogged` are the step's metrics where its evaluation was cut short, for the resumed run to log with it.
+        `unlogged` are the step's metrics if its evaluation was interrupted; the resumed run logs them.
         """
         self._unlogged = unlogged
         if self._begun != step and not self._published(step).exists():
@@ -87,7 +87,7 @@ class Checkpoints:
             await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
     async def complete(self, *, wait: bool = False) -> None:
-        """Make what was begun a checkpoint, if all ranks have written their share or after they have (`wait`)."""
+        """Complete the save that was started, if all ranks have written their part, or when they have (`wait`)."""
         if self._begun is None:
             return
         with self._tracker.phase("checkpoint"):
@@ -133,7 +133,7 @@ class Checkpoints:
 
     @contextmanager
     def _removed_when_full(self) -> Iterator[None]:
-        """Remove what was begun where the disk is full."""
+        """Remove the incomplete save on a DiskFullError."""
         try:
             yield
         except DiskFullError:
@@ -150,7 +150,7 @@ class Survey:
     damaged: Mapping[str, str]
 
     def settle(self, home: Path) -> None:
-        """Act on it: damaged checkpoints get another name, what half saves left goes, `latest` names the good one.
+        """Rename damaged checkpoints, remove incomplete saves, let `latest` name the good one.
 
         Raises StorageError.
         """
@@ -165,9 +165,9 @@ class Survey:
 
 
 def survey(earlier: EarlierRun) -> Survey:
-    """Look for the newest checkpoint whose every byte is as it was written, and change nothing.
+    """Find the newest checkpoint whose files match its manifest; read-only.
 
-    Only a file that is proven to be wrong speaks against a checkpoint. Raises StorageError for one that cannot be read
+    Only a file that proves to be wrong makes a checkpoint damaged. Raises StorageError for one that cannot be read
     at all, DataError if there are checkpoints and none is good.
     """
     # A run that begins needs none of torch's checkpoints.
@@ -194,7 +194,7 @@ def survey(earlier: EarlierRun) -> Survey:
 
 
 def plain_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as it may be written: secrets are references."""
+    """The recipe as JSON values, secrets as references."""
     import yaml
 
     return yaml.safe_load(to_yaml(recipe))

@@ -1,6 +1,6 @@
-"""How a start finds what it goes on from: the newest good checkpoint, of this model and this data; or nothing.
+"""Resuming: finds the newest good checkpoint of this model and this data, if there is one.
 
-All is read and refused first, and only then is the run folder changed.
+Everything is read and checked before the run folder is changed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Resume = Literal["if-any", "must"]
 """Whether a resumed run needs a checkpoint to go on from."""
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Fields of config.json that say nothing of which model it is."""
+"""Fields of config.json that do not identify a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Which models and data files a run uses, by field of the recipe: sha256 of config.json, and of each file."""
+    """Identities of a run's models and data, by field of the recipe: sha256 of config.json, and of each data file."""
 
     models: Mapping[str, str]
     data: Mapping[str, str]
 
     @classmethod
     def read(cls, recipe: Recipe) -> Self:
-        """Read what the recipe names. Raises DataError for a broken config.json, StorageError."""
+        """Hash the files that the recipe names. Raises DataError for a broken config.json, StorageError."""
         folders = {"model.path": recipe.model.path, **recipe.further_models}
         models = {field: _model_identity(Path(folder)) for field, folder in folders.items()}
         data = {}
@@ -48,15 +48,15 @@ class Inputs:
         return cls(models, data)
 
     def as_json(self) -> dict[str, Any]:
-        """What `driver.json` keeps of it."""
+        """JSON values for `driver.json`."""
         return {"models": dict(self.models), "data": dict(self.data)}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a start begins. Without a checkpoint: from the beginning.
+    """The origin of a start: a checkpoint, or without one the beginning.
 
-    `unlogged` are the metrics of the checkpoint's step where a signal cut its evaluation short.
+    `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation.
     """
 
     checkpoint: Path | None
@@ -65,7 +65,7 @@ class Origin:
 
 
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Origin:
-    """Find what to go on from, then begin the attempt in the run folder.
+    """Find the checkpoint to resume, then begin the attempt in the run folder.
 
     Raises ConfigError for another model, DataError for a checkpoint of another schema, for changed training data or
     where all checkpoints are damaged, StorageError where something cannot be read or written: nothing has been changed

@@ -1,5 +1,5 @@
-"""Signals that a run hears: those that ask it to stop (a time limit that comes near, a preemption, Ctrl-C, a terminal
-that was closed) and the one that asks where it is.
+"""Signals that a run handles: those that ask it to stop (time limit, preemption, Ctrl-C, closed terminal), and SIGQUIT,
+which asks for stacks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _ONE_REQUEST_SECONDS = 2.0
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop, but for those that it was started to ignore (nohup, a script's `&`)."""
+    """The signals that ask a run to stop, without those that were ignored at its start (nohup, a script's `&`)."""
     kept = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
     return [signal.SIGUSR1, signal.SIGTERM, *kept]
 
 
 class StopRequest:
-    """Whether the run shall save and leave, and by which signal.
+    """Whether a signal asked the run to save and stop, and which.
 
-    Until `steps_begin` there is nothing to save: a signal cancels the task that listens. Then the first one lets the
-    loop save after its step, and the second cancels the task.
+    Before `steps_begin` there is nothing to save: a signal cancels the listening task. From then on the first signal
+    makes the loop save after its step, and the second cancels the task.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class StopRequest:
         return self.by is not None
 
     def ask(self, signal_name: str) -> None:
-        """Have the run save and leave, if it is not doing so."""
+        """Ask the run to save and stop, unless it is asked already."""
         if self.by is None:
             self.by = signal_name
             self._notice(
@@ -49,14 +49,14 @@ class StopRequest:
             )
 
     def steps_begin(self) -> None:
-        """From now on steps are under way, which are to be saved."""
+        """The first step begins: from now on there is progress to save."""
         self._has_steps = True
 
     @contextmanager
     def heard(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
-        """Listen while the calling task runs; `notice` tells the terminal. Signals that come later are ignored.
+        """Within it signals are handled for the calling task; `notice` prints on the terminal. Later ones are ignored.
 
-        Raises StoppedError or EndedError where a signal cancelled the task.
+        Raises StoppedError or EndedError if a signal cancelled the task.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -97,7 +97,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Within, until a `StopRequest` listens, a signal raises StoppedError: nothing is under way that could be lost."""
+    """Within it, until a `StopRequest` listens, a signal raises StoppedError: there is nothing to save yet."""
 
     def leave(number: int, _: object) -> None:
         raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
@@ -111,7 +111,7 @@ def stopping_at_once() -> Iterator[None]:
 
 
 class StackRequest:
-    """What SIGQUIT asks of others beside the driver; `ask_others` is to be set once there are any."""
+    """The request for stacks by SIGQUIT; `ask_others`, to be set once there are ranks, asks them too."""
 
     def __init__(self) -> None:
         self.ask_others: Callable[[], object] = lambda: None
@@ -119,7 +119,7 @@ class StackRequest:
 
 @contextmanager
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
-    """Within, SIGQUIT has the stacks of all the driver's threads written to `driver.log`; the run goes on."""
+    """Within it SIGQUIT writes the stacks of all the driver's threads to `driver.log`; the run goes on."""
     request = StackRequest()
     path = logs_folder / "driver.log"
 

@@ -1,4 +1,4 @@
-"""What earlier starts left in a run's folder, read without changing anything."""
+"""The state of a run folder that an earlier start left; read-only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.files.atomic import storage_faults_named
 from megarl.types import ConfigError, DataError
 
 SCHEMA = 2
-"""Version of the recipe's fields and of the driver's state in a checkpoint: one more where names change in either."""
+"""Version of the names of the recipe's fields and of the driver's state in a checkpoint."""
 
 DRIVER = "driver.json"
-"""File of a checkpoint with the driver's state."""
+"""The file of a checkpoint with the driver's state."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
@@ -25,19 +25,19 @@ _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """A run folder as it is found. `status` is empty where status.json is missing or no JSON object."""
+    """A run folder as found. `status` is empty where status.json is missing or no JSON object."""
 
     path: Path
     status: Mapping[str, Any]
     has_status: bool
     checkpoints: tuple[Path, ...]
-    """Complete checkpoints, whether damaged or not, the newest first."""
+    """Complete checkpoints, newest first; they may be damaged."""
     damaged: tuple[Path, ...]
-    """Those that were found to be damaged and renamed."""
+    """Checkpoints that earlier starts found damaged and renamed."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises StorageError where the folder is there and cannot be read."""
+        """Read the folder, which may be missing. Raises StorageError if it cannot be read."""
         home = path / "checkpoints"
         with storage_faults_named(path):
             content = _content(path / "status.json")
@@ -52,11 +52,11 @@ class EarlierRun:
 
     @property
     def step(self) -> int:
-        """The newest step that was trained, as far as status.json tells."""
+        """The last trained step by status.json."""
         return whole_number(self.status.get("step"))
 
     def recipe(self) -> dict[str, Any]:
-        """The recipe in config.yaml as plain values; empty where it cannot be read."""
+        """The recipe in config.yaml as JSON values; empty where it cannot be read."""
         import yaml
 
         with storage_faults_named(self.path):
@@ -87,7 +87,7 @@ class EarlierRun:
         )
 
     def finished_text(self, steps: int) -> str | None:
-        """What to tell if the run has finished and `steps` asks for no more of it."""
+        """The message if the run has finished and `steps` is no more than it has; else None."""
         if self.status.get("state") != "done" or self.step < steps:
             return None
         return (
@@ -113,7 +113,7 @@ class EarlierRun:
 
 
 def refuse_other_schema(checkpoint: Path) -> None:
-    """Raise DataError for a checkpoint that another schema wrote; one that cannot be read is not judged here."""
+    """Raise DataError for a checkpoint of another schema; an unreadable one is left to other checks."""
     with storage_faults_named(checkpoint):
         content = _content(checkpoint / DRIVER)
     if not (driver := _as_object(content)):
@@ -134,12 +134,12 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step after which a checkpoint was made."""
+    """The step of a checkpoint, from its name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def whole_number(value: Any) -> int:
-    """A count of status.json; 0 where it is none."""
+    """A whole number of status.json; 0 for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -159,7 +159,7 @@ def _as_object(content: bytes | None) -> dict[str, Any]:
 
 
 def _folders(home: Path) -> list[Path]:
-    """The folders in a folder. Unlike Path.glob, this does not take one that cannot be read for an empty one."""
+    """The folders in a folder. Raises OSError if it cannot be read, unlike Path.glob."""
     try:
         with os.scandir(home) as entries:
             return [home / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -1,4 +1,4 @@
-"""TensorBoard's event file, written at once: TensorBoard's own writer has a thread that fails where nobody sees it."""
+"""A synchronous writer of TensorBoard's event files; errors of TensorBoard's own, in its thread, go unnoticed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _numbers = itertools.count()
 
 
 class EventFile:
-    """A new event file in a folder. Every method raises OSError where it cannot be written.
+    """A new event file in a folder. Every method raises OSError if it cannot be written.
 
-    `purge_step`: TensorBoard forgets what earlier files say of this step and later ones.
+    `purge_step`: TensorBoard discards this step and later ones of earlier files.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
@@ -44,7 +44,7 @@ class EventFile:
         self._write(Event(step=step, summary=text_summary(tag, text)))
 
     def sync(self) -> None:
-        """Have the disk hold what was added."""
+        """fsync what was added."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Numbers that carry their own reduction, so that no reader has to guess it from a name.
+"""Metrics that carry their reduction over ranks and microbatches: mean, sum, maximum.
 
-A mean weighs its parts by their counts; a NaN in any part is a NaN of the whole.
+A mean is weighted by counts; a NaN in any part makes the whole NaN.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of one rank or microbatch. The subclass says how two become one."""
+    """A number of one rank or microbatch; the subclass is its reduction."""
 
     number: float
 
@@ -20,13 +20,13 @@ class Metric:
         return self.number
 
     def merged(self, other: Metric) -> Metric:
-        """This and another of the same subclass as one."""
+        """The reduction of this and another metric of the same subclass."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Mean(Metric):
-    """A mean over `count` items: tokens, sequences, steps. Over no items it is NaN, and weighs nothing."""
+    """A mean over `count` items: tokens, sequences, steps. Over no items it is NaN, with weight zero."""
 
     count: float = 1.0
 
@@ -42,7 +42,7 @@ class Mean(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Sum(Metric):
-    """A total."""
+    """A sum."""
 
     def merged(self, other: Metric) -> Sum:
         return Sum(self.number + other.number)
@@ -50,16 +50,16 @@ class Sum(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Max(Metric):
-    """The largest."""
+    """A maximum."""
 
     def merged(self, other: Metric) -> Metric:
         return self if math.isnan(self.number) or self.number >= other.number else other
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """The metrics of several ranks or microbatches as one; a name may be absent from some.
+    """Reduce the metrics of several ranks or microbatches by name; some may lack a name.
 
-    Raises TypeError where a name has two reductions.
+    Raises TypeError for a name with two reductions.
     """
     merged: dict[str, Metric] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""The folder of one run: its lock, its recipe as it was run, its state."""
+"""The folder of a run: lock, recipe, status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedEr
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
 _STATUS_BYTES = 512
-"""Size of status.json until the run ends, padded with spaces: how it ended has room there on a full disk too."""
+"""Size of status.json, padded with spaces until the run ends: so its end can be written on a full disk too."""
 
 
 class RunFolder:
@@ -38,15 +38,15 @@ class RunFolder:
     Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets hidden),
     `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model), `logs/` (for
     each attempt a folder with its recipe and its ranks' output, and a link to the latest) and, of runs that were begun
-    anew, `earlier/`. As a context manager it writes the state the run ended in. `resumed_step` is the step after
-    which it was taken up again, 0 for a new run.
+    anew, `earlier/`. As a context manager it writes how the run ended. `resumed_step` is the step of the
+    checkpoint that it was resumed from, 0 for a new run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
-        """Make and lock the folder, and look at what it holds; `begin` is the first to change anything.
+        """Make and lock the folder and read its state; only `begin` changes anything.
 
-        Raises ConfigError where the folder cannot be made or holds an earlier run that is neither to be resumed nor to
-        be begun anew, RunFolderLockedError where another process owns it, StorageError where it cannot be read.
+        Raises ConfigError where the folder cannot be made or has an earlier run that is neither to be resumed nor to
+        be moved aside, RunFolderLockedError where another process owns it, StorageError where it cannot be read.
         """
         self.path = run_path(recipe)
         self.metrics_file = self.path / "metrics.jsonl"
@@ -73,11 +73,11 @@ class RunFolder:
             raise
 
     def begin(self, step: int | None = None, most_restarts: int | None = None) -> int:
-        """Begin an attempt: from the beginning, or from the checkpoint of a step, and forget what came after it.
+        """Begin an attempt, from the beginning or from the checkpoint of a step; remove metrics and samples after it.
 
-        Returns how many lines of metrics.jsonl were left out as unreadable, not counting one that was cut short at the
-        end. Raises MegarlError if the run was taken up from there more than `most_restarts` times in a row,
-        StorageError where a file cannot be written; nothing of an earlier attempt is lost then.
+        Returns the number of unreadable lines of metrics.jsonl that were removed, not counting one cut short at the
+        end. Raises MegarlError if the run was resumed from there more than `most_restarts` times in a row, StorageError
+        where a file cannot be written; nothing of an earlier attempt is lost then.
         """
         self._count_restart(step or 0, most_restarts)
         with storage_faults_named(self.path):
@@ -104,9 +104,9 @@ class RunFolder:
         exit_code: int | None = None,
         rank: int | None = None,
     ) -> None:
-        """Write status.json, whole or not at all; what is left out stays as it was.
+        """Update status.json atomically; fields that are left out keep their values.
 
-        `cause` says in words why a run ended, `exit_code` what the process returns, `rank` who failed first.
+        `cause` is why a run ended, in words; `exit_code` the process's; `rank` the one that failed first.
         """
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
@@ -118,7 +118,7 @@ class RunFolder:
         replace_text(self.path / "status.json", text + "\n")
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count in `restarts` how often the run was taken up again in a row without a step gained."""
+        """Count in `restarts` the resumes in a row without a new step."""
         if step:
             self._status["resumed_step"] = step
         if not self._counted or step > whole_number(self._counted.get("resumed_step")):
@@ -132,7 +132,7 @@ class RunFolder:
         self._status["restarts"] = restarts + 1
 
     def _move_aside(self) -> None:
-        """Move all that the folder holds into a new folder below `earlier/`."""
+        """Move the folder's contents into a new folder below `earlier/`."""
         moved = [path for path in self.path.iterdir() if path.name not in ("lock", "earlier")]
         if not moved:
             return
@@ -142,7 +142,7 @@ class RunFolder:
             path.rename(target / path.name)
 
     def _forget_after(self, step: int | None) -> int:
-        """Take what came after a step, or all, out of metrics and samples; how many lines of metrics are unreadable."""
+        """Remove metrics and samples after a step, or all. Returns the number of unreadable lines of metrics.jsonl."""
         last = -1 if step is None else step
         unreadable = 0
         if self.metrics_file.exists():
@@ -165,14 +165,14 @@ class RunFolder:
         self._is_config_current = True
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Unlock the folder."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write how the run ended. Raises StorageError in place of an error that the folder or its disk led to."""
+        """Write how the run ended. Raises StorageError in place of an error that the folder or its disk caused."""
         broken = None if error is None else storage_error(self.path, error)
         try:
             if self._has_begun:
@@ -202,9 +202,9 @@ class RunFolder:
             self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
 
     def _overwrite_status(self) -> None:
-        """Write status.json over itself, with as much of the cause as there is room for: a full disk takes no new file.
+        """Overwrite status.json in place, with as much of the cause as fits: on a full disk no new file can be made.
 
-        Not atomic: for a moment a reader may find no JSON there.
+        Not atomic: for a moment a reader may find invalid JSON.
         """
         with (self.path / "status.json").open("r+b", buffering=0) as file:
             room = os.fstat(file.fileno()).st_size
@@ -217,7 +217,7 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def _acquire(self) -> int:
-        """The descriptor of the locked lock file; the kernel frees the lock when the process ends, however it ends."""
+        """Lock the lock file, until the process ends in any way; returns its descriptor."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -250,7 +250,7 @@ def run_path(recipe: Recipe) -> Path:
 
 
 def _new_attempt(logs: Path) -> Path:
-    """The folder for the logs of this start of a run."""
+    """A new folder for the logs of this attempt."""
     logs.mkdir(exist_ok=True)
     names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in logs.iterdir())
     folder = logs / f"attempt_{1 + max((int(name[1]) for name in names if name), default=0)}"
@@ -262,7 +262,7 @@ def _new_attempt(logs: Path) -> Path:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or where it is taken, one with a number behind it."""
+    """The path, or if it exists the first free one with a number appended."""
     number = 1
     free = path
     while free.exists():
@@ -272,7 +272,7 @@ def _unused(path: Path) -> Path:
 
 
 def _step(line: bytes) -> float | None:
-    """The step of a line of metrics.jsonl; None where the line is not readable."""
+    """The step of a line of metrics.jsonl; None if the line is unreadable."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

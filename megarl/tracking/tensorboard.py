@@ -1,4 +1,4 @@
-"""A run's curves and sample texts in TensorBoard."""
+"""The TensorBoard tracker: scalars and sample texts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TensorBoard:
         self.events.add_scalars(scalars, step)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Show the first records of each call as text under `samples/SET/NUMBER`."""
+        """Add the first records of each call as texts `samples/SET/NUMBER`."""
         for number, record in enumerate(records[:_SAMPLES_SHOWN]):
             self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
 
     def sync(self) -> None:
-        """Have the disk hold what was added."""
+        """fsync what was added."""
         self.events.sync()
 
     def close(self) -> None:
@@ -38,6 +38,6 @@ class TensorBoard:
 
 
 def _markdown(record: Mapping[str, Any]) -> str:
-    """A record as TensorBoard renders it: each field a heading and, untouched, its text."""
+    """A record as Markdown: each field a heading and its text as a code block."""
     fields = ((name, value if isinstance(value, str) else repr(value)) for name, value in record.items())
     return "\n\n".join(f"**{name}**\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in fields)

@@ -1,4 +1,4 @@
-"""One step, written to all who read along: metrics.jsonl, the console, sample texts, the recipe's trackers."""
+"""Logging of steps: metrics.jsonl, the console, sample texts, the recipe's trackers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.types import DiskFullError
 
 
 class Tracker:
-    """Writes the metrics and samples of a run into its folder, and a line a step to the console.
+    """Writes the metrics and samples of a run to its folder, and a line per step to the console.
 
     Adds to each step's scalars, in seconds:
       `time/step_seconds`: wall time since the step before (or since the tracker was made)
@@ -54,7 +54,7 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the block to `time/NAME_seconds` of the step that is logged next."""
+        """Add the time of the block to `time/NAME_seconds` of the next logged step."""
         started = time.monotonic()
         try:
             yield
@@ -63,7 +63,7 @@ class Tracker:
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write a step's scalars; steps only grow. A value that is not finite is null in metrics.jsonl."""
+        """Log a step's scalars; steps increase. A value that is not finite is null in metrics.jsonl."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}; a step is logged once")
         now = time.monotonic()
@@ -77,9 +77,9 @@ class Tracker:
         self._print(step, row, now)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl; the trackers get them too.
+        """Append records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl and pass them to the trackers.
 
-        `set` of a record says whose it is: a validation set's, or, where it is left out, training's.
+        `set` of a record names its validation set; records without one are training's.
         """
         path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
         plain = [_plain(record) for record in records]
@@ -87,12 +87,12 @@ class Tracker:
         self._to_trackers(lambda tracker: tracker.samples(step, plain))
 
     def flush(self) -> None:
-        """Have what was logged outlive a crash of the machine, as far as files do."""
+        """fsync what was logged."""
         sync(self._folder.metrics_file)
         self._to_trackers(lambda tracker: tracker.sync())
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._to_trackers(lambda tracker: tracker.close())
         self._trackers = {}
 
@@ -104,9 +104,9 @@ class Tracker:
             self._give_up(name, error)
 
     def _to_trackers(self, tell: Callable[[RunTracker], object]) -> None:
-        """Tell every tracker. Curves are not worth a run: one that fails is given up, said once.
+        """Call every tracker. One that fails is dropped with a warning; the run goes on.
 
-        Raises DiskFullError: where curves have no room, neither has anything else.
+        Raises DiskFullError: on a full disk nothing else can be written either.
         """
         for name, tracker in list(self._trackers.items()):
             try:
@@ -119,11 +119,11 @@ class Tracker:
                 self._give_up(name, error)
 
     def tell(self, text: str) -> None:
-        """Say a line to the person at the terminal."""
+        """Print a line on the console."""
         self._console.print(text, style="dim", soft_wrap=True, markup=False)
 
     def notice(self, text: str) -> None:
-        """Tell the person at the terminal what they might not expect."""
+        """Print a warning on the console."""
         self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
 
     def _give_up(self, name: str, error: Exception) -> None:
@@ -151,7 +151,7 @@ def _json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can say it: arrays as lists, numbers that are not finite as null, text as UTF-8."""
+    """A JSON value: arrays as lists, numbers that are not finite as null, text that UTF-8 can encode."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):

@@ -36,10 +36,7 @@ BANNED = {
 }
 """Paraphrases of a standard term (as regular expressions, any case) and the term that says it."""
 
-UNCLEAN = {
-    "checkpoint", "cluster", "console", "families", "files", "loops", "models", "platform", "reshard", "rewards",
-    "rollout", "terminal", "tracking", "types", "worker",
-}  # fmt: skip
+UNCLEAN = {"cluster", "loops", "rewards", "rollout", "worker"}
 """Rooms in which docstrings still open with "What": to be emptied, never to grow."""
 
 
