@@ -1,9 +1,9 @@
-"""Rewards: how good a sample is, decided by functions of its text, the gold answer and more.
+"""Rewards: functions of a sample's text, its gold answer and more.
 
 A reward function is called with keywords: its parameters are named after the values of a sample that it wants
 (`calling.PARAMETERS`), in any order, so that `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)`
-and `def f(record, num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None where it has no
-opinion (`scores`). It is free to be slow: it runs in a process of its own that is killed at a deadline. A recipe names
+and `def f(record, num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None where it does
+not apply (`scores`). It may be slow: it runs in a process of its own that is killed at a deadline. A recipe names
 functions of the table below, or its own as `package.module:function` or `path/to/file.py:function`, each with a weight
 and keyword arguments of its own if it likes.
 
@@ -33,7 +33,7 @@ SYSTEM_PROMPTS = {
         "<think> your thoughts </think><answer> your answer </answer>"
     ),
 }
-"""The instruction that a function's format needs, for `data.system_prompt: default`."""
+"""Instructions for the formats of functions, used with `data.system_prompt: default`."""
 
 
 _CHOICES = Choices("reward.functions", "reward", "function", REWARDS)

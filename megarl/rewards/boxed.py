@@ -22,7 +22,7 @@ def boxed(completion_text: str, answer: str, *, correct_score: float = 1.0) -> R
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{}, its braces balanced; None without a box or if the last is never closed."""
+    """The contents of the last \\boxed{}, up to its matching brace; None without a box or if the last is not closed."""
     start = text.rfind(_OPENING)
     if start < 0:
         return None

@@ -1,4 +1,4 @@
-"""What reward functions are called with, known by the names of their parameters."""
+"""Arguments of reward functions, chosen by the names of their parameters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ PARAMETERS = {
     "turn": "int: number of the turn, from 1",
     "correct_score": "float: reward.correct_score",
 }
-"""Values of a sample that a reward function may have parameters for, by name."""
+"""The values of a sample that a reward function may take, by the name of its parameter."""
 
 _OF_THE_RECIPE = ("correct_score",)
-"""Parameters whose value a function's kwargs may replace: no part of the sample."""
+"""Parameters that are no part of the sample; a function's kwargs may replace their values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion to score and what is known of it; plain values that JSON can hold."""
+    """A completion to score, with its problem and its place in the attempt; JSON values."""
 
     completion_text: str
     answer: str
@@ -51,7 +51,7 @@ class Sample:
         prompt_messages: Sequence[Mapping[str, Any]],
         turn: int,
     ) -> Sample:
-        """A completion in an attempt at a problem, its number among the attempt's completions counted from 1."""
+        """The sample of a completion; `turn` is its number among the attempt's completions, from 1."""
         return cls(
             completion_text,
             problem.answer,
@@ -82,27 +82,27 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class BoundFunction:
-    """A reward function and how it is called."""
+    """A reward function with its arguments."""
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """Names of `PARAMETERS` that it takes."""
+    """The `PARAMETERS` that it takes, by name."""
     positional: Mapping[str, Any]
-    """Its parameters that go by position only, in order, and their defaults."""
+    """Its positional-only parameters, in order, with their defaults."""
     kwargs: Mapping[str, Any]
-    """What the recipe gives it besides."""
+    """The recipe's keyword arguments for it."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Its result for the values of a sample, which may be more than it needs."""
+        """The function's result for the values of a sample; values that it does not take are left out."""
         given = {name: values[name] for name in self.needs} | dict(self.kwargs)
         arguments = [given.pop(name, default) for name, default in self.positional.items()]
         return self.function(*arguments, **given)
 
 
 def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> BoundFunction:
-    """The function as the recipe wants it called, with these `kwargs` besides the values of a sample.
+    """Bind a function to the recipe's `kwargs`.
 
-    Raises ConfigError for a required parameter that nothing gives and for keyword arguments that it does not take.
+    Raises ConfigError for a required parameter without a value and for keyword arguments that it does not take.
     """
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -1,6 +1,6 @@
-"""Messages between the driver and a reward process: JSON objects, each after its length.
+"""Messages between the driver and a reward process: JSON objects, each preceded by its length.
 
-Nothing that arrives is executed or unpickled, whoever wrote it.
+Nothing that is received is executed or unpickled.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_REPLY_BYTES = 64 << 10
-"""A reply is three values or a shortened traceback."""
+"""Limit of a reply: scores or a shortened traceback."""
 
 _LENGTH = struct.Struct("!I")
 _PART_BYTES = 1 << 20
 
 Patience = Callable[[], float]
-"""Gives the seconds to wait before it is asked again; raises where there are none left. Without one, waits for ever."""
+"""Returns the seconds to wait before it is called again, and raises when time is up. None: wait for ever."""
 
 
 class FrameError(Exception):
-    """What arrived is not a message of this protocol."""
+    """A received message is not one of this protocol."""
 
 
 class UnsendableError(Exception):
-    """What is to be sent holds a value that JSON has not."""
+    """A message has a value that JSON cannot represent."""
 
 
 def send(connection: socket.socket, message: dict[str, Any], patience: Patience | None = None) -> None:
-    """Write a whole message.
+    """Send a message.
 
-    Raises UnsendableError, before anything is written, for what JSON cannot hold, OSError where nobody reads any more,
-    and what `patience` raises.
+    Raises UnsendableError, before anything is sent, for a value that JSON cannot represent, OSError if the other side
+    is gone, and what `patience` raises.
     """
     try:
         payload = json.dumps(message, allow_nan=False).encode()
@@ -51,10 +51,10 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
 
 
 def receive(connection: socket.socket, max_bytes: int | None, patience: Patience | None = None) -> dict[str, Any]:
-    """Read a whole message.
+    """Receive a message.
 
-    Raises EOFError where the other side is gone, FrameError for a message above `max_bytes` or that is no JSON object,
-    and what `patience` raises.
+    Raises EOFError if the other side is gone, FrameError for a message above `max_bytes` or that is no JSON object, and
+    what `patience` raises.
     """
     (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, patience))
     if max_bytes is not None and size > max_bytes:

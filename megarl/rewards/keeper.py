@@ -1,7 +1,7 @@
-"""The parent of a reward process: it keeps what functions print within bounds and lets nothing outlive the driver.
+"""The keeper of a reward process: its parent, which limits its output and ends it with the driver.
 
-A process of its own, so that it can adopt whatever the functions start, also what leaves their process group, and
-kill it all when the reward process or the driver ends.
+It is a process of its own, so that it can adopt all processes that the functions start, also those that leave their
+process group, and kill them when the reward process or the driver ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NoReturn
 from megarl.platform.processes import adopt_orphans, die_with, kill_descendants
 
 MAX_LOG_BYTES = 1 << 20
-"""Most that one log of a reward process holds; what is printed beyond it is dropped."""
+"""Limit of a reward process's log; further output is dropped."""
 
 _PART_BYTES = 64 << 10
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that Slurm or a terminal sends to all processes of a job: the driver decides what they mean."""
+"""Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
 
 
 def keep(connection_descriptor: int, log_file: str | None) -> NoReturn:
@@ -71,7 +71,7 @@ def _be_reward_process(keeper: int, connection: socket.socket, printed: int) -> 
 
 
 def _ignore_ending_signals() -> None:
-    """Let signals to the whole job pass; processes that functions fork or start react to them as ever."""
+    """Ignore signals to the whole job; processes that functions fork or start handle them by default."""
     for number in _ENDING_SIGNALS:
         signal.signal(number, lambda *_: None)
 
@@ -84,14 +84,14 @@ def _ignore_ending_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
 
     def hold() -> None:
-        """A signal to a child that is not ready yet waits until it is."""
+        """Block the signals until the child is ready to handle them."""
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
 
 
 def _watch(child: int, output: int, log: _CappedLog) -> int:
-    """Copy what is printed and reap orphans until the child ends: its exit code; or until stdin is closed: 0."""
+    """Copy output and reap orphans until the child ends or stdin is closed. Returns the child's exit code, or 0."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     for number in (*_ENDING_SIGNALS, signal.SIGCHLD):
@@ -115,7 +115,7 @@ def _watch(child: int, output: int, log: _CappedLog) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Wait for all that ended: the exit code of `child` (128 + signal), if it is among them."""
+    """Reap all that ended. Returns the exit code of `child` (128 + signal), if it is among them."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -126,7 +126,7 @@ def _reap(child: int) -> int | None:
 
 
 class _CappedLog:
-    """A file that is made at the first byte and never grows beyond the cap."""
+    """A log file that is created with its first byte and limited to `MAX_LOG_BYTES`."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -134,7 +134,7 @@ class _CappedLog:
         self._room = MAX_LOG_BYTES if path else 0
 
     def copy(self, output: int) -> bool:
-        """Copy a part of what was printed, from a pipe that has some or is closed; False where it is closed."""
+        """Copy available output from a pipe; False if the pipe is closed."""
         part = os.read(output, _PART_BYTES)
         if part and self._room > 0:
             self._write(part)

@@ -1,7 +1,7 @@
-"""Whether a predicted answer and the gold answer are the same mathematics.
+"""Mathematical equivalence of a predicted and a gold answer.
 
-math-verify's own time-outs are switched off: they are alarms of the main thread that some answers ignore. The caps
-below refuse the answers known to take for ever; what passes them and still hangs is the caller's to kill.
+math-verify's own timeouts are disabled: they are alarms of the main thread that some answers ignore. The caps below
+refuse answers that are known to take for ever; others that hang must be killed by the caller.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WRITTEN_OTHERWISE = {
     "\u00a0": " ", "\u202f": " ", "\u2009": " ", r"\;": " ", r"\:": " ", r"\quad": " ",
     r"\begin{bmatrix}": r"\begin{pmatrix}", r"\end{bmatrix}": r"\end{pmatrix}",
 }  # fmt: skip
-"""Signs of Unicode and spellings of LaTeX, and the spelling that is read."""
+"""Unicode characters and LaTeX spellings, each with its normalised spelling."""
 _SPELLING = re.compile(
     "|".join(
         re.escape(sign) + ("(?![A-Za-z])" if sign[-1].isalpha() and sign[0] == "\\" else "")
@@ -71,10 +71,10 @@ _FUNCTIONS = set(
     pi infinity inf oo
     """.split()  # noqa: SIM905
 )
-"""Words that are mathematics."""
+"""Words that are mathematical functions or constants."""
 _CONNECTIVES = {"or", "and"}
 _PRODUCT = re.compile(r"[xyz]{2,3}|[a-c][x-z]|[x-z][a-c]")
-"""Letters side by side that are a product, in an answer of letters alone; others are a word."""
+"""Adjacent letters that are a product, in an answer of letters only; others are a word."""
 _EXACT_DIGITS = 50
 
 for _logger_name in ("math_verify.parser", "math_verify.grader"):
@@ -82,7 +82,7 @@ for _logger_name in ("math_verify.parser", "math_verify.grader"):
 
 
 def agreement(prediction: str, answer: str) -> float:
-    """1 if `prediction` equals `answer`, 0 if not, and half if it does but is no mathematics though the answer is.
+    """1 if `prediction` equals `answer`; 0.5 if it does but cannot be parsed while the answer can; else 0.
 
     Both are LaTeX or plain text, with or without an enclosing \\boxed{}. In turn: equal texts agree; plain numbers and
     quantities are compared exactly (`quantities`); words are compared as words; all else is parsed and compared by
@@ -121,7 +121,7 @@ def agreement(prediction: str, answer: str) -> float:
 
 
 def is_within_caps(text: str) -> bool:
-    """Whether `text` is short, flat and small enough in its powers, factorials and binomials to be parsed."""
+    """Whether a text's length, nesting, powers, factorials and binomials are small enough for the parser."""
     if len(text) > MAX_ANSWER_CHARACTERS or _POWER_TOWER.search(text) or _NESTED_FACTORIAL.search(text):
         return False
     depth = deepest = 0
@@ -137,7 +137,7 @@ def is_within_caps(text: str) -> bool:
 
 
 def _normalized(text: str) -> str:
-    """The text without a box, dollar signs or a full stop around all of it, in one spelling."""
+    """The text in normalised spelling, without an enclosing box, dollar signs or a final full stop."""
     text = text.strip()
     if text.startswith(_BOX) and text.endswith("}") and text.count(_BOX) == 1:
         text = text[len(_BOX) : -1].strip()
@@ -171,7 +171,7 @@ def _caseless(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Whether the text is words, or letters that stand for a choice, and nothing to calculate with."""
+    """Whether the text is words, or letters of a multiple choice, without mathematics."""
     plain = _plain_text(text).strip("()[]{}\"'` ")
     if not re.fullmatch(r"[A-Za-z][A-Za-z\s,.'-]*", plain):
         return False
@@ -182,21 +182,21 @@ def _is_words(text: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text, for comparison; a single letter keeps its case."""
+    """The words of a text for comparison, in lower case but for single letters."""
     words = re.findall(r"[A-Za-z0-9]+|[^\sA-Za-z0-9]", _plain_text(text))
     kept = [word for word in words if word not in "()[]{}\"'`.,'-"]
     return [word.lower() if len(word) > 1 else word for word in kept]
 
 
 def _long_words(text: str) -> list[str]:
-    """Runs of letters in a formula that are no product of variables: "listen", "AB"; in order, if any."""
+    """Runs of letters in a formula that are no product of variables, such as "listen" and "AB", in order."""
     found = _WORD.findall(_COMMAND.sub(" ", _plain_text(text)))
     words = (word for word in found if word.lower() not in _FUNCTIONS | _CONNECTIVES)
     return [word.lower() for word in words if len(word) > 3 or not word.islower()]
 
 
 def _is_same_expression(gold_text: str, predicted_text: str, scale: Fraction) -> bool:
-    """Whether two formulas are equal, the prediction taken `scale` times."""
+    """Whether two formulas are equal, the prediction multiplied by `scale`."""
     gold, predicted = _expressions(gold_text), _expressions(predicted_text)
     if not gold or not predicted:
         return False
@@ -220,7 +220,7 @@ def _is_equal(gold: Any, predicted: Any) -> bool:
 
 
 def _names_its_value(predicted: Any) -> bool:
-    """Whether an equation, if it is one, assigns a variable or holds; the right side of any other is no answer."""
+    """Whether a prediction is an answer: an equation must assign a variable or hold, else its right side is none."""
     if isinstance(predicted, sympy.FiniteSet):
         return all(_names_its_value(each) for each in predicted.args)
     if isinstance(predicted, sympy.And):
@@ -235,7 +235,7 @@ def _names_its_value(predicted: Any) -> bool:
 
 
 def _number(expression: Any) -> Any:
-    """A formula's value in 50 digits; None of one with variables, and of what is no number."""
+    """A formula's value in 50 digits; None for one with variables or without a numeric value."""
     if not isinstance(expression, sympy.Expr) or expression.free_symbols:
         return None
     value = expression.doit().evalf(_EXACT_DIGITS)
@@ -247,7 +247,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _expressions(text: str) -> list[Any]:
-    """What math-verify reads in `text`, less the raw text that it falls back to; decimals as exact fractions."""
+    """The expressions that math-verify parses, without its fallback to raw text; decimals as exact fractions."""
     text = re.sub(r"(\\frac)\s*(\d)\s+(\d)", r"\1{\2}{\3}", text)
     if not is_within_caps(text) or _NOT_READ.search(text):
         return []
@@ -258,7 +258,7 @@ def _expressions(text: str) -> list[Any]:
 
 
 def _union(expression: Any) -> Any:
-    """`x<1 or x>2`, which math-verify reads as a set of inequalities, as the set of numbers that meet one of them."""
+    """The set of numbers of `x<1 or x>2`, which math-verify parses as a set of inequalities."""
     inequalities = sympy.Ne | sympy.Lt | sympy.Le | sympy.Gt | sympy.Ge
     parts: tuple[Any, ...] = expression.args if isinstance(expression, sympy.FiniteSet) else ()
     if not parts or not all(isinstance(part, inequalities) for part in parts):

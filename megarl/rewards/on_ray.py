@@ -18,13 +18,13 @@ from megarl.types import PeerLostError
 
 
 def on_nodes_in_turn() -> MakeScorer:
-    """Makes reward workers, each on the next of the cluster's nodes."""
+    """A constructor of reward workers, round-robin over the cluster's nodes."""
     nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
     return lambda settings, log_file: RayRewardWorker(next(nodes), settings, log_file)
 
 
 class RayRewardWorker:
-    """A `RewardWorker` that an actor has on a node; if that is lost, Ray starts it on another."""
+    """A `RewardWorker` in an actor on a node; if the node is lost, Ray restarts it on another."""
 
     def __init__(self, node: str, settings: WorkerSettings, log_file: str | None) -> None:
         there = NodeAffinitySchedulingStrategy(node, soft=True)
@@ -35,7 +35,7 @@ class RayRewardWorker:
         self._actor: Any = actor.remote(settings, log_file)
 
     def ask(self, sample: Sample) -> Scored:
-        """See `RewardWorker.ask`. Raises PeerLostError also if the cluster has no place for the actor any more."""
+        """See `RewardWorker.ask`. Raises PeerLostError also if the cluster has no room for the actor any more."""
         deadline = time.monotonic() + self._start_timeout_seconds
         while True:
             try:

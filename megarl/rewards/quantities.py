@@ -1,4 +1,4 @@
-"""Plain numbers and their units, read exactly.
+"""An exact parser of plain numbers with units.
 
 `1,234`, `3 1/2`, `1.5e3`, `0.\\overline{3}`, `33\\frac{1}{3}\\%`, `5\\text{ cm}^2`, `60 miles per hour`.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_DIGITS = 1000
-"""Longest number that is read, and largest power of ten."""
+"""Limit of a number's digits, and of its power of ten."""
 
 _DIGITS = r"(?:[1-9]\d{0,2}(?:(?:,|\{,\}|\\!|\\,|\\ | |~)+\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
@@ -35,12 +35,12 @@ _NUMBERS = {
     "power": re.compile(_POWER_OF_TEN),
     "decimal": re.compile(_DECIMAL),
 }
-"""Forms of an unsigned number; of two that match at one place, the longer counts."""
+"""Forms of an unsigned number; the longest match counts."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit as a multiple of base units: `cm^2` is 1/10000 of metre^2; `%` is 1/100 of nothing."""
+    """A unit as a multiple of base units: `cm^2` is 1/10000 of metre^2; `%` is 1/100, without dimensions."""
 
     factor: Fraction
     dimensions: tuple[tuple[str, int], ...]
@@ -48,7 +48,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact number, in a unit or in none."""
+    """An exact number with or without a unit."""
 
     number: Fraction
     unit: Unit | None = None
@@ -60,7 +60,7 @@ class Quantity:
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """The number that `text` is, with its unit; None for any other text."""
+    """Parse a text that is a number with or without a unit; None for any other text."""
     text, currency = _without_currency(text)
     number, end = _read_number(text)
     if number is None:
@@ -83,7 +83,7 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """An expression without the unit at its end, and that unit: a `\\text{...}`, or a known one in words."""
+    """Split an expression from the unit at its end: a `\\text{...}`, or a known unit in words."""
     text, currency = _without_currency(text)
     if currency is not None:
         return text, currency
@@ -101,8 +101,8 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
     """Whether the numbers are equal, exactly.
 
-    Units count when the gold answer has one: a prediction in another unit must come to the same, one without is taken
-    to be in the gold's. A percentage equals its hundredth part too.
+    Units are compared if the gold answer has one: a prediction in another unit is converted, one without has
+    the gold's. A percentage also equals its value as a fraction: 50% and 0.5.
     """
     if gold.unit and prediction.unit:
         return gold.unit.dimensions == prediction.unit.dimensions and gold.value == prediction.value
@@ -113,9 +113,9 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
 
 
 def read_unit(text: str, *, allow_unknown: bool) -> tuple[bool, Unit | None]:
-    """Whether `text` is a unit, and which; None is a unit that says nothing, such as "units" or "th" of "5th".
+    """Whether `text` is a unit, and which; None for a unit without meaning, such as "units" or "th" of "5th".
 
-    A word that is no known unit is one of its own ("apples"), if that is allowed.
+    With `allow_unknown`, any other word is a unit of its own ("apples").
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
@@ -148,7 +148,7 @@ _UNIT_PART = re.compile(
 
 
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
-    """Each word of a unit with its exponent; a None for what cannot be in a unit."""
+    """Each word of a unit with its exponent; None for text that cannot be in a unit."""
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
     text = re.sub(r"^(?:\s|\\,|\\ |~)+|\s+$", "", text.replace("\\ ", " "))
@@ -191,7 +191,7 @@ def _with_dimensions(unit: tuple[Fraction, dict[str, int]]) -> tuple[Fraction, t
 
 
 def _read_number(text: str) -> tuple[Fraction | None, int]:
-    """The number at the start of `text`, and where it ends."""
+    """The number at the start of `text`, and the index of its end."""
     sign = _SIGN.match(text)
     assert sign is not None
     found = [(form, match) for form, pattern in _NUMBERS.items() if (match := pattern.match(text, sign.end()))]
@@ -257,7 +257,7 @@ _NOT_A_UNIT = set(
     are the an at only between from for with without except divided modulo mod remainder choose squared cubed
     """.split()  # noqa: SIM905
 )
-"""Words beside a number that make it another number, or none."""
+"""Words beside a number that are no unit: they change it, or make it no number."""
 
 _LENGTH, _TIME, _MASS, _VOLUME = {"metre": 1}, {"second": 1}, {"gram": 1}, {"metre": 3}
 _LITRE = Fraction(1, 1000)

@@ -1,9 +1,9 @@
-"""Which results of a reward function count as rewards, their weighted sum, and each function's metrics.
+"""Results of reward functions: validation, weighted sum, and metrics by function.
 
 A function returns
 - a `megarl.types.Reward`: a score, and whether the format is valid and the answer correct;
-- a number, or True or False for 1 and 0: a score alone, which says nothing of format and answer;
-- None: it has no opinion of this sample, which counts nothing in the sum nor in the function's metrics.
+- a number, or True or False for 1 and 0: a score alone, without flags of format and answer;
+- None: it does not apply to this sample, and is left out of the sum and of the function's metrics.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megarl.rewards import metric_name
 from megarl.types import Reward
 
 MAX_ABSOLUTE_SCORE = 1e6
-"""Largest score: squares and sums of millions of such scores are exact enough in float32, those of 1e300 infinite."""
+"""Limit of a score: float32 sums of squares of millions of such scores are exact enough, and finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionScore:
-    """One function's opinion of a sample; None of format or answer: it does not say."""
+    """A function's score of a sample; flags are None if it does not judge format or answer."""
 
     score: float
     format_valid: bool | None = None
@@ -33,7 +33,7 @@ class FunctionScore:
 
 
 def checked(result: Any) -> FunctionScore | None:
-    """A function's result as plain values. Raises TypeError or ValueError where it is none of the kinds above."""
+    """Validate a function's result; None if it does not apply. Raises TypeError or ValueError for other kinds."""
     if result is None:
         return None
     if not isinstance(result, Reward):
@@ -50,7 +50,7 @@ def checked(result: Any) -> FunctionScore | None:
 
 
 def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, float]) -> Reward:
-    """The sum of weight x score over the functions that have an opinion; each function's own score beside.
+    """The reward: the sum of weight x score over the functions that apply, with each function's own score.
 
     Format and answer are good if all functions that speak of them say so. If none does, the format is valid and the
     answer correct where the sum is positive. Raises ValueError for too large a sum.

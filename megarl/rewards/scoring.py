@@ -18,7 +18,7 @@ from megarl.rewards.worker import Failure, RewardWorker, Scored, WorkerSettings
 
 
 class Scorer(Protocol):
-    """One reward process, somewhere."""
+    """A reward process, on this node or another."""
 
     def ask(self, sample: Sample) -> Scored:
         """See `RewardWorker.ask`."""
@@ -29,17 +29,17 @@ class Scorer(Protocol):
 
 
 MakeScorer = Callable[[WorkerSettings, str | None], Scorer]
-"""Starts a process for reward functions; the text is the path of the log for what they print."""
+"""Starts a process for reward functions; the text is the path of their output's log."""
 
 
 class RewardPool:
     """Score completions in `num_workers` processes that live until `close`.
 
-    A completion whose scoring takes too long, raises, ends its process, or gives anything but what `scores` describes,
-    with a finite score of moderate size, is scored zero and says so (`Scored.failure`). The clock starts when a process
-    has imported the functions and takes the completion. Construction starts the processes without waiting for them.
-    `make_worker` says where they are, `log_folder` where the logs of what they print go (`reward_NNNN.log`); `notice`
-    is told the first failure of each kind.
+    A completion whose scoring exceeds a time limit, raises, ends its process, or returns anything but what `scores`
+    accepts gets the score zero and a `Scored.failure`. Time is measured from when a process, its functions imported,
+    takes the completion. Construction starts the processes without waiting for them.
+    `make_worker` makes them, here or elsewhere; their output goes to `log_folder/reward_NNNN.log`; `notice` is called
+    with the first failure of each kind.
     """
 
     def __init__(

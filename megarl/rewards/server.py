@@ -1,4 +1,4 @@
-"""The body of a reward process: it imports the functions and answers for one completion after another."""
+"""The main function of a reward process: it imports the functions and scores one completion after another."""
 
 from __future__ import annotations
 

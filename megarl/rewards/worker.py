@@ -1,4 +1,4 @@
-"""The driver's side of one reward process: starts it, asks it, replaces it when it fails or takes too long."""
+"""The driver's side of a reward process: starts it, queries it, replaces it when it fails or exceeds a time limit."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megarl.rewards.scores import read_reply
 from megarl.types import ConfigError, PeerLostError, Reward
 
 _SHORT_SECONDS = 0.05
-"""An answer within it is not measured."""
+"""The CPU time of an answer within this time is not measured."""
 _END_SECONDS = 10.0
-"""How long the processes of a worker may take to end after SIGKILL, amid the kernel's own work."""
+"""Limit for the processes of a worker to end after SIGKILL."""
 _OWN_END_SECONDS = 2.0
-"""How long a process that hung up may take to end by itself, so that its exit code can be told."""
+"""Limit for a process that closed its connection to end by itself, so that its exit code is known."""
 _MAX_OUTPUT_CHARACTERS = 2000
 _KEEPER = """
 import json, sys
@@ -56,20 +56,20 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What reward processes run, where, and what they may take."""
+    """Settings of reward processes: functions, folder, limits."""
 
     functions: tuple[RewardFunctionConfig, ...]
     correct_score: float
     timeout_seconds: float
-    """CPU seconds of one completion, of the process and all that it starts."""
+    """Limit of CPU seconds per completion, of the process and its descendants."""
     wall_timeout_seconds: float
-    """Seconds by the clock of one completion."""
+    """Limit of wall-clock seconds per completion."""
     search_path: tuple[str, ...]
     """`sys.path` of the process."""
     folder: str
     """Its current folder."""
     start_timeout_seconds: float = 300.0
-    """Seconds by the clock until the functions are imported."""
+    """Limit of wall-clock seconds for the import of the functions."""
 
 
 def worker_settings(reward: RewardConfig) -> WorkerSettings:
@@ -89,7 +89,7 @@ def worker_settings(reward: RewardConfig) -> WorkerSettings:
 
 
 def _is_in(folder: str, name: str) -> bool:
-    """Whether a folder holds the top-level module of a recipe's own reward function; imports nothing."""
+    """Whether a folder has the top-level module of a recipe's own reward function; imports nothing."""
     if name in REWARDS:
         return False
     with suppress(ConfigError):
@@ -99,7 +99,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 class RewardWorker:
-    """One reward process with its keeper; used by one thread at a time, but closed by any."""
+    """A reward process with its keeper; used by one thread at a time, but closed by any."""
 
     def __init__(self, settings: WorkerSettings, log_file: str | None = None) -> None:
         """Start the process without waiting for it. What the functions print goes to `log_file`, within bounds.
@@ -188,7 +188,7 @@ class RewardWorker:
             raise FrameError(f"no reward: {error}") from None
 
     def _reply(self, limits: _Limits) -> dict[str, Any]:
-        """The reply to the newest request; those to earlier ones, from copies of the process, are dropped."""
+        """The reply to the newest request; replies to earlier ones, from forks of the process, are dropped."""
         while True:
             reply = receive(self._connection, MAX_REPLY_BYTES, limits.remaining)
             number = reply.get("id")
@@ -225,7 +225,7 @@ class RewardWorker:
             send(self._connection, start)
 
     def _restart(self, *, is_ending: bool = False) -> str:
-        """Replace the process: how the earlier one ended, if it `is_ending` by itself."""
+        """Replace the process. Returns how the earlier one ended, if it `is_ending` by itself."""
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("the reward processes were closed while a completion was scored")
@@ -237,7 +237,7 @@ class RewardWorker:
         return ended
 
     def _kill(self) -> str:
-        """Have the keeper kill all and end: how the reward process ended."""
+        """Have the keeper kill all processes and end. Returns how the reward process ended."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         try:
@@ -267,7 +267,7 @@ class RewardWorker:
         return remaining
 
     def _output(self) -> str:
-        """The end of what the functions printed, for an error message."""
+        """The end of the functions' output, for an error message."""
         if self._log_file is None:
             return ""
         try:
@@ -278,11 +278,11 @@ class RewardWorker:
 
 
 class _OverdueError(Exception):
-    """A limit of time is reached."""
+    """A time limit is exceeded."""
 
 
 class _Limits:
-    """The time limits of one request: CPU seconds of all below a keeper, and seconds by the clock."""
+    """The time limits of a request: CPU seconds of all descendants of a keeper, and wall-clock seconds."""
 
     def __init__(self, keeper: int, settings: WorkerSettings) -> None:
         self._keeper = keeper
@@ -293,7 +293,7 @@ class _Limits:
         self._cpu_used = 0.0
 
     def remaining(self) -> float:
-        """Seconds to wait until the limits must be looked at again. Raises _OverdueError where one is reached."""
+        """Seconds until the limits must be checked again. Raises _OverdueError if one is exceeded."""
         elapsed = time.monotonic() - self._started
         if elapsed >= self._wall_limit:
             raise _OverdueError(f"took more than reward.wall_timeout_seconds = {self._wall_limit:g} by the clock")
@@ -306,7 +306,7 @@ class _Limits:
         return min(max(self._cpu_limit - self._cpu_used, 0.01), wall_left)
 
     def check_cpu(self) -> None:
-        """Raise _OverdueError where the CPU limit is reached; what was answered at once is not measured."""
+        """Raise _OverdueError if the CPU limit is exceeded; a quick answer is not measured."""
         if self._cpu_before is None:
             return
         self._cpu_used = max(self._cpu_used, cpu_seconds_below(self._keeper) - self._cpu_before)

@@ -36,7 +36,7 @@ BANNED = {
 }
 """Paraphrases of a standard term (as regular expressions, any case) and the term that says it."""
 
-UNCLEAN = {"cluster", "loops", "rewards", "rollout", "worker"}
+UNCLEAN = {"cluster", "loops", "rollout", "worker"}
 """Rooms in which docstrings still open with "What": to be emptied, never to grow."""
 
 
