@@ -59,7 +59,7 @@ class _LocalHandle(RankHandle):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def show_stacks(self) -> None:
-        """Have the rank's fault handler write the stacks of all its threads to the log."""
+        """Make the rank's fault handler write the stacks of all its threads to the log."""
         if self.process.returncode is None:
             os.kill(self.process.pid, signal.SIGUSR2)
 

@@ -35,9 +35,9 @@ _LOOK_SECONDS = 0.1
 
 
 class RankFailedError(types.MegarlError):
-    """A rank raised an error that nobody foresaw; the message names the rank and the cause, a note has the traceback.
+    """A rank raised an unexpected error; the message has the rank and the cause, a note the traceback.
 
-    Its exit code is that of an internal error: started again, the run would most likely meet it again.
+    Its exit code is that of an internal error: a restarted run would most likely meet it again.
     """
 
     def __init__(self, rank: int, cause: str, details: str = "") -> None:
@@ -49,12 +49,12 @@ class RankFailedError(types.MegarlError):
 
 
 class RankLostError(RankFailedError, types.PeerLostError):
-    """A rank died, fell silent, or lost its device or its peers; a note has the end of its log or its traceback."""
+    """A rank died, missed a deadline, or lost its device or its peers; a note has its log's end or its traceback."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """A call that is under way: what its ranks were asked, and how long they may take."""
+    """A call in progress: its method, its deadline, its ranks' answers."""
 
     method: str
     limit: Limit
@@ -71,7 +71,7 @@ class _Call:
         return [handle for handle, answer in self.answers.items() if not answer.done()]
 
     def errors(self) -> list[Exception]:
-        """Why there is no answer of those that failed; a cancelled one has not failed."""
+        """The errors of answers that failed; a cancelled one has not failed."""
         ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
         return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
@@ -234,7 +234,7 @@ class WorkerGroup(ABC):
         return await asyncio.shield(self._ending)
 
     async def _leave(self) -> Exception:
-        """Let idle ranks leave by themselves."""
+        """Let the ranks exit by themselves, if no call is in progress, and end the group."""
         if not self._calls:
             for handle in self._handles:
                 with contextlib.suppress(OSError):
@@ -313,7 +313,7 @@ class WorkerGroup(ABC):
         self.show_stacks()
 
     async def _stacks(self) -> dict[int, str]:
-        """What each rank writes of its stacks when it is told to; nothing of one that cannot be reached, or stopped."""
+        """The stacks of each rank, empty for one that is stopped or cannot be reached."""
         ends = {handle: log_size(handle.log) for handle in self._handles}
         self._show_last_stacks()
         stacks: dict[int, str] = {}
@@ -326,7 +326,7 @@ class WorkerGroup(ABC):
                 return stacks
 
     async def _end(self) -> None:
-        """Kill what still lives and release everything."""
+        """Kill all remaining processes and release all resources."""
         handles, self._handles = self._handles, []
         if answers := [answer for call in self._calls for answer in call.answers.values()]:
             for answer in answers:

@@ -1,4 +1,4 @@
-"""Environments: what a policy acts in. A small async protocol, a table of members, no torch.
+"""Environments that a policy acts in: a small async protocol and a table of members; no torch.
 
 A new environment is a file here and a line in `ENVIRONMENTS`; or a class in a file of its own, which the recipe names
 (`rollout.environment: path/to/file.py:Class`).
@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The answer to a turn: messages that the policy sees before its next turn, a reward, whether the attempt is over.
+    """The answer to a turn: the observation (messages before the next turn), a reward, whether the attempt is done.
 
     The reward of an attempt is the sum of its steps' rewards. Where no step has one, the recipe's reward functions
     score the text of the last turn. `answer_correct` is for accuracy metrics and `algorithm.dynamic_sampling`; where no
@@ -71,7 +71,7 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """The attempt is over, by its end or by an error; let go of what it holds."""
+        """Release resources; called once, after the attempt's end or error."""
         ...
 
 

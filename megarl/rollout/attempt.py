@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Score = Callable[[Sample], Awaitable[Scored]]
-"""The recipe's reward functions, on the last completion of an attempt."""
+"""Scores the last completion of an attempt by the recipe's reward functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The bounds of an attempt: tokens of prompt, completions and observations together, and the number of completions.
+    """Limits of an attempt: tokens of prompt, completions and observations together, and the number of completions.
 
-    `truncated_turn` is what a completion does that met the limit of its length: it ends the attempt, or its turn is
-    closed and the attempt goes on.
+    `truncated_turn`: a completion that reached its limit ends the attempt, or its turn is closed and the attempt goes
+    on.
     """
 
     context_tokens: int
@@ -40,9 +40,9 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is attempted. `group` and `number` name the attempt, `environment` is the recipe's name of it.
+    """An attempt to make. `group` and `number` identify it, `environment` is the recipe's name of its environment.
 
-    All that is drawn is a function of `seed`, the problem and the number, not of which engine draws it or when.
+    All random numbers are a function of `seed`, the problem and `number`, not of the engine or the time.
     """
 
     environment: str
@@ -58,23 +58,23 @@ class Task:
 
 
 _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", -1)
-"""Stands for the completion of an attempt that has none."""
+"""The completion of an attempt that has none."""
 
 
 class _AttemptError(Exception):
-    """An attempt cannot go on; the text is the kind of error, a colon and the reason."""
+    """An error that ends an attempt; its text is the kind of error, a colon and the reason."""
 
 
 @dataclass(slots=True)
 class _Course:
-    """What has happened in an attempt so far; a step answers each call but perhaps the last."""
+    """The course of an attempt so far: a step for each model call but perhaps the last."""
 
     opening: tuple[Message, ...]
     calls: list[ModelCall] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
     def before_last(self, texts: Sequence[str]) -> tuple[Message, ...]:
-        """The messages that the last completion answers, where `texts` are those of the calls."""
+        """The messages before the last completion; `texts` are the calls' completions."""
         messages = list(self.opening)
         for text, step in zip(texts[:-1], self.steps, strict=False):
             messages += [{"role": "assistant", "content": text}, *step.messages]
@@ -84,7 +84,7 @@ class _Course:
 async def attempt(
     task: Task, environment: Environment, pool: EnginePool, budget: Budget, dialogue: Dialogue, score: Score
 ) -> Trajectory:
-    """Start, sample, step the environment, observe, until it is done or the budget is spent; then the reward.
+    """Start, sample, step the environment, observe, until it is done or the budget is spent; then score.
 
     Where the environment raises or the engine refuses a request, the trajectory ended with `error`: the tokens until
     then, no reward, and why in `failure`.
@@ -171,12 +171,12 @@ async def _take_turns(
 
 
 def _unanswered(problem: Problem) -> Segment:
-    """The problem's prompt alone, of which nothing is trained."""
+    """A segment of the problem's prompt alone, fully masked."""
     return stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)])
 
 
 async def _answer_of(call: Awaitable[Any]) -> Any:
-    """What an environment answers. Raises _AttemptError for whatever it raises."""
+    """Await an environment's method. Raises _AttemptError for whatever it raises."""
     try:
         return await call
     except Exception as error:
@@ -201,7 +201,7 @@ def _opening(task: Task, start: Start, dialogue: Dialogue) -> NDArray[np.int32]:
 
 
 def _observed(call: ModelCall, step: Step, dialogue: Dialogue) -> NDArray[np.int32]:
-    """The next prompt: the tokens of the call as they are, then those of what the environment said."""
+    """The next prompt: the tokens of the call, then those of the environment's messages; int32 [tokens]."""
     token_ids = call.token_ids.astype(np.int32)
     try:
         return np.concatenate([token_ids, dialogue.observation(token_ids, step.messages)])
@@ -234,5 +234,5 @@ def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCal
 
 
 def _seed(*parts: object) -> int:
-    """31 bits that look random and depend on nothing but the parts."""
+    """A 31-bit hash of the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

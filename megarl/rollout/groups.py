@@ -1,4 +1,4 @@
-"""Groups of trajectories: several attempts at each of several problems, side by side."""
+"""Sampling of groups: several concurrent attempts at each of several problems."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.types import Problem, SamplingSettings, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Problems in, trajectories out, scored while others are sampled.
+    """Samples and scores trajectories of problems; scoring overlaps with sampling.
 
-    `environment` is the recipe's name of what `make_environment` makes, fresh for each attempt. `notice` is told the
-    first failure of each kind.
+    `environment` is the recipe's name of what `make_environment` makes, anew for each attempt. `notice` is called with
+    the first failure of each kind.
     """
 
     pool: EnginePool
@@ -38,7 +38,7 @@ class GroupSampler:
     ) -> list[Trajectory]:
         """`samples_per_prompt` attempts at each problem, grouped by problem in the given order.
 
-        Raises AbandonedError where the run is to stop: the engines hold nothing of the attempts any more.
+        Raises AbandonedError if the run is to stop; then all requests have left the engines.
         """
         budget = Budget(self.max_prompt_tokens + sampling.max_new_tokens, self.max_turns, self.truncated_turn)
         tasks = [

@@ -1,4 +1,4 @@
-"""The driver's side of the engines: requests in from any number of coroutines, completions out. No torch."""
+"""The driver's side of the engines: a pool that any number of coroutines sample from. No torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megarl.config.parallel import ParallelConfig
 from megarl.types import Completion, Request
 
 BUDGET_SECONDS = 1.0
-"""The longest that engines run between two looks of the driver."""
+"""Time limit of one call of `advance`: how long an engine runs between two exchanges with the driver."""
 _MARGIN = 2
-"""So many requests more than the least loaded a replica may hold, and still keep the trajectories that it knows."""
+"""Requests that a replica may have beyond the least loaded one and still receive its trajectories' next requests."""
 Result = TypeVar("Result")
 Queue = OrderedDict[str, Request]
-"""Requests by their ids, in the order in which they came: any of thousands may leave it before its turn."""
+"""Requests by id, first in first out; any of thousands may be removed before its turn, in constant time."""
 
 
 class AbandonedError(Exception):
-    """Sampling was given up half-way; the engines hold nothing of it any more."""
+    """Sampling was abandoned; all its requests have left the engines."""
 
 
 class _Replica:
-    """What one engine holds, and what waits for it alone."""
+    """The state of an engine replica: requests it runs, requests that wait for it, its pump."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -40,13 +40,13 @@ class _Replica:
 
 
 class EnginePool:
-    """Requests in from any number of coroutines, completions out; one pump per replica, independent of the others.
+    """Engine replicas for any number of coroutines, with one pump per replica, independent of the others.
 
-    `max_running` bounds the requests that one replica holds. Requests stay in the order in which they came, so that
-    those of one prompt meet in one replica's prefix cache; a replica that is done early is given more.
+    `max_running` bounds the requests that a replica runs. Requests are admitted in the order in which they were filed,
+    so that those of one prompt share a replica's prefix cache; a replica that finishes early is given more.
 
-    An engine runs until a sixteenth of its requests finished, at most `budget_seconds`: the driver's other tasks, such
-    as scoring, go on meanwhile. A pump that fails fails every request, those that come later too.
+    An engine runs until a sixteenth of its requests have finished, at most `budget_seconds`; the driver's other tasks,
+    such as scoring, go on meanwhile. The error of a pump is raised by all requests, later ones too.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class EnginePool:
         """Sample one completion; cancelling this aborts it.
 
         Requests of one `affinity`, a trajectory's name, go to the replica that has its tokens in its prefix cache,
-        unless that has much more to do than another.
+        unless that has a much higher load than another.
 
         Raises ValueError for a request id that is in use, and the error of a pump that failed.
         """
@@ -89,11 +89,11 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """A trajectory is over: its replica need not be known any more."""
+        """Drop the affinity of a trajectory that has ended."""
         self._homes.pop(affinity, None)
 
     async def drained(self) -> None:
-        """Wait until the engines hold nothing of what was withdrawn or finished."""
+        """Wait until all cancelled and finished requests have left the engines."""
         while pumps := [r.pump for r in self._replicas if r.pump is not None and not r.pump.done()]:
             await asyncio.wait(pumps)
 
@@ -104,7 +104,7 @@ class EnginePool:
         return home.waiting
 
     def _withdraw(self, request: Request) -> None:
-        """Nobody waits for a request any more: it leaves its queue, or its engine."""
+        """Remove a cancelled request from its queue, or have its engine abort it."""
         self._waiting.pop(request.request_id, None)
         for replica in self._replicas:
             replica.waiting.pop(request.request_id, None)
@@ -119,7 +119,7 @@ class EnginePool:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
     async def _pump(self, replica: _Replica) -> None:
-        """Run one engine for as long as it has anything to do."""
+        """Run an engine while it has requests."""
         try:
             while True:
                 new = self._admitted(replica)
@@ -132,7 +132,7 @@ class EnginePool:
             self._fail(error)
 
     def _admitted(self, replica: _Replica) -> tuple[Request, ...]:
-        """Take the requests that a replica's engine has room for: its own, then its share of those for all."""
+        """Dequeue the requests that a replica has room for: its own, then its share of those for all."""
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         share = -(-unfinished // len(self._replicas))
         own = min(len(replica.waiting), self._max_running - len(replica.running))
@@ -168,10 +168,10 @@ class EnginePool:
 async def gather_unless_abandoned(
     pool: EnginePool, attempts: Iterable[Coroutine[Any, Any, Result]], is_abandoned: Callable[[], bool]
 ) -> list[Result]:
-    """The results of all attempts in order, which run side by side.
+    """Run attempts concurrently; returns their results in order.
 
-    Raises AbandonedError once `is_abandoned` says so, and the first error of an attempt; the others are cancelled then,
-    and the engines hold nothing of them.
+    Raises AbandonedError once `is_abandoned` is true, and the first error of an attempt; then all others are cancelled
+    and their requests have left the engines.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
     waiting = set(tasks)

@@ -1,4 +1,4 @@
-"""From model calls to segments: what was sampled stays the tokens that it was, and is never tokenised again."""
+"""Segments from model calls; sampled tokens are kept as they are and never tokenised again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """What the engine was sent, token ids [prompt], and what it sampled."""
+    """A prompt, int32 [prompt], and its completion."""
 
     prompt_token_ids: NDArray[np.int32]
     completion: Completion
@@ -28,10 +28,10 @@ class ModelCall:
 
 
 def stitch(calls: Sequence[ModelCall]) -> Segment:
-    """The one segment of calls whose prompts each begin with all tokens of the call before.
+    """The segment of model calls each of whose prompts begins with all tokens of the call before.
 
-    Tokens between a completion and the next one, the observation, are context: not trained. Raises ValueError for a
-    prompt that does not extend the call before, and for no calls.
+    Tokens between two completions, the observations, are masked. Raises ValueError for a prompt that does not extend
+    the call before, and for no calls.
     """
     if not calls:
         raise ValueError("a segment needs a model call")
