@@ -110,7 +110,7 @@ def train(
         if dry_run:
             return
         from megarl.loops.run import run
-    run(loaded, layout, resume=resume, restart=restart)
+    asyncio.run(run(loaded, layout, resume=resume, restart=restart))
 
 
 def _folder_hint(path: Path) -> str:

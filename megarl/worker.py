@@ -28,9 +28,8 @@ from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.live import GatheredReshard, Reshard, record
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
-from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
-from megarl.training.engine import TrainingEngine
+from megarl.training.engine import StartingPolicy, TrainingEngine
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, HeldExperts
@@ -40,7 +39,10 @@ Model = TypeVar("Model", bound=ModelShard)
 
 
 class Worker:
-    """What the driver calls, on all ranks at once; see each part's own description."""
+    """What the driver calls: the methods of a rank, and those of its models, `policy.update` and the like.
+
+    The models are `policy`, `reference`, `critic` and `reward_model`, those that the recipe has.
+    """
 
     def __init__(
         self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, topology: RankTopology
@@ -54,23 +56,26 @@ class Worker:
         self.engine = self._build_engine() if recipe.has_engine else None
         if self.engine:
             self.engine.sleep()
-        self.frozen: dict[str, FrozenModel] = {}
+        self.reference: FrozenModel | StartingPolicy | None = None
         if recipe.has_reference and not recipe.lora.rank:
-            self.frozen["reference"] = self._build(FrozenModel, recipe.model.path)
+            self.reference = self._build(FrozenModel, recipe.model.path)
+        self.reward_model: FrozenModel | None = None
         if (reward_model := recipe.further_models.get("reward.model")) is not None:
-            self.frozen["reward"] = self._build(FrozenModel, reward_model, has_value_head=True)
+            self.reward_model = self._build(FrozenModel, reward_model, has_value_head=True)
         is_reward_model = recipe.loop == "reward_model"
-        self.trainer = self._build(TrainingEngine, recipe.model.path, has_value_head=is_reward_model)
+        self.policy = self._build(TrainingEngine, recipe.model.path, has_value_head=is_reward_model)
+        if recipe.has_reference and recipe.lora.rank:
+            self.reference = StartingPolicy(self.policy)
         if recipe.trainer.router_replay:
-            top_k = self.trainer.shape.top_k
-            self.trainer.expert_exchange = ExpertExchange(self.held_experts, self.trainer.expert_layers, top_k)
+            top_k = self.policy.shape.top_k
+            self.policy.expert_exchange = ExpertExchange(self.held_experts, self.policy.expert_layers, top_k)
         self.critic: TrainingEngine | None = None
         if recipe.has_critic:
-            critic = partial(TrainingEngine, role="critic")
-            self.trainer.offload()
+            critic = partial(TrainingEngine, role="critic", lender=self.policy)
+            self.policy.offload()
             self.critic = self._build(critic, recipe.critic.path or recipe.model.path, has_value_head=True)
             self.critic.offload()
-            self.trainer.onload(("parameters",))
+            self.policy.onload(("parameters",))
         self.notices: list[str] = []
         self.resharding = None
         if self.engine:
@@ -96,42 +101,7 @@ class Worker:
         """Hand the engine's memory to the trainer until the next reshard."""
         if self.engine:
             self.engine.sleep()
-        self.trainer.onload()
-
-    def forward(self, rows: Sequence[TokenBatch] | None, model: str) -> list[NDArray[np.float32]] | None:
-        """Log-probs or values of this replica's rows, which its first rank is given; see `ModelShard.forward`."""
-        rows = self.replica.share(rows)
-        if model in self.frozen:
-            return self.frozen[model].forward(rows)
-        if model == "reference":
-            return self.trainer.forward_frozen(rows)
-        with self._learning(model) as engine:
-            return engine.forward(rows)
-
-    def update(
-        self,
-        rows: Sequence[TokenBatch] | None,
-        model: str,
-        kl_coefficient: float | None = None,
-        kto_kl: float | None = None,
-    ) -> dict[str, Metric]:
-        """One optimizer step on this replica's rows, which its first rank is given; see `TrainingEngine.update`."""
-        rows = self.replica.share(rows)
-        with self._learning(model) as engine:
-            return engine.update(rows, kl_coefficient, kto_kl)
-
-    @contextmanager
-    def _learning(self, name: str) -> Iterator[TrainingEngine]:
-        """The policy; or the critic, which has the trainer's memory for as long as it is needed."""
-        if name == "policy":
-            yield self.trainer
-            return
-        assert self.critic is not None
-        self.trainer.offload()
-        self.critic.onload()
-        yield self.critic
-        self.critic.offload()
-        self.trainer.onload()
+        self.policy.onload()
 
     def reshard(self, verify: bool = False) -> dict[str, float]:
         """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.
@@ -167,7 +137,7 @@ class Worker:
         """The probe prompt's log-probs by the trainer, on ranks that report."""
         prompt = self._probe_prompt()
         row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
-        found = self.trainer.forward_at_temperature_1([row] * self.layout.rows_multiple)
+        found = self.policy.forward_at_temperature_1([row] * self.layout.rows_multiple)
         return found[0] if found else None
 
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
@@ -184,28 +154,30 @@ class Worker:
     def _probe_prompt(self) -> NDArray[np.int64]:
         context_tokens = self.recipe.data.max_prompt_tokens + self.recipe.rollout.sampling.max_new_tokens
         # One less: the engine samples a token behind a prompt that it scores.
-        return probe_prompt(self.trainer.shape.vocab_size, context_tokens - 1)
+        return probe_prompt(self.policy.shape.vocab_size, context_tokens - 1)
 
     @contextmanager
     def _reshard_memory(self, engine: RolloutEngine) -> Iterator[None]:
         """Inside, the weights of trainer and engine are in memory, and little else; afterwards the engine samples."""
-        self.trainer.offload(but=("parameters",))
-        self.trainer.onload(("parameters",))
+        self.policy.offload(but=("parameters",))
+        self.policy.onload(("parameters",))
         engine.wake(["weights"])
-        with self.trainer.merged():
+        with self.policy.merged():
             yield
-        self.trainer.offload()
+        self.policy.offload()
         engine.wake(["kv_cache"])
         engine.weights_updated()
 
     def export(self, folder: Path, model: str = "policy") -> None:
         """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""
-        self.trainer.onload(("parameters",))
+        self.policy.onload(("parameters",))
         recipe = self.recipe
         lora = recipe.lora
         bucket_bytes = recipe.weights.bucket_mib << 20
         source = recipe.model.path if model == "policy" else recipe.critic.path or recipe.model.path
-        with self._learning(model) as trained:
+        trained = self.policy if model == "policy" else self.critic
+        assert trained is not None
+        with trained.in_memory():
             layouts = self._layouts(trained.shape)
             weights = trained.weights
             with disk_full_named(folder, sum(weight.nbytes for weight in weights.values())), trained.merged():
@@ -268,10 +240,10 @@ class Worker:
     def _everything_learning(self) -> Iterator[dict[str, TrainingEngine]]:
         """What a checkpoint holds, the policy's tensors under Megatron's own names."""
         if self.critic is None:
-            yield {"": self.trainer}
+            yield {"": self.policy}
             return
         self.critic.onload()
-        yield {"": self.trainer, "critic": self.critic}
+        yield {"": self.policy, "critic": self.critic}
         self.critic.offload()
 
     def _build_engine(self) -> RolloutEngine:
@@ -300,7 +272,7 @@ class Worker:
             safetensors.load(folder, layouts[self.rank], parameters)
 
         with refusals_named(self.recipe.trainer.megatron):
-            return kind(self.recipe, self.layout, shape, load_weights)
+            return kind(self.recipe, self.layout, shape, load_weights, replica=self.replica)
 
     def _layouts(self, shape: ModelShape) -> MegatronLayouts:
         return megatron_layouts(
@@ -312,7 +284,7 @@ class Worker:
 
     def _plan_reshard(self, engine: RolloutEngine) -> Reshard | GatheredReshard:
         bucket_bytes = self.recipe.weights.bucket_mib << 20
-        dtype, shape = self.trainer.dtype, self.trainer.shape
+        dtype, shape = self.policy.dtype, self.policy.shape
         layouts = self._layouts(shape)
         recorded, refusal = record(engine.model, shape, dtype)
         if recorded is None:
@@ -320,7 +292,7 @@ class Worker:
             return GatheredReshard(
                 layouts,
                 shape,
-                self.trainer.weights,
+                self.policy.weights,
                 engine.load_tensors,
                 dtype=dtype,
                 bucket_bytes=bucket_bytes,
@@ -332,7 +304,7 @@ class Worker:
             layouts,
             computed,
             recorded,
-            self.trainer.weights,
+            self.policy.weights,
             engine.model,
             dtype=dtype,
             bucket_bytes=bucket_bytes,

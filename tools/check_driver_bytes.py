@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.batching import TrainerRanks
+from megarl.cluster.batching import RankModel
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
@@ -50,10 +50,10 @@ class CountingRanks:
             at = self.layout.coordinates(rank)
             self.sent[method] += len(pickle.dumps((method, (rows, *args), {}), protocol=5))
             of_replica: list[TokenBatch] = per_rank[self.layout.replica_ranks(at.dp)[0]]
-            result: Any = None if method == "forward" else {}
+            result: Any = None if method == "policy.forward" else {}
             if at.tp == 0 and at.pp == self.layout.pp - 1:
                 result = {"train/tokens": Sum(1.0)}
-                if method == "forward":
+                if method == "policy.forward":
                     result = [np.zeros(len(row.token_ids), np.float32) for row in of_replica]
             self.received[method] += len(pickle.dumps((True, result, None), protocol=5))
             results.append(result)
@@ -100,7 +100,7 @@ async def step(groups: list[list[Trajectory]], ranks: CountingRanks, row_tokens:
         }
     )  # fmt: skip
     group: Any = ranks
-    trainer = TrainerRanks(group, ranks.layout, row_tokens)
+    trainer = RankModel(group, ranks.layout, row_tokens)
     batch = RLBatch.from_groups(groups)
     batch.per_token["old_logprobs"] = await trainer.forward(batch)
     compute_advantages(batch, recipe, 0.0)
@@ -124,9 +124,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     num_tokens = asyncio.run(step(groups, ranks, max(longest, 2 * options.tokens)))
     total = 0
     print(f"{options.samples} samples, {num_tokens} tokens, dp {options.dp}, tp {options.tp}")
-    print(f"{'call':10} {'sent MB':>10} {'received MB':>12}")
-    for call in ("advance", "forward", "update"):
-        print(f"{call:10} {ranks.sent[call] / 1e6:10.1f} {ranks.received[call] / 1e6:12.1f}")
+    print(f"{'call':14} {'sent MB':>10} {'received MB':>12}")
+    for call in ("advance", "policy.forward", "policy.update"):
+        print(f"{call:14} {ranks.sent[call] / 1e6:10.1f} {ranks.received[call] / 1e6:12.1f}")
         total += ranks.sent[call] + ranks.received[call]
     print(f"{'all':10} {total / 1e9:.3f} GB through the driver")
     experts = num_tokens * NUM_LAYERS * TOP_K * 2

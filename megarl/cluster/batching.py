@@ -1,4 +1,4 @@
-"""The driver's side of the trainer: a batch out to its replicas in packed rows, results back in order."""
+"""The driver's side of a model on the ranks: a batch out to its replicas in packed rows, results back in order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megarl.tracking.metrics import Metric, merge
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerRanks:
-    """The trainer as the driver sees it: one call for the whole batch.
+class RankModel:
+    """One of the ranks' models as the driver sees it: one call for the whole batch.
 
-    A replica's rows go to the first of its ranks alone, which hands them to the others.
+    `name` is what `worker.Worker` calls it. A replica's rows go to the first of its ranks alone, which hands them to
+    the others.
     """
 
     group: WorkerGroup
@@ -29,27 +30,23 @@ class TrainerRanks:
     attention_ratio: float = 65536.0
     together: int = 1
     """So many sequences, one after the other, share a row: the two of a pair."""
+    name: str = "policy"
 
     async def update(
-        self,
-        batch: TokenBatch,
-        kl_coefficient: float | None = None,
-        *,
-        kto_kl: float | None = None,
-        model: str = "policy",
+        self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
     ) -> dict[str, Metric]:
-        """One optimizer step of the `policy` or the `critic` on all of a batch. Returns the whole batch's metrics.
+        """One optimizer step on all of a batch. Returns the whole batch's metrics.
 
         `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`.
         """
         rows = [[batch.select(row) for row in replica] for replica in self._pack(batch.lengths)]
-        results = await self._scatter("update", rows, model, kl_coefficient, kto_kl)
-        return merge(part for replica in results for part in replica)
+        results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl)
+        return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
 
-    async def forward(self, batch: TokenBatch, model: str = "policy") -> NDArray[np.float32]:
-        """A model's value of every token: float32 [tokens], zero on the sequences' first tokens.
+    async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
+        """The model's value of every token: float32 [tokens], zero on the sequences' first tokens.
 
-        Log-probs of the `policy` or the `reference`; values, before each token, of the `critic` or the `reward` model.
+        Log-probs of a policy or a reference; values, before each token, of a critic or a reward model.
         """
         batch = batch.with_arrays({})
         # So many that every rank has as many rows, none of them empty.
@@ -59,10 +56,10 @@ class TrainerRanks:
         sent = np.concatenate([np.arange(batch.num_sequences), np.tile(last, missing // self.together)])
         packed = self._pack(batch.lengths[sent])
         rows = [[batch.select(sent[row]) for row in replica] for replica in packed]
-        results = await self._scatter("forward", rows, model)
+        results = await self.group.scatter(f"{self.name}.forward", self._by_rank(rows))
         values = np.zeros(len(batch.token_ids), np.float32)
-        for replica, (result, *_) in zip(packed, results, strict=True):
-            for row, row_values in zip(replica, result, strict=True):
+        for replica, (reporting, *_) in zip(packed, self._reporting_ranks(), strict=True):
+            for row, row_values in zip(replica, results[reporting], strict=True):
                 # Repeated sequences only fill rows.
                 is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
                 values[batch.tokens_of(sent[row])[is_asked]] = row_values[is_asked]
@@ -81,14 +78,17 @@ class TrainerRanks:
             together=self.together,
         )
 
-    async def _scatter(self, method: str, per_replica: Sequence[Sequence[TokenBatch]], *args: object) -> list[list]:
-        """Give the first rank of every replica its rows; the results of each replica, by context part."""
-        layout = self.layout
-        per_rank: list[Sequence[TokenBatch] | None] = [None] * layout.world_size
+    def _by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
+        """The rows of every replica at its first rank, None at the others."""
+        per_rank: list[Sequence[TokenBatch] | None] = [None] * self.layout.world_size
         for replica, rows in enumerate(per_replica):
-            per_rank[layout.replica_ranks(replica)[0]] = rows
-        results = await self.group.scatter(method, per_rank, *args)
+            per_rank[self.layout.replica_ranks(replica)[0]] = rows
+        return per_rank
+
+    def _reporting_ranks(self) -> list[list[int]]:
+        """The ranks that hold each replica's results, by context part."""
+        layout = self.layout
         return [
-            [results[layout.rank(tp=0, cp=part, dp=replica, pp=layout.pp - 1)] for part in range(layout.cp)]
+            [layout.rank(tp=0, cp=part, dp=replica, pp=layout.pp - 1) for part in range(layout.cp)]
             for replica in range(layout.dp)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import operator
 import os
 import pickle
 import signal
@@ -13,6 +14,8 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from megarl.files.atomic import disk_full
@@ -71,28 +74,30 @@ def _report(error: Exception) -> dict[str, Any]:
     }
 
 
-def _construct(path: list[str], worker: str, kwargs: dict[str, Any]) -> Any:
-    sys.path[:] = path
-    module, _, name = worker.partition(":")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with uncollected():
-        imported = importlib.import_module(module)
-    return getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
+class _Host:
+    """The process of one rank: the worker that lives in it, once it was made."""
 
+    def __init__(self) -> None:
+        self.worker: Any = None
 
-def _execute(worker: Any, command: bytes) -> tuple[Any, bytes]:
-    """The worker, made by the command `__init__`, and the message of what the command returned or raised."""
-    try:
+    def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
+        """Put a worker in place; see `WorkerGroup.start`."""
+        sys.path[:] = path
+        module, _, name = worker.partition(":")
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        with uncollected():
+            imported = importlib.import_module(module)
+        self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
+
+    def bound(self, command: bytes) -> Callable[[], Any]:
+        """What a command asks for: a method of the worker, or `part.method`, with its arguments.
+
+        `__init__` makes the worker, `__settle__` tells where the ranks meet.
+        """
         method, args, kwargs = pickle.loads(command)
-        if method == "__settle__":
-            rendezvous.settle(*args)
-            return worker, pack((True, None, _asked))
-        if method == "__init__":
-            worker = _construct(*args, **kwargs)
-            return worker, pack((True, None, _asked))
-        return worker, pack((True, getattr(worker, method)(*args, **kwargs), _asked))
-    except Exception as error:
-        return worker, pack((False, _report(error), _asked))
+        own = {"__init__": self.construct, "__settle__": rendezvous.settle}
+        found = own[method] if method in own else operator.attrgetter(method)(self.worker)
+        return partial(found, *args, **kwargs)
 
 
 def note_signals() -> None:
@@ -111,7 +116,7 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note_signals()
-    worker: Any = None
+    host = _Host()
     with sock, sock.makefile("rwb") as stream:
         sock.set_inheritable(False)
         answer = pack((True, store_port, None))
@@ -120,9 +125,15 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
             stream.flush()
             if not (head := stream.read(HEAD.size)):
                 break
-            worker, answer = _execute(worker, stream.read(*HEAD.unpack(head)))
-    if hasattr(worker, "close"):
-        worker.close()
+            command = stream.read(*HEAD.unpack(head))
+            try:
+                call = host.bound(command)
+                answer = pack((True, call(), _asked))
+            except Exception as error:
+                answer = pack((False, _report(error), _asked))
+            command = call = None  # a batch is not held until the next command has come
+    if hasattr(host.worker, "close"):
+        host.worker.close()
 
 
 def leave() -> NoReturn:

@@ -148,7 +148,7 @@ class WorkerGroup(ABC):
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the worker's method with the same arguments on every rank; answers by rank."""
+        """Call the worker's method, or `part.method` of one of its parts, with the same arguments; answers by rank."""
         message = pack((method, args, kwargs))
         return await self._exchange(method, range(self.world_size), [message] * self.world_size)
 
@@ -161,7 +161,8 @@ class WorkerGroup(ABC):
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        return await self.ask(range(self.world_size), method, per_rank, *args, budget_seconds=budget_seconds)
+        messages = [pack((method, (first, *args), {})) for first in per_rank]
+        return await self._exchange(method, range(self.world_size), messages, budget_seconds)
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0

@@ -34,7 +34,7 @@ async def train(session: Session) -> None:
         kto_kl = await _divergence(session, batch) if is_judged else None
         with tracker.phase("train"):
             assign_token_weights(batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"}))
-            scalars = values(await session.trainer.update(batch, kto_kl=kto_kl))
+            scalars = values(await session.models["policy"].update(batch, kto_kl=kto_kl))
             if kto_kl is not None:
                 scalars["kl/reference"] = kto_kl
         await session.checkpoints.begin(step)
@@ -55,7 +55,7 @@ async def with_reference(session: Session, batch: TokenBatch) -> TokenBatch:
     """The batch, with the reference's log-probs where the loss asks for them."""
     if session.recipe.has_reference:
         with session.tracker.phase("logprobs"):
-            batch.per_token["reference_logprobs"] = await session.trainer.forward(batch, model="reference")
+            batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
     return batch
 
 
@@ -72,7 +72,7 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
         mismatched.append(TrainingSequence(together, np.arange(len(together)) >= len(prompt)))
     with_held = await with_reference(session, TokenBatch.from_sequences(mismatched))
     with session.tracker.phase("logprobs"):
-        policy = await session.trainer.forward(with_held)
+        policy = await session.models["policy"].forward(with_held)
     return max(0.0, float(np.mean(_worths(with_held, policy))))
 
 
@@ -86,7 +86,7 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
     with session.tracker.phase("evaluation"):
         for name, answers in held_out.items():
             batch = await with_reference(session, _batch(answers))
-            worth = _worths(batch, await session.trainer.forward(batch))
+            worth = _worths(batch, await session.models["policy"].forward(batch))
             good, bad = worth[::2], worth[1::2]
             if session.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0

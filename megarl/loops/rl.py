@@ -51,17 +51,17 @@ async def train(session: Session) -> None:
             raise
         await ranks.call("sleep_engine")
         with tracker.phase("logprobs"):
-            kept = await buffer.add_old_logprobs(kept, session.trainer.forward, weight_version=step)
+            kept = await buffer.add_old_logprobs(kept, session.models["policy"].forward, weight_version=step)
             batch = RLBatch.from_groups(in_groups(kept), mask_truncated=recipe.algorithm.mask_truncated)
             if recipe.algorithm.old_logprobs == "rollout":
                 batch.start_from_rollout(weight_version=step)
             if recipe.has_reference:
-                batch.per_token["reference_logprobs"] = await session.trainer.forward(batch, model="reference")
+                batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
             if recipe.reward.model:
                 kept, scores = await session.add_scores(kept, batch)
                 scalars |= scores
             if recipe.has_critic:
-                batch.per_token["values"] = await session.trainer.forward(batch, model="critic")
+                batch.per_token["values"] = await session.models["critic"].forward(batch)
         if session.stop:
             # Nothing has changed yet.
             buffer.forget_step()
@@ -75,7 +75,9 @@ async def train(session: Session) -> None:
             beside = [conversations[index] for index in order.batch(step - 1)] if conversations else []
             learnt = TokenBatch.from_sequences(beside) if beside else None
             minibatches = batch.minibatches(recipe, step, learnt) if step > recipe.frozen_steps else []
-            updates = [await session.trainer.update(minibatch, buffer.kl_coefficient) for minibatch in minibatches]
+            updates = [
+                await session.models["policy"].update(minibatch, buffer.kl_coefficient) for minibatch in minibatches
+            ]
         scalars |= (
             update_metrics(updates)
             | reward_metrics(sampled or kept, kept=kept if recipe.reward.model else None)

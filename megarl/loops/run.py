@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
-from megarl.cluster.batching import TrainerRanks
+from megarl.cluster.batching import RankModel
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import reward_workers, start_ranks
 from megarl.cluster.node_checks import inspect
@@ -41,7 +41,7 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 }
 
 
-def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None = None, restart: bool = False) -> None:
+async def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None = None, restart: bool = False) -> None:
     """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model.
 
     `restart` moves aside what the run's folder holds.
@@ -49,7 +49,10 @@ def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None = None,
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
         origin = find_origin(recipe, folder, resume)
         with stacks_on_quit(folder.logs_folder) as stacks:
-            asyncio.run(_run(recipe, layout, folder, origin, stacks))
+            async with _started(recipe, layout, folder, origin, stacks) as session:
+                await LOOPS[recipe.loop](session)
+                await session.checkpoints.complete(wait=True)
+                await _export(session)
 
 
 async def _prepare(
@@ -69,7 +72,11 @@ async def _prepare(
     await ranks.construct("megarl.worker:Worker", settings)
 
 
-async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin: Origin, stacks: StackRequest) -> None:
+@asynccontextmanager
+async def _started(
+    recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin: Origin, stacks: StackRequest
+) -> AsyncIterator[Session]:
+    """Ranks, engines, rewards and tracker, where the run left them or at its beginning; within, signals are heard."""
     stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = Tracker(
@@ -103,14 +110,7 @@ async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin
             tracker=tracker,
             tokenizer=tokenizer,
             ranks=ranks,
-            trainer=TrainerRanks(
-                ranks,
-                layout,
-                recipe.trainer.max_tokens_per_microbatch,
-                row_multiple(recipe),
-                attention_ratio(read_model_shape(recipe.model.path)),
-                together=recipe.sequences_per_example,
-            ),
+            models=_models(recipe, layout, ranks),
             sampler=GroupSampler(
                 pool=EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests),
                 dialogue=Dialogue(tokenizer),
@@ -132,11 +132,33 @@ async def _run(recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin
             await ranks.call("sleep_engine")
             await ranks.call("load_checkpoint", origin.checkpoint)
         stop.steps_begin()
-        await LOOPS[recipe.loop](session)
-        await session.checkpoints.complete(wait=True)
-        if not recipe.train.steps:
-            return  # evaluated only: the model is as it was
-        await ranks.call("sleep_engine")
-        await ranks.call("export", folder.model_folder)
-        if recipe.has_critic:
-            await ranks.call("export", folder.path / "hf_critic", "critic")
+        yield session
+
+
+def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
+    """The models that a recipe has, by name."""
+    policy = RankModel(
+        ranks,
+        layout,
+        recipe.trainer.max_tokens_per_microbatch,
+        row_multiple(recipe),
+        attention_ratio(read_model_shape(recipe.model.path)),
+        together=recipe.sequences_per_example,
+    )
+    has = {
+        "policy": True,
+        "reference": recipe.has_reference,
+        "critic": recipe.has_critic,
+        "reward_model": "reward.model" in recipe.further_models,
+    }
+    return {name: replace(policy, name=name) for name, is_there in has.items() if is_there}
+
+
+async def _export(session: Session) -> None:
+    """Write the trained model, unless the run only evaluated, and the critic beside it."""
+    if not session.recipe.train.steps:
+        return
+    await session.ranks.call("sleep_engine")
+    await session.ranks.call("export", session.folder.model_folder)
+    if session.recipe.has_critic:
+        await session.ranks.call("export", session.folder.path / "hf_critic", "critic")

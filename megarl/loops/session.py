@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.cluster.batching import TrainerRanks
+from megarl.cluster.batching import RankModel
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
@@ -39,7 +39,8 @@ class Session:
     tracker: Tracker
     tokenizer: Tokenizer
     ranks: WorkerGroup
-    trainer: TrainerRanks
+    models: Mapping[str, RankModel]
+    """By name those that the recipe has: `policy`, `reference`, `critic`, `reward_model`."""
     sampler: GroupSampler
     validation: Mapping[str, list[Problem]]
     checkpoints: Checkpoints
@@ -76,7 +77,7 @@ class Session:
         """
         reward = self.recipe.reward
         ends = with_score_places(batch.select(batch.last_segments))
-        found = await self.trainer.forward(ends, model="reward")
+        found = await self.models["reward_model"].forward(ends)
         scores = found[ends.cu_seqlens[1:] - 1].astype(np.float64)
         metrics = {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
         held = scores if reward.model_clip is None else scores.clip(-reward.model_clip, reward.model_clip)
@@ -91,7 +92,7 @@ class Session:
     async def update_critic(self, batch: RLBatch) -> dict[str, float]:
         """A step's updates of the critic: `critic/loss`, `/grad_norm`, `/clipped` and so on, as `train/` has them."""
         minibatches = batch.critic_minibatches(self.recipe)
-        updates = [await self.trainer.update(minibatch, model="critic") for minibatch in minibatches]
+        updates = [await self.models["critic"].update(minibatch) for minibatch in minibatches]
         return {name.replace("train/", "critic/", 1): value for name, value in values(merge(updates)).items()}
 
     async def reshard(self, step: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ async def train(session: Session) -> None:
         batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(step - 1)])
         assign_token_weights(batch, recipe.algorithm)
         with tracker.phase("train"):
-            scalars = values(await session.trainer.update(batch))
+            scalars = values(await session.models["policy"].update(batch))
         await session.checkpoints.begin(step)
         if session.evaluates_at(step):
             await _evaluate_and_log(session, step, scalars, held_out)
@@ -77,6 +77,6 @@ async def _losses(session: Session, held_out: Mapping[str, Sequence[TrainingSequ
     with session.tracker.phase("evaluation"):
         for name, sequences in held_out.items():
             batch = TokenBatch.from_sequences(sequences)
-            logprobs = await session.trainer.forward(batch)
+            logprobs = await session.models["policy"].forward(batch)
             scalars[f"val/{name}/loss"] = -float(logprobs[batch.loss_mask].mean(dtype=np.float64))
     return scalars

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.algorithms.importance import gap_moments
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
@@ -22,15 +22,13 @@ from megarl.families.adapters import LINEARS
 from megarl.families.shape import ModelShape
 from megarl.models import adapters
 from megarl.models.policy import PackedModel
-from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
-from megarl.training.batch import Microbatch
+from megarl.tracking.metrics import Max, Mean, Metric, merge
 from megarl.training.merged import MergedWeights
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.objective import (
     Objective,
     StepNumbers,
     critic_objective,
-    old_logprobs_of,
     policy_objective,
     preference_objective,
     reward_objective,
@@ -38,6 +36,7 @@ from megarl.training.objective import (
 )
 from megarl.training.offload import Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
+from megarl.training.replica import Replica
 from megarl.types import MegarlError
 
 
@@ -78,7 +77,8 @@ def role_of_critic(recipe: Recipe) -> Role:
 class TrainingEngine(ModelShard):
     """A model that learns; `models` are its chunks with their gradients.
 
-    `load_weights` fills the parameters before the optimizer copies them.
+    `load_weights` fills the parameters before the optimizer copies them. A model with a `lender` works in that one's
+    memory, and is out of it otherwise.
     """
 
     def __init__(
@@ -89,9 +89,13 @@ class TrainingEngine(ModelShard):
         load_weights: LoadWeights,
         *,
         role: Literal["policy", "critic"] = "policy",
+        replica: Replica | None = None,
+        lender: TrainingEngine | None = None,
     ) -> None:
         trainer, is_policy = recipe.trainer, role == "policy"
-        super().__init__(recipe, layout, shape, load_weights, router_replay=trainer.router_replay and is_policy)
+        router_replay = trainer.router_replay and is_policy
+        super().__init__(recipe, layout, shape, load_weights, replica=replica, router_replay=router_replay)
+        self._lender = lender
         self.role = role_of_policy(recipe) if is_policy else role_of_critic(recipe)
         self.is_adapted = is_policy and recipe.lora.rank > 0
         if self.is_adapted:
@@ -175,33 +179,52 @@ class TrainingEngine(ModelShard):
         """Within, `weights` hold the model of now, adapters merged in."""
         return self._merged.merged_lora()
 
-    def forward_frozen(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Within, the model is in memory, in the place of the one that lends it its own."""
+        if self._lender is None:
+            yield
+            return
+        self._lender.offload()
+        self.onload()
+        yield
+        self.offload()
+        self._lender.onload()
+
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        """As of any model."""
+        with self.in_memory():
+            return super().forward(rows)
+
+    def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """`forward` of the model that training started from: without adapters, and choosing its experts itself."""
         with adapters.running(self.chunks, on=False, drops=False):
-            return self.forward([replace(row, experts=None) for row in rows])
+            return self.forward([replace(row, experts=None) for row in self.shared(rows)])
 
     def update(
-        self, rows: Sequence[TokenBatch], kl_coefficient: float | None = None, kto_kl: float | None = None
+        self, rows: Sequence[TokenBatch] | None, kl_coefficient: float | None = None, kto_kl: float | None = None
     ) -> dict[str, Metric]:
         """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
 
-        `kl_coefficient` weighs the KL to the reference, the recipe's algorithm.kl_coefficient unless given; `kto_kl` is
-        the KL (nats an answer) that KTO compares answers with.
+        `rows` as in `forward`. `kl_coefficient` weighs the KL to the reference, the recipe's algorithm.kl_coefficient
+        unless given; `kto_kl` is the KL (nats an answer) that KTO compares answers with.
         `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, or the mean ratio above
         `algorithm.skip_ratio`. Raises MegarlError after too many updates in a row that were not finite.
         """
-        for model in self.models:
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        own = self.shared(rows)
         if kl_coefficient is None:
             kl_coefficient = self.recipe.algorithm.kl_coefficient
-        numbers = StepNumbers(kl_coefficient, kto_kl)
-        starts_from_engine = self.recipe.algorithm.old_logprobs == "rollout"
-        reduce = partial(
-            _weighted_loss, objective=self.role.objective, numbers=numbers, starts_from_engine=starts_from_engine
-        )
-        with adapters.running(self.chunks, on=True, drops=True):
-            losses = self._run(rows, reduce, forward_only=False)
+        objective = partial(self.role.objective, numbers=StepNumbers(kl_coefficient, kto_kl))
+        with self.in_memory():
+            for model in self.models:
+                model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            with adapters.running(self.chunks, on=True, drops=True), torch.enable_grad():
+                losses = get_forward_backward_func()(**self.passes(own, objective))
+            return self._step(losses)
+
+    def _step(self, losses: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+        """The optimizer's step on the gradients of these microbatches; see `update`."""
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         finite = self._everywhere(all(np.isfinite(part["train/loss"].number) for part in losses))
@@ -240,40 +263,15 @@ class TrainingEngine(ModelShard):
         return bool(total[0] > limit * total[1])
 
 
-def _weighted_loss(
-    output: Tensor, batch: Microbatch, objective: Objective, numbers: StepNumbers, starts_from_engine: bool
-) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """The row's part of the global loss, a token count that Megatron wants, and the row's metrics.
+class StartingPolicy:
+    """The policy that training started from, where adapters alone are trained: the same weights without them."""
 
-    `starts_from_engine`: the batch's `old_logprobs` are the engine's.
-    """
-    per_token, metrics = objective(output, batch, numbers)
-    # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
-    loss = (torch.where(batch.mask, per_token, 0.0) * batch.per_token["token_weights"]).sum()
-    count = int(batch.mask.sum())
-    of_policy = batch.mask
-    logged: dict[str, Metric] = {"train/loss": Sum(loss.item()), "train/tokens": Sum(float(count))}
-    if (is_supervised := batch.per_token.get("supervised")) is not None:
-        of_policy = batch.mask & (is_supervised == 0)
-        logged["train/ptx_loss"] = _mean(-output[0].detach()[batch.mask & (is_supervised > 0)])
-    for name, values in metrics.items():
-        # What is not per token is per pair.
-        logged[name] = _mean(values.detach()[of_policy] if len(values) == len(of_policy) else values.detach())
-    if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is not None:
-        trainer_logprobs = output[0].detach() if starts_from_engine else old_logprobs_of(output[0], batch)
-        logged |= _gap(trainer_logprobs[of_policy], rollout_logprobs[of_policy])
-    return loss, torch.ones((), dtype=torch.int, device=loss.device), logged
+    def __init__(self, policy: TrainingEngine) -> None:
+        self._policy = policy
 
-
-def _gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
-    """`logprob_gap/`: of the tokens [tokens] whose two log-probs are of the same weights; the others' second is NaN."""
-    is_measured = ~rollout_logprobs.isnan()
-    logged: dict[str, Metric] = {"logprob_gap/measured": _mean(is_measured.double())}
-    if is_measured.any():
-        trainer, engine = trainer_logprobs[is_measured].double(), rollout_logprobs[is_measured].double()
-        logged["logprob_gap/max"] = Max((trainer - engine).abs().max().item())
-        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in gap_moments(trainer, engine).items()}
-    return logged
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        """As of any model."""
+        return self._policy.forward_frozen(rows)
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -283,7 +281,3 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs:
     every denominator, so that gradients are sums.
     """
     finalize_model_grads(model, None, **kwargs)
-
-
-def _mean(values: Tensor) -> Mean:
-    return Mean(values.mean().item() if len(values) else 0.0, len(values))

@@ -26,6 +26,7 @@ from megarl.platform import device
 from megarl.platform.megatron_ranks import permuted_ranks
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
+from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, routes_of_rows
 
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
@@ -36,7 +37,7 @@ class ModelShard:
     """This stage's parts of a model: `chunks`, one unless `layout.vpp` says otherwise.
 
     Built on all ranks together, the first one joins them into Megatron's groups; every method is a collective over the
-    trainer's ranks. `load_weights` fills the parameters.
+    trainer's ranks. `load_weights` fills the parameters. With a `replica`, rows are given to its first rank alone.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class ModelShard:
         shape: ModelShape,
         load_weights: LoadWeights,
         *,
+        replica: Replica | None = None,
         router_replay: bool = False,
     ) -> None:
         self.recipe, self.layout, self.shape = recipe, layout, shape
+        self._replica = replica
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
         self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
@@ -104,7 +107,7 @@ class ModelShard:
         """Whether this rank holds results of its replica: the last stage's first tensor rank, of every context part."""
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
-    def forward_at_temperature_1(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
+    def forward_at_temperature_1(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """`forward` of a policy, whatever the temperature that it is sampled and trained at."""
         policies = [chunk for chunk in self.chunks if isinstance(chunk, PolicyModel)]
         before = [policy.temperature for policy in policies]
@@ -116,15 +119,25 @@ class ModelShard:
             for policy, temperature in zip(policies, before, strict=True):
                 policy.temperature = temperature
 
-    def forward(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """Log-probs of every token of this replica's rows, or the values before each, as the model stands.
 
-        Returns, on the ranks that report, a float32 array [tokens of the row] per row; elsewhere None.
+        All ranks of the replica are given `rows`, or with `replica` the first of them, None the others. Returns, on the
+        ranks that report, a float32 array [tokens of the row] per row; elsewhere None.
         """
-        outputs = self._run(rows, lambda output, batch: (output[0], batch), forward_only=True)
+        own = self.shared(rows)
+        with torch.no_grad():
+            outputs = get_forward_backward_func()(**self.passes(own, _kept, forward_only=True))
         if not self.reports:
             return None
         return [unpack_row(whole_row(values, batch.row), batch.lengths, batch.padded) for values, batch in outputs]
+
+    def shared(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
+        """The rows that this rank's replica was given."""
+        if self._replica is not None:
+            return self._replica.share(rows)
+        assert rows is not None
+        return rows
 
     @property
     def _multiple(self) -> int:
@@ -153,10 +166,14 @@ class ModelShard:
             own.append(OwnTokens(row, batch.padded, np.split(places, parts)[part]))
         return routes_of_rows(self.expert_exchange, own)
 
-    def _run(
-        self, rows: Sequence[TokenBatch], reduce: Callable[[Tensor, Microbatch], Any], *, forward_only: bool
-    ) -> list[Any]:
-        """Run Megatron's schedule over the rows; on the last stage, one result of `reduce` a row."""
+    def passes(
+        self, rows: Sequence[TokenBatch], of_row: Callable[..., Any], *, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """The arguments of Megatron's schedule, which passes the rows through the model, and back.
+
+        It returns, on the last stage, one result a row of `of_row(output, batch=Microbatch)`: a `RowLoss`, or with
+        `forward_only` anything.
+        """
         batches = [
             pack_row(
                 row,
@@ -185,30 +202,37 @@ class ModelShard:
                 labels=batch.labels,
                 packed_seq_params=batch.row,
             )
-            return output, partial(_collect, batch=batch, reduce=reduce)
+            return output, partial(of_row, batch=batch)
 
-        with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=[zip(batches, routes, strict=True) for _ in self.models],
-                model=list(self.models),
-                num_microbatches=len(rows),
-                seq_length=self.recipe.trainer.max_tokens_per_microbatch,
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
+        return {
+            "forward_step_func": forward_step,
+            "data_iterator": [zip(batches, routes, strict=True) for _ in self.models],
+            "model": list(self.models),
+            "num_microbatches": len(rows),
+            "seq_length": self.recipe.trainer.max_tokens_per_microbatch,
+            "micro_batch_size": 1,
+            "forward_only": forward_only,
+            "collect_non_loss_data": forward_only,
+        }
 
 
 class FrozenModel(ModelShard):
     """A model that is only asked, a reference or a reward model: between its passes it waits in host memory."""
 
-    def __init__(self, recipe: Recipe, layout: ParallelConfig, shape: ModelShape, load_weights: LoadWeights) -> None:
-        super().__init__(recipe, layout, shape, load_weights)
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: ParallelConfig,
+        shape: ModelShape,
+        load_weights: LoadWeights,
+        *,
+        replica: Replica | None = None,
+    ) -> None:
+        super().__init__(recipe, layout, shape, load_weights, replica=replica)
         for chunk in self.chunks:
             chunk.cpu()
 
-    def forward(self, rows: Sequence[TokenBatch]) -> list[NDArray[np.float32]] | None:
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """As of any model."""
         for chunk in self.chunks:
             chunk.to(self.device)
@@ -239,7 +263,6 @@ def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _collect(
-    output: Tensor, batch: Microbatch, reduce: Callable[[Tensor, Microbatch], Any], non_loss_data: bool = False
-) -> Any:
-    return reduce(output, batch)
+def _kept(output: Tensor, batch: Microbatch, non_loss_data: bool) -> tuple[Tensor, Microbatch]:
+    """The log-probs or values [tokens] of a row, as Megatron collects what is no loss."""
+    return output[0], batch

@@ -1,15 +1,16 @@
-"""Objectives: per-token losses of a microbatch, from the formulas of `algorithms`."""
+"""Objectives: a microbatch's part of the global loss, by the formulas of `algorithms`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megarl.algorithms.importance import gap_moments
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics
@@ -18,6 +19,7 @@ from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
+from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.training.batch import Microbatch, whole_row
 from megarl.types import ConfigError
 
@@ -32,24 +34,31 @@ class StepNumbers:
     """The policy's KL from the reference in nats an answer, not negative, that KTO compares answers with."""
 
 
-Objective = Callable[[Tensor, Microbatch, StepNumbers], LossAndMetrics]
-"""(model's output, microbatch, numbers of the update) -> (loss, metrics), per token.
-
-A policy's output is log-probs and entropies [2, tokens], a critic's or reward model's values [1, tokens].
-"""
+RowLoss = tuple[Tensor, Tensor, dict[str, Metric]]
+"""A microbatch's part of the global loss, a count of tokens that Megatron asks for, and the microbatch's metrics."""
 
 
-def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
-    """Negative log-likelihood of the trained tokens."""
+class Objective(Protocol):
+    """A microbatch's part of the global loss, from the model's output.
+
+    A policy's output is log-probs and entropies [2, tokens], a critic's or reward model's values [1, tokens].
+    """
+
+    def __call__(self, output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss: ...
+
+
+def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+    """Negative log-likelihood of the trained tokens. Metric: `train/entropy`."""
     policy_logprobs, entropies = output
-    return -policy_logprobs, {"train/entropy": entropies}
+    return _weighted(-policy_logprobs, {"train/entropy": entropies}, batch, batch.mask)
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
     """The policy loss a recipe names, corrected, with its KL to the reference and its entropy bonus where it has them.
 
     Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss, with
-    algorithm.k3_max `kl/capped`, 1 on tokens whose estimate is held there.
+    algorithm.k3_max `kl/capped`, 1 on tokens whose estimate is held there; `train/ptx_loss` where conversations are
+    learnt beside; `logprob_gap/` as in `rollout.metrics.update_metrics`. All but the loss are the policy's tokens'.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
@@ -60,10 +69,11 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
 
-    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         policy_logprobs, entropies = output
         given = batch.per_token
-        arguments = policy_logprobs, old_logprobs_of(policy_logprobs, batch), given["advantages"]
+        old_logprobs = old_logprobs_of(policy_logprobs, batch)
+        arguments = policy_logprobs, old_logprobs, given["advantages"]
         if is_of_sequences:
             loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
         else:
@@ -84,9 +94,18 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
                 metrics["kl/capped"] = (divergence >= config.k3_max).float()
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
+        is_of_policy = batch.mask
+        logged: dict[str, Metric] = {}
         if (is_supervised := given.get("supervised")) is not None:
             loss = torch.where(is_supervised > 0, -policy_logprobs, loss)
-        return loss, metrics
+            is_of_policy = batch.mask & (is_supervised == 0)
+            logged["train/ptx_loss"] = _mean(-policy_logprobs.detach()[batch.mask & (is_supervised > 0)])
+        if (rollout_logprobs := given.get("rollout_logprobs")) is not None:
+            # Where the ratio starts from the engine, this pass has the trainer's log-probs.
+            trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
+            logged |= _gap(trainer_logprobs[is_of_policy], rollout_logprobs[is_of_policy])
+        total, count, of_tokens = _weighted(loss, metrics, batch, is_of_policy)
+        return total, count, of_tokens | logged
 
     return objective
 
@@ -118,10 +137,10 @@ def reward_objective(config: PreferenceConfig) -> Objective:
 def critic_objective(config: CriticConfig) -> Objective:
     """The loss of a critic. Metrics: `train/clipped`, the share of tokens whose value is held back."""
 
-    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         given = batch.per_token
         loss, metrics = clipped_values(output[0], given["values"], given["returns"], clip=config.clip)
-        return loss, {f"train/{name}": value for name, value in metrics.items()}
+        return _weighted(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
 
     return objective
 
@@ -130,7 +149,7 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
     settings |= config.loss_kwargs
 
-    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> LossAndMetrics:
+    def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         per_token = output[0]
         row, own = batch.row, batch.row.local
         assert own is not None
@@ -158,9 +177,39 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
         # A loss spread over its tokens; each token's slope is its sum's.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
         loss = share[sequence] + slopes[sequence] * (per_token - per_token.detach())
-        return loss, metrics | ({"train/entropy": output[1].detach()} if len(output) > 1 else {})
+        if len(output) > 1:
+            metrics["train/entropy"] = output[1].detach()
+        return _weighted(loss, metrics, batch, batch.mask)
 
     return objective
+
+
+def _weighted(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is_counted: Tensor) -> RowLoss:
+    """The sum of weight * loss, and the means of metrics over the tokens that are counted.
+
+    `loss` and `is_counted` are [tokens]; a metric is [tokens], or one value a sequence or pair: then all count.
+    """
+    # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
+    total = (torch.where(batch.mask, loss, 0.0) * batch.per_token["token_weights"]).sum()
+    logged: dict[str, Metric] = {"train/loss": Sum(total.item()), "train/tokens": Sum(float(batch.mask.sum()))}
+    for name, values in metrics.items():
+        logged[name] = _mean(values.detach()[is_counted] if len(values) == len(is_counted) else values.detach())
+    return total, torch.ones((), dtype=torch.int, device=total.device), logged
+
+
+def _mean(values: Tensor) -> Mean:
+    return Mean(values.mean().item() if len(values) else 0.0, len(values))
+
+
+def _gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
+    """`logprob_gap/`: of the tokens [tokens] whose two log-probs are of the same weights; the others' second is NaN."""
+    is_measured = ~rollout_logprobs.isnan()
+    logged: dict[str, Metric] = {"logprob_gap/measured": _mean(is_measured.double())}
+    if is_measured.any():
+        trainer, engine = trainer_logprobs[is_measured].double(), rollout_logprobs[is_measured].double()
+        logged["logprob_gap/max"] = Max((trainer - engine).abs().max().item())
+        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in gap_moments(trainer, engine).items()}
+    return logged
 
 
 def _won(rewards: Tensor) -> dict[str, Tensor]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.cluster.batching import TrainerRanks
+from megarl.cluster.batching import RankModel
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.tracking.metrics import Sum
@@ -44,7 +45,7 @@ class Ranks:
             at = self.layout.coordinates(rank)
             reports = at.tp == 0 and at.pp == self.layout.pp - 1
             rows = per_rank[self.layout.rank(tp=0, dp=at.dp, pp=0)]
-            if method == "forward":
+            if method.endswith(".forward"):
                 results.append([(row.token_ids / 2).astype(np.float32) for row in rows] if reports else None)
             else:
                 results.append({"train/tokens": Sum(sum(len(row.token_ids) for row in rows))} if reports else {})
@@ -65,7 +66,7 @@ def batch(lengths: Sequence[int]) -> TokenBatch:
 def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, together: int) -> None:
     layout = ParallelConfig(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
     ranks = Ranks(layout)
-    trainer = TrainerRanks(ranks, layout, 64, together=together)  # type: ignore[arg-type]
+    trainer = RankModel(ranks, layout, 64, together=together)  # type: ignore[arg-type]
     asked = [TrainingSequence(np.full(10 + i, i), np.ones(10 + i, bool)) for i in range(count)]
     found = asyncio.run(trainer.forward(TokenBatch.from_sequences(asked)))
     assert found.tolist() == [i / 2 for i in range(count) for _ in range(10 + i)]
@@ -81,13 +82,13 @@ def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, toge
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
     ranks = Ranks(layout)
-    trainer = TrainerRanks(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)  # type: ignore[arg-type]
-    got = asyncio.run(trainer.forward(batch(LENGTHS), model="reference"))
+    trainer = RankModel(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)  # type: ignore[arg-type]
+    got = asyncio.run(replace(trainer, name="reference").forward(batch(LENGTHS)))
     assert got.tolist() == (batch(LENGTHS).token_ids / 2).tolist()
     updated = asyncio.run(trainer.update(batch(LENGTHS)))
     assert updated == {"train/tokens": Sum(sum(LENGTHS) * layout.cp)}
     (first, given, args), (second, _, none) = ranks.calls
-    assert (first, args, second, none) == ("forward", ("reference",), "update", ("policy", None, None))
+    assert (first, args, second, none) == ("reference.forward", (), "policy.update", (None, None))
     holders = [rank for rank, rows in enumerate(given) if rows is not None]
     assert holders == sorted(layout.rank(tp=0, dp=replica, pp=0) for replica in range(layout.dp))
     for row in (row for rows in ranks.rows for row in rows):

@@ -17,7 +17,7 @@ def test_bytes_do_not_grow_with_the_ranks_of_a_replica(
         assert main(["--samples", "32", "--tokens", "2000", "--dp", "2", "--tp", tp]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("32 samples, ") and [line.split()[0] for line in lines[2:6]] == [
-            "advance", "forward", "update", "all",
+            "advance", "policy.forward", "policy.update", "all",
         ]  # fmt: skip
         num_tokens = int(lines[0].split()[2])
         totals.append(sum(float(number) for line in lines[2:5] for number in line.split()[1:]) * 1e6 / num_tokens)
