@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from megarl.cluster.batching import RankModel
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.data.preferences import with_score_places
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
-from megarl.rollout.batch import RLBatch
-from megarl.rollout.evaluate import accuracy, failure_metrics
+from megarl.rollout.evaluate import evaluate
 from megarl.rollout.groups import GroupSampler
-from megarl.tracking.metrics import merge, values
+from megarl.rollout.pool import AbandonedError
+from megarl.rollout.state import RLState
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import Problem, SamplingSettings, StoppedError, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+@dataclass
+class Step:
+    """A step under way, and what it logs.
+
+    `is_trained`: its updates have begun, so that a signal to stop saves it and not the step before.
+    """
+
+    number: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    is_trained: bool = False
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add to what is written at the step's end."""
+        self.metrics |= metrics
 
 
 @dataclass(frozen=True)
@@ -68,32 +82,47 @@ class Session:
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
-    async def add_scores(
-        self, trajectories: Sequence[Trajectory], batch: RLBatch
-    ) -> tuple[list[Trajectory], dict[str, float]]:
-        """Add the reward model's scores to the rewards of trajectories and of the batch that they make.
+    @asynccontextmanager
+    async def step(self, number: int, state: RLState) -> AsyncIterator[Step]:
+        """A step of RL under way: at its end its metrics are written, and a signal to stop is heeded."""
+        step = Step(number)
+        async with self.leaving_in_order(step, state):
+            yield step
+        self.tracker.log(number, step.metrics)
+        self.folder.set_status(step=number)
+        await self.checkpoints.complete()
+        await self.stop_if_asked(number, state.save)
 
-        Metrics: `reward/model`, `reward/model_std`, of its bare scores.
+    @asynccontextmanager
+    async def leaving_in_order(self, step: Step, state: RLState) -> AsyncIterator[None]:
+        """Where sampling is abandoned within because the run is to stop: save what stands, raise StoppedError.
+
+        Before the step's updates that is the step before, from its update on this one, without its evaluation.
         """
-        reward = self.recipe.reward
-        ends = with_score_places(batch.select(batch.last_segments))
-        found = await self.models["reward_model"].forward(ends)
-        scores = found[ends.cu_seqlens[1:] - 1].astype(np.float64)
-        metrics = {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
-        held = scores if reward.model_clip is None else scores.clip(-reward.model_clip, reward.model_clip)
-        rescored = []
-        for trajectory, score in zip(trajectories, reward.model_weight * held, strict=True):
-            if (own := trajectory.reward) is not None:
-                own = replace(own, score=reward.function_weight * own.score + float(score))
-            rescored.append(replace(trajectory, reward=own))
-        batch.rewards = np.array([t.reward.score if t.reward else 0.0 for t in rescored])
-        return rescored, metrics
+        try:
+            yield
+        except AbandonedError:
+            if step.is_trained:
+                self.folder.set_status(step=step.number)
+                await self.stop_if_asked(step.number, state.save, unlogged=step.metrics)
+            else:
+                state.forget_step()
+                await self.stop_if_asked(step.number - 1, state.save)
+            raise
 
-    async def update_critic(self, batch: RLBatch) -> dict[str, float]:
-        """A step's updates of the critic: `critic/loss`, `/grad_norm`, `/clipped` and so on, as `train/` has them."""
-        minibatches = batch.critic_minibatches(self.recipe)
-        updates = [await self.models["critic"].update(minibatch) for minibatch in minibatches]
-        return {name.replace("train/", "critic/", 1): value for name, value in values(merge(updates)).items()}
+    async def sleep_engines(self) -> None:
+        """Hand the engines' memory to the trainer until the next reshard."""
+        await self.ranks.call("sleep_engine")
+
+    async def retain_experts(self, state: RLState) -> dict[str, float]:
+        """With router replay, have the ranks forget the experts of all but what waits for a later step.
+
+        Metric: `rollout/routed_experts_bytes`, what they held of the step.
+        """
+        if not self.recipe.trainer.router_replay:
+            return {}
+        held = await self.ranks.call("retain_experts", state.waiting_experts)
+        return {"rollout/routed_experts_bytes": float(sum(held))}
 
     async def reshard(self, step: int) -> dict[str, float]:
         """Bring the trainer's weights into the engines; the slowest rank's seconds and the bytes of all.
@@ -117,22 +146,23 @@ class Session:
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """`val/SET/accuracy` and what goes with it, of every validation set; the trajectories go to samples/.
+        """Metrics of all validation sets, as `rollout.evaluate.evaluate`; the trajectories go to samples/.
 
         Raises AbandonedError, and writes nothing, where the run is to stop before all sets are through.
         """
-        scalars: dict[str, float] = {}
-        found: dict[str, list[Trajectory]] = {}
         sampling = sampling_settings(self.recipe.evaluation_sampling)
         with self.tracker.phase("evaluation"):
-            for name, problems in self.validation.items():
-                measured, found[name] = await accuracy(self.sampler, problems, sampling)
-                scalars |= {f"val/{name}/{key}": value for key, value in measured.items()}
-                failed_fraction = self.recipe.reward.max_failed_fraction
-                scalars |= failure_metrics(found[name], failed_fraction, f"val/{name}/reward_")
+            metrics, found = await evaluate(
+                self.sampler, self.validation, sampling, self.recipe.reward.max_failed_fraction
+            )
         for name, trajectories in found.items():
             self.tracker.samples(step, [{"set": name} | trajectory.record() for trajectory in trajectories])
-        return scalars
+        return metrics
+
+    def write_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Write a step's trajectories to samples/, every so many steps."""
+        if step % self.recipe.samples_every_steps == 0:
+            self.tracker.samples(step, [trajectory.record() for trajectory in trajectories])
 
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every so many steps, and the last."""

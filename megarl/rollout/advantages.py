@@ -64,12 +64,13 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
 
 
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Set the batch's `importance_weights`, which correct the gap between trainer and engine.
+    """Set the batch's `importance_weights`, which correct the gap between trainer and engine, if a recipe wants them.
 
     Metrics: `importance/mean`, the tokens' mean weight; `importance/rejected`, the share of tokens that count nothing;
     `importance/cut`, the share of tokens whose weight is not their own ratio.
     """
-    assert algorithm.importance_sampling is not None
+    if algorithm.importance_sampling is None:
+        return {}
     mask = torch.from_numpy(batch.loss_mask)
     old, rollout = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "rollout_logprobs"))
     weights = importance_weights(

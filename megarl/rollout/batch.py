@@ -83,8 +83,11 @@ class RLBatch(TokenBatch):
 
         Each of `train.epochs_per_step` passes visits all samples in `train.updates_per_step` updates: the first in the
         given order, each later one in an order drawn from the seed, the step and the pass. `conversations` are dealt
-        out to the updates of a pass and learnt beside (`algorithm.ptx_coefficient`).
+        out to the updates of a pass and learnt beside (`algorithm.ptx_coefficient`). There is no update in the steps
+        that train the critic alone (`critic.warmup_steps`).
         """
+        if step <= recipe.frozen_steps:
+            return []
         updates, longest = recipe.train.updates_per_step, recipe.rollout.sampling.max_new_tokens
         minibatches: list[TokenBatch] = []
         for number in range(recipe.train.epochs_per_step):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from megarl.rewards.scores import function_metrics
@@ -11,21 +11,35 @@ from megarl.rollout.groups import GroupSampler
 from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
 
 
-async def accuracy(
-    sampler: GroupSampler, problems: Sequence[Problem], sampling: SamplingSettings
-) -> tuple[dict[str, float], list[Trajectory]]:
-    """Share of right answers, of valid formats, and the mean length, of one validation set; and the trajectories.
+async def evaluate(
+    sampler: GroupSampler,
+    validation: Mapping[str, Sequence[Problem]],
+    sampling: SamplingSettings,
+    max_failed_fraction: float,
+) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
+    """Sample and score every validation set; the metrics, and the trajectories of each set.
 
-    Beside these each reward function's metrics, `reward/NAME/mean` and so on (`rewards.scores.function_metrics`).
+    Metrics: `val/SET/accuracy` and `/format_valid`, shares of all; `/completion_tokens/mean`; those of each reward
+    function, `/reward/NAME/mean` and so on (`rewards.scores.function_metrics`); those of `failure_metrics`. Raises
+    AbandonedError where the run is to stop, MegarlError as `failure_metrics`.
     """
-    trajectories = await sampler.sample(problems, sampling, seed="evaluation")
+    metrics: dict[str, float] = {}
+    found: dict[str, list[Trajectory]] = {}
+    for name, problems in validation.items():
+        found[name] = await sampler.sample(problems, sampling, seed="evaluation")
+        metrics |= {f"val/{name}/{key}": value for key, value in _accuracy(found[name]).items()}
+        metrics |= failure_metrics(found[name], max_failed_fraction, f"val/{name}/reward_")
+    return metrics, found
+
+
+def _accuracy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = len(trajectories)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     return function_metrics(rewards) | {
         "accuracy": sum(r.answer_correct for r in rewards) / count,
         "format_valid": sum(r.format_valid for r in rewards) / count,
         "completion_tokens/mean": sum(t.num_sampled for t in trajectories) / count,
-    }, trajectories
+    }
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:

@@ -8,7 +8,9 @@ from typing import get_args
 import numpy as np
 
 from megarl.algorithms.importance import gap_metrics
+from megarl.config import Recipe
 from megarl.rewards.scores import function_metrics
+from megarl.rollout.state import Group, in_one
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.types import Ended, Trajectory
 
@@ -29,6 +31,19 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     if "mean" in gap:
         found |= {f"logprob_gap/{name}": value for name, value in gap_metrics(gap).items()}
     return found | {f"logprob_gap/{name}": gap[name] for name in ("max", "measured") if name in gap}
+
+
+def step_metrics(
+    sampled: Sequence[Trajectory], groups: Sequence[Group], recipe: Recipe, weight_version: int
+) -> dict[str, float]:
+    """Rewards and rollouts of what was sampled for a step, and the staleness of the groups that it was trained on.
+
+    Where nothing was sampled, since enough groups had waited, all is of these.
+    """
+    kept = in_one(groups)
+    measured = sampled or kept
+    rewards = reward_metrics(measured, kept=kept if recipe.reward.model else None)
+    return rewards | rollout_metrics(measured) | staleness_metrics(kept, weight_version)
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:

@@ -14,6 +14,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
 from megarl.rollout.buffer import Buffer, passes_filter
+from megarl.rollout.state import Group, RLState, in_one
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
@@ -60,7 +61,25 @@ class Students:
         return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed)
 
 
-def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Buffer:
+@dataclass
+class Collected:
+    """A buffer and the state it draws into."""
+
+    buffer: Buffer
+    state: RLState
+    students: Students
+
+    def take(self) -> list[Group]:
+        return asyncio.run(self.buffer.take(3))
+
+    def take_with_logprobs(self, trainer: Trainer) -> list[Group]:
+        return asyncio.run(self.buffer.add_old_logprobs(self.take(), trainer.forward))
+
+    def load(self, folder: Path) -> int:
+        return self.state.load(folder, PROBLEMS)
+
+
+def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Collected:
     train = {
         "prompts_per_step": 3, "samples_per_prompt": SAMPLES, "updates_per_step": updates, "epochs_per_step": epochs,
     }  # fmt: skip
@@ -70,20 +89,22 @@ def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **al
             "train": train, "algorithm": algorithm, "seed": 7,
         }
     )  # fmt: skip
-    return Buffer(recipe, PROBLEMS, Students(right), SamplingSettings(8))  # type: ignore[arg-type]
+    students, state = Students(right), RLState(recipe.algorithm)
+    return Collected(Buffer(recipe, PROBLEMS, students, SamplingSettings(8), state), state, students)  # type: ignore[arg-type]
 
 
-def step(collected: Buffer) -> tuple[list[int], list[int], dict[str, float]]:
+def step(collected: Collected) -> tuple[list[int], list[int], dict[str, float]]:
     """Problems that are trained on and that were sampled, group by group; metrics."""
-    kept, sampled, metrics = asyncio.run(collected.step())
-    assert [t.group for t in kept] == [group for group in range(3) for _ in range(SAMPLES)]
-    return [t.problem.index for t in kept[::SAMPLES]], [t.problem.index for t in sampled[::SAMPLES]], metrics
+    groups, buffer = collected.take(), collected.buffer
+    assert [[t.group for t in group] for group in groups] == [[number] * SAMPLES for number in range(3)]
+    sampled = [t.problem.index for t in buffer.sampled[::SAMPLES]]
+    return [group[0].problem.index for group in groups], sampled, buffer.metrics()
 
 
 def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
     collected = collection(dict.fromkeys(range(10), 0))
     assert [step(collected) for _ in range(2)] == [([0, 1, 2], [0, 1, 2], {}), ([3, 4, 5], [3, 4, 5], {})]
-    assert collected.sampler.seeds == ["7 1", "7 2"]  # type: ignore[attr-defined]
+    assert collected.students.seeds == ["7 1", "7 2"]
 
 
 def measured(attempts: int, kept: float) -> dict[str, float]:
@@ -113,7 +134,7 @@ def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
 def test_a_step_that_nothing_fills_ends_the_run() -> None:
     collected = collection(MIXED | {1: 0, 3: 4, 5: 0, 6: 4, 7: 0}, dynamic_sampling=(0.0, 1.0), max_attempts=3)
     with pytest.raises(MegarlError, match=r"3 batches of 3 prompts gave 1 of 3 groups .* Use problems of another"):
-        asyncio.run(collected.step())
+        collected.take()
 
 
 def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
@@ -124,33 +145,33 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
         "kl_target": 1.0,
     }
     first = collection(MIXED, **settings)
-    asyncio.run(first.step())
-    first.kl_coefficient = 0.125
-    first.save(tmp_path)
+    first.take()
+    first.state.kl_coefficient = 0.125
+    first.state.save(tmp_path)
     second = collection(MIXED, **settings)
     second.load(tmp_path)
-    assert second.kl_coefficient == 0.125 and second.drawn == first.drawn
+    assert second.state.kl_coefficient == 0.125 and second.state.drawn == first.state.drawn
     constant = collection(MIXED, kl_coefficient=0.25)
     constant.load(tmp_path)
-    assert constant.kl_coefficient == 0.25, "a constant coefficient is the recipe's"
+    assert constant.state.kl_coefficient == 0.25, "a constant coefficient is the recipe's"
     for _ in range(3):
-        assert plain(asyncio.run(first.step())) == plain(asyncio.run(second.step()))
+        assert plain(first.take()) == plain(second.take())
 
 
 def test_groups_of_several_attempts_are_told_apart() -> None:
     collected = collection(MIXED, dynamic_sampling=(0.0, 1.0))
-    _, sampled, _ = asyncio.run(collected.step())
-    assert [t.group for t in sampled] == [group for group in range(6) for _ in range(SAMPLES)]
+    collected.take()
+    assert [t.group for t in collected.buffer.sampled] == [group for group in range(6) for _ in range(SAMPLES)]
 
 
 def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
     first = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
-    asyncio.run(first.add_old_logprobs(asyncio.run(first.step())[0], Trainer().forward, 1))
-    assert len(first.waiting) == 3
-    first.save(tmp_path)
+    first.take_with_logprobs(Trainer())
+    assert len(first.state.waiting) == 3
+    first.state.save(tmp_path)
     second = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
     assert second.load(tmp_path) == 0
-    assert plain(second.waiting) == plain(first.waiting)
+    assert plain(second.state.waiting) == plain(first.state.waiting)
 
 
 @dataclass
@@ -211,11 +232,10 @@ def test_the_weights_that_sampled_give_the_old_logprobs(
     trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED, **settings)
     found = []
     for _ in range(4):
-        kept, _, _ = asyncio.run(collected.step())
-        kept = asyncio.run(collected.add_old_logprobs(kept, trainer.forward, trainer.version))
+        kept = in_one(collected.take_with_logprobs(trainer))
         assert [t.group for t in kept] == [group for group in range(3) for _ in range(SAMPLES)]
         found.append(old_logprobs(kept))
-        collected.save(tmp_path)
+        collected.state.save(tmp_path)
         collected = collection(ALL_MIXED, **FILTERED, **settings)
         assert collected.load(tmp_path) == 0
         trainer.version += 1
@@ -224,27 +244,26 @@ def test_the_weights_that_sampled_give_the_old_logprobs(
 
 def test_without_a_filter_nothing_is_asked_of_the_trainer() -> None:
     trainer, collected = Trainer(), collection(ALL_MIXED)
-    kept, _, _ = asyncio.run(collected.step())
-    assert old_logprobs(asyncio.run(collected.add_old_logprobs(kept, trainer.forward, 1))) == [None] * 3
+    assert old_logprobs(in_one(collected.take_with_logprobs(trainer))) == [None] * 3
     assert trainer.num_asked == []
 
 
 def test_a_step_that_is_forgotten_leaves_what_waited() -> None:
     trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED)
-    asyncio.run(collected.add_old_logprobs(asyncio.run(collected.step())[0], trainer.forward, 1))
-    before = plain(collected.waiting)
-    asyncio.run(collected.add_old_logprobs(asyncio.run(collected.step())[0], trainer.forward, 2))
-    collected.forget_step()
-    assert plain(collected.waiting) == before and len(before) == 3
+    collected.take_with_logprobs(trainer)
+    before = plain(collected.state.waiting)
+    collected.take_with_logprobs(trainer)
+    collected.state.forget_step()
+    assert plain(collected.state.waiting) == before and len(before) == 3
 
 
 def test_answers_that_waited_for_an_engine_s_ratio_are_told_when_the_trainer_s_is_asked_for(tmp_path: Path) -> None:
     first = collection(ALL_MIXED, **FILTERED, old_logprobs="rollout")
-    asyncio.run(first.step())
-    first.save(tmp_path)
+    first.take()
+    first.state.save(tmp_path)
     second = collection(ALL_MIXED, **FILTERED)
     assert second.load(tmp_path) == 3 * SAMPLES
-    for trajectory in (t for group in second.waiting for t in group):
+    for trajectory in (t for group in second.state.waiting for t in group):
         [segment] = trajectory.segments
         assert segment.old_logprobs is not None
         assert segment.old_logprobs.tolist() == segment.rollout_logprobs.tolist()

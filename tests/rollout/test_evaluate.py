@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.rewards.worker import Failure
-from megarl.rollout.evaluate import accuracy, failure_metrics
+from megarl.rollout.evaluate import evaluate, failure_metrics
 from megarl.rollout.metrics import rollout_metrics
 from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
 
@@ -29,21 +29,25 @@ def trajectory(score: float, segments: tuple[Segment, ...] = (), **more: Any) ->
     return Trajectory("single_turn", PROBLEM, 0, 0, segments, reward, **more)
 
 
-def test_accuracy() -> None:
+def test_every_validation_set_is_sampled_and_measured() -> None:
     found = [trajectory(1.0, (segment(-1, 0),)), trajectory(-1.0, (segment(-1, 0, 0),)), trajectory(2.0)]
+    asked: list[Any] = []
 
     class Sampler:
         async def sample(self, problems: Any, sampling: SamplingSettings, *, seed: str) -> list[Trajectory]:
-            assert (problems, sampling.temperature, seed) == ([PROBLEM], 0.0, "evaluation")
+            asked.append((problems, sampling.temperature, seed))
             return found
 
     sampler: Any = Sampler()
-    measured, trajectories = asyncio.run(accuracy(sampler, [PROBLEM], SamplingSettings(8, temperature=0.0)))
+    sets = {"easy": [PROBLEM], "hard": [PROBLEM, PROBLEM]}
+    metrics, trajectories = asyncio.run(evaluate(sampler, sets, SamplingSettings(8, temperature=0.0), 0.0))
+    assert asked == [([PROBLEM], 0.0, "evaluation"), ([PROBLEM, PROBLEM], 0.0, "evaluation")]
+    assert trajectories == {"easy": found, "hard": found}
     expected = {"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 1.0}
     of_functions = {"reward/boxed/mean": 2 / 3, "reward/boxed/std": 14**0.5 / 3, "reward/boxed/unscored": 0.0}
     silent = {"reward/mine/unscored": 1.0, "reward/unscored": 0.0}
-    assert measured == pytest.approx(expected | of_functions | silent)
-    assert trajectories is found
+    of_set = expected | of_functions | silent | {"reward_errors": 0.0, "reward_timeouts": 0.0}
+    assert metrics == pytest.approx({f"val/{name}/{key}": value for name in sets for key, value in of_set.items()})
 
 
 def test_the_line_of_samples() -> None:
