@@ -4,12 +4,16 @@ A policy loss returns `(loss, metrics)`: the loss [tokens] and a dict of detache
 whoever sums weight times loss can aggregate every metric in the same way, with the same weights. All tensors are
 [tokens]; gradient flows through `policy_logprobs` alone.
 
-Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens.
+Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens. A
+sequence is a trajectory here: all its segments, one after the other.
 What a token learns from the others of its sequence is a constant to the gradient: so only its own log-prob needs one,
 wherever the others are. Such a loss means what its paper says when each sequence's token weights are equal.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -18,6 +22,11 @@ from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import on_tokens, sequence_means
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+
+def is_of_sequences(policy_loss: Callable[..., object]) -> bool:
+    """Whether a policy loss is of whole sequences, and takes their borders."""
+    return "cu_seqlens" in signature(policy_loss).parameters
 
 
 def ratio(policy_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
 from megarl.tracking.metrics import Metric, merge
+from megarl.types import MegarlError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class RankModel:
     attention_ratio: float = 65536.0
     together: int = 1
     """So many sequences, one after the other, share a row: the two of a pair."""
+    keeps_samples: bool = False
+    """In updates the sequences of a sample share a row: the loss is of all segments of a trajectory together."""
     name: str = "policy"
 
     async def update(
@@ -37,9 +40,11 @@ class RankModel:
     ) -> dict[str, Metric]:
         """One optimizer step on all of a batch. Returns the whole batch's metrics.
 
-        `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`.
+        `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`. Raises MegarlError for a sample that no row holds,
+        where rows keep samples whole.
         """
-        rows = [[batch.select(row) for row in replica] for replica in self._pack(batch.lengths)]
+        packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch.lengths, self.together)
+        rows = [[batch.select(row) for row in replica] for replica in packed]
         results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl)
         return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
 
@@ -54,7 +59,7 @@ class RankModel:
         missing = -batch.num_sequences % unit
         last = np.arange(batch.num_sequences)[-self.together :]
         sent = np.concatenate([np.arange(batch.num_sequences), np.tile(last, missing // self.together)])
-        packed = self._pack(batch.lengths[sent])
+        packed = self._pack(batch.lengths[sent], self.together)
         rows = [[batch.select(sent[row]) for row in replica] for replica in packed]
         results = await self.group.scatter(f"{self.name}.forward", self._by_rank(rows))
         values = np.zeros(len(batch.token_ids), np.float32)
@@ -65,7 +70,17 @@ class RankModel:
                 values[batch.tokens_of(sent[row])[is_asked]] = row_values[is_asked]
         return values
 
-    def _pack(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
+    def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
+        try:
+            return self._pack(batch.lengths, batch.num_segments)
+        except ValueError as error:
+            raise MegarlError(
+                f"trainer.max_tokens_per_microbatch = {self.max_tokens_per_microbatch}: {error}. algorithm.policy_loss "
+                "is of whole trajectories, whose segments share a microbatch: raise it, or use a loss of tokens, such "
+                "as clipped"
+            ) from error
+
+    def _pack(self, lengths: NDArray[np.int64], together: int | NDArray[np.int64]) -> list[list[list[int]]]:
         """Indices of the sequences in each row of each data-parallel replica."""
         layout, multiple = self.layout, self.row_multiple
         return pack(
@@ -75,7 +90,7 @@ class RankModel:
             multiple=layout.sequence_multiple,
             rows_multiple=layout.rows_multiple,
             attention_ratio=self.attention_ratio,
-            together=self.together,
+            together=together,
         )
 
     def _by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:

@@ -83,6 +83,19 @@ _KL = (_RL, _above_zero("algorithm.kl_coefficient"))
 _LORA = (_LOGPROBS, _above_zero("lora.rank"))
 _FILTER = (_RL, _given("algorithm.dynamic_sampling"))
 _REWARD_MODEL = (_RL, _given("reward.model"))
+_TURNS = (
+    _RL,
+    Needs(
+        ("algorithm.advantage",),
+        "set algorithm.advantage to an estimator of groups: gae has algorithm.gamma",
+        lambda recipe: recipe.algorithm.advantage != "gae",
+    ),
+    Needs(
+        ("rollout.environment",),
+        "set rollout.environment to one of several turns",
+        lambda recipe: recipe.rollout.environment != "single_turn",
+    ),
+)
 _CORRECTION = (_RL, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(
     ("preference.loss",),
@@ -189,6 +202,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.advantage": (_RL,),
     "algorithm.gamma": _advantage("gamma"),
     "algorithm.gae_lambda": _advantage("gae_lambda"),
+    "algorithm.turn_discount": _TURNS,
     "algorithm.normalize_by_std": _advantage("normalize_by_std"),
     "algorithm.lone_sample": _advantage("lone_sample"),
     "algorithm.pass_k": _advantage("k"),

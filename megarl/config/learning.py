@@ -147,6 +147,12 @@ class AlgorithmConfig(Section):
     """Discount factor gamma, per token (gae)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
     """GAE lambda: 1 is the Monte-Carlo return minus the value, 0 the one-step TD error (gae)."""
+    turn_discount: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Discount factor per turn, in environments of several turns: a turn's tokens have the return of that turn, its own
+    reward plus turn_discount times the return of the next. It is compared with the same turn of the group's other
+    samples, or where one of them has fewer turns, the sample's whole return with theirs. What is earned beside the
+    rewards of turns (reward functions, reward model, KL, length penalty) counts at the last. None: all tokens of a
+    sample have the sum of its rewards. Under gae rewards are discounted by gamma."""
     normalize_by_std: bool = True
     """Divide advantages by the standard deviation, as GRPO does; Dr. GRPO does not."""
     lone_sample: Literal["zero", "reward"] = "zero"

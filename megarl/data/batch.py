@@ -64,6 +64,12 @@ class TokenBatch:
         return np.append(self.cu_seqlens[first_segments], self.cu_seqlens[-1])
 
     @property
+    def num_segments(self) -> NDArray[np.int64]:
+        """[samples]: how many sequences each sample has."""
+        first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
+        return np.diff(np.append(first_segments, self.num_sequences))
+
+    @property
     def last_segments(self) -> NDArray[np.int64]:
         """[samples]: the number of each sample's last sequence."""
         return np.flatnonzero(np.diff(self.samples, append=-1))
@@ -88,8 +94,8 @@ class TokenBatch:
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
         """A batch of these samples, by their places, with all segments of each, in the given order."""
-        first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
-        counts = np.diff(np.append(first_segments, self.num_sequences))
+        counts = self.num_segments
+        first_segments = np.cumsum(counts) - counts
         chosen = np.asarray(samples, np.int64)
         selected = self.select(ranges(first_segments[chosen], counts[chosen]))
         # Numbered anew: in another order the old numbers would fall.

@@ -48,24 +48,28 @@ def pack(
     multiple: int = 1,
     attention_ratio: float = 65536.0,
     rows_multiple: int = 1,
-    together: int = 1,
+    together: int | NDArray[np.int64] = 1,
 ) -> list[list[list[int]]]:
     """Sequence indices by rank and microbatch: [num_ranks][num_microbatches][sequences].
 
     Every sequence is in exactly one microbatch; every rank has the same number of microbatches, a multiple of
     `rows_multiple`; no microbatch exceeds `max_tokens` after each length was rounded up to `multiple`; none is empty
     while another holds two sequences. A sequence of l tokens, so rounded, costs l * (1 + l / attention_ratio). Of
-    `together` sequences, one after the other, none is parted from the others. The same arguments give the same packing.
+    `together` sequences, one after the other, none is parted from the others; an array [sets] has the number of each
+    set. The same arguments give the same packing.
 
     Raises ValueError for a sequence longer than `max_tokens`, and for a `rows_multiple` above 1 with fewer sequences
     than it takes microbatches.
     """
     each = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
-    costs = (each * (1.0 + each / attention_ratio)).reshape(-1, together).sum(axis=1)
-    tokens = each.reshape(-1, together).sum(axis=1)
+    sizes = np.full(len(each) // together, together) if isinstance(together, int) else together
+    starts = np.cumsum(sizes) - sizes
+    costs = np.add.reduceat(each * (1.0 + each / attention_ratio), starts)
+    tokens = np.add.reduceat(each, starts)
     if tokens.size and tokens.max() > max_tokens:
-        place = int(tokens.argmax()) * together
-        what = f"sequence {place} takes" if together == 1 else f"sequences {place} to {place + together - 1} take"
+        longest = int(tokens.argmax())
+        first, last = int(starts[longest]), int(starts[longest] + sizes[longest]) - 1
+        what = f"sequence {first} takes" if first == last else f"sequences {first} to {last} take"
         raise ValueError(f"{what} {tokens.max()} tokens, a microbatch holds at most {max_tokens}")
     longest_first = np.argsort(-tokens, kind="stable").tolist()
     tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
@@ -73,7 +77,7 @@ def pack(
     num_bins = -(-max(1, len(tight)) // unit) * unit
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
-            f"{len(lengths)} sequences{f' by {together}' if together > 1 else ''} cannot fill {num_bins} microbatches: "
+            f"{len(lengths)} sequences{_by(together)} cannot fill {num_bins} microbatches: "
             f"{num_ranks} ranks of a multiple of {rows_multiple} each; give more sequences"
         )
     rows, makespan = [], np.inf
@@ -84,11 +88,17 @@ def pack(
         rows, _ = min(
             (rows, makespan), _balanced_rows(bins, tokens, costs, max_tokens, num_ranks), key=lambda it: it[1]
         )
-    parts = range(together)
+    sets = [range(start, start + size) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
     return [
-        [[item * together + part for item in sorted(row[rank]) for part in parts] for row in rows]
+        [[sequence for item in sorted(row[rank]) for sequence in sets[item]] for row in rows]
         for rank in range(num_ranks)
     ]
+
+
+def _by(together: int | NDArray[np.int64]) -> str:
+    if isinstance(together, int):
+        return f" by {together}" if together > 1 else ""
+    return f" in {len(together)} sets" if together.max(initial=1) > 1 else ""
 
 
 def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+from megarl.algorithms.policy_losses import POLICY_LOSSES, is_of_sequences
 from megarl.cluster.batching import RankModel
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import reward_workers, start_ranks
@@ -19,6 +20,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
 from megarl.environments import find_environment
 from megarl.families.shape import read_model_shape
+from megarl.files.import_path import function_of
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin, Resume, find_origin
@@ -151,7 +153,11 @@ def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[
         "critic": recipe.has_critic,
         "reward_model": "reward.model" in recipe.further_models,
     }
-    return {name: replace(policy, name=name) for name, is_there in has.items() if is_there}
+    models = {name: replace(policy, name=name) for name, is_there in has.items() if is_there}
+    if recipe.loop == "rl":
+        policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
+        models["policy"] = replace(policy, keeps_samples=is_of_sequences(policy_loss))
+    return models
 
 
 async def _export(session: Session) -> None:

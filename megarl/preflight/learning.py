@@ -153,6 +153,11 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
+    if algorithm.turn_discount is not None and recipe.rollout.max_turns == 1:
+        yield (
+            f"algorithm.turn_discount = {algorithm.turn_discount}: there is no second turn under rollout.max_turns = "
+            "1; raise that or leave this out"
+        )
     if (allowed := algorithm.dynamic_sampling) and not 0 <= allowed[0] < allowed[1] <= 1:
         yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
     longest = recipe.rollout.sampling.max_new_tokens

@@ -14,6 +14,7 @@ from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.length_penalty import soft_overlong
 from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
+from megarl.algorithms.turns import turn_returns
 from megarl.algorithms.value_losses import explained_variance
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.batch import TokenBatch
@@ -52,7 +53,10 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
     else:
         if algorithm.kl_placement == "reward":
             scores = scores - sequence_sums(divergence, cu_samples, mask)
-        advantages = on_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
+        if algorithm.turn_discount is None:
+            advantages = on_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
+        else:
+            advantages = _of_turns(scores, batch, algorithm, algorithm.turn_discount)
     if algorithm.kl_placement == "return":
         divergence, _ = gae(divergence, torch.zeros_like(divergence), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask)
     if algorithm.kl_placement in ("return", "advantage"):
@@ -107,21 +111,58 @@ def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
     return torch.where(torch.from_numpy(batch.loss_mask), estimate(old, reference, **settings), 0.0)
 
 
-def _of_samples(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """Advantages [samples] by the estimator that the recipe names; zero where a trajectory was not scored."""
-    is_scored = torch.from_numpy(batch.is_scored)
+def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
+    """Advantages [tokens] of returns by turn, each turn compared with the same one of the group's other samples.
+
+    Of turns that not all scored samples of a group have, the advantage of the whole trajectory, which is that of its
+    first turn. What of `scores` [samples] is no turn's reward counts at the last turn.
+    """
+    rewards = torch.from_numpy(batch.turn_rewards).float()
+    num_turns = torch.from_numpy(batch.num_turns)
+    sample = torch.arange(len(scores))
+    has_turns = num_turns > 0
+    rest = scores - rewards.sum(1)
+    rewards[sample[has_turns], num_turns[has_turns] - 1] += rest[has_turns]
+    returns = turn_returns(rewards, discount)
+    cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
+    whole = torch.where(has_turns, returns[:, 0], scores)
+    advantages = on_tokens(_of_samples(whole, batch, algorithm), cu_samples, len(turns))
+    for turn in range(1, rewards.shape[1]):
+        is_comparable = _all_of_group(num_turns > turn, batch)
+        of_turn = on_tokens(_of_samples(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns))
+        is_of_turn = (turns == turn) & on_tokens(is_comparable, cu_samples, len(turns))
+        advantages = torch.where(is_of_turn, of_turn, advantages)
+    return advantages
+
+
+def _all_of_group(holds: Tensor, batch: RLBatch) -> Tensor:
+    """bool [samples]: whether something holds of all scored samples of a sample's group."""
+    groups = torch.from_numpy(batch.groups)
+    fails = torch.from_numpy(batch.is_scored) & ~holds
+    return ~torch.isin(groups, groups[fails])
+
+
+def _of_samples(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None) -> Tensor:
+    """Advantages [samples] by the estimator that the recipe names, of those `among` which trajectories were scored.
+
+    Zero for all others; `among` bool [samples], all unless given.
+    """
+    is_taken = torch.from_numpy(batch.is_scored)
+    if among is not None:
+        is_taken = is_taken & among
     advantage = function_of(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
     offered: dict[str, Any] = {
-        "lengths": torch.from_numpy(batch.num_sampled)[is_scored],
+        "lengths": torch.from_numpy(batch.num_sampled)[is_taken],
         "normalize_by_std": algorithm.normalize_by_std,
         "lone_sample": algorithm.lone_sample,
         "k": algorithm.pass_k,
-        "passes": torch.from_numpy(batch.is_correct)[is_scored],
+        "passes": torch.from_numpy(batch.is_correct)[is_taken],
     }
-    groups = torch.from_numpy(batch.groups)[is_scored]
     settings = supported_kwargs(advantage, offered) | algorithm.advantage_kwargs
-    of_scored = advantage(scores[is_scored], groups, **settings)
-    return torch.zeros_like(scores).masked_scatter(is_scored, of_scored)
+    if not is_taken.any():
+        return torch.zeros_like(scores)
+    found = advantage(scores[is_taken], torch.from_numpy(batch.groups)[is_taken], **settings)
+    return torch.zeros_like(scores).masked_scatter(is_taken, found)
 
 
 def _value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:

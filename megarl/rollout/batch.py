@@ -21,15 +21,20 @@ class RLBatch(TokenBatch):
     """The segments of all trajectories one after the other; a sample is a trajectory with all its segments.
 
     Arrays of trajectories are [samples]: `rewards` float64, `groups` the numbers of their prompts, `num_sampled` the
-    tokens that the policy sampled, `is_correct` that the answer was right. A trajectory that was not scored, without
-    `is_scored`, takes no part in its group's statistics and is not trained.
+    tokens that the policy sampled, `num_turns` its completions, `is_correct` that the answer was right. A trajectory
+    that was not scored, without `is_scored`, takes no part in its group's statistics and is not trained.
     """
 
     weight_versions: NDArray[np.int32]
     """[tokens]: the reshards that the engine had seen, -1 where not sampled."""
+    turns: NDArray[np.int16]
+    """[tokens]: the number of the completion that a token was sampled in, from 0; -1 where not sampled."""
+    turn_rewards: NDArray[np.float64]
+    """[samples, turns]: what the environment gave for each turn; parts of `rewards`."""
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
     num_sampled: NDArray[np.int64]
+    num_turns: NDArray[np.int64]
     is_correct: NDArray[np.bool_]
     is_scored: NDArray[np.bool_]
 
@@ -60,9 +65,12 @@ class RLBatch(TokenBatch):
             per_token=per_token,
             experts=_experts(segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
+            turns=np.concatenate([segment.turns for segment in segments]),
+            turn_rewards=_turn_rewards(trajectories),
             rewards=np.array([0.0 if reward is None else reward.score for reward in rewards], np.float64),
             groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             num_sampled=np.array([trajectory.num_sampled for trajectory in trajectories]),
+            num_turns=np.array([trajectory.num_turns for trajectory in trajectories]),
             is_correct=np.array([reward is not None and reward.answer_correct for reward in rewards]),
             is_scored=is_scored,
         )
@@ -119,6 +127,14 @@ def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     """Samples [samples] cut into `count` parts of one size."""
     size = len(samples) // count
     return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
+    rewards = np.zeros((len(trajectories), max(trajectory.num_turns for trajectory in trajectories)))
+    for sample, trajectory in enumerate(trajectories):
+        for turn, reward in trajectory.turn_rewards:
+            rewards[sample, turn] = reward
+    return rewards
 
 
 def _old_logprobs(segment: Segment) -> NDArray[np.float32]:

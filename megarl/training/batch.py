@@ -34,6 +34,8 @@ class Microbatch:
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
     """[sequences]: tokens of each sequence of the whole row, and what they take in it."""
+    samples: NDArray[np.int64]
+    """[sequences]: the sample that each is a segment of, numbers that do not fall."""
 
 
 def pack_row(
@@ -71,6 +73,7 @@ def pack_row(
     return Microbatch(
         lengths=lengths,
         padded=padded,
+        samples=batch.samples,
         input_ids=own_tokens(batch.token_ids)[None],
         labels=own_predictions(batch.token_ids)[None],
         row=row,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithms.importance import gap_moments
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics
+from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_of_sequences
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.algorithms.value_losses import clipped as clipped_values
@@ -65,7 +65,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio"})
     )
     settings |= config.policy_loss_kwargs
-    is_of_sequences = "cu_seqlens" in signature(policy_loss).parameters
+    is_of_trajectories = is_of_sequences(policy_loss)
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
 
@@ -74,7 +74,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         given = batch.per_token
         old_logprobs = old_logprobs_of(policy_logprobs, batch)
         arguments = policy_logprobs, old_logprobs, given["advantages"]
-        if is_of_sequences:
+        if is_of_trajectories:
             loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
         else:
             loss, metrics = policy_loss(*arguments, **settings)
@@ -238,13 +238,14 @@ def _on_whole_row(
     batch: Microbatch,
     settings: dict[str, Any],
 ) -> LossAndMetrics:
-    """A loss of whole sequences, on this context-parallel rank's tokens of them."""
+    """A loss of whole trajectories, all segments of each together, on this context-parallel rank's tokens of them."""
     row, own = batch.row, batch.row.local
     assert own is not None
     policy_logprobs, *others = (whole_row(tensor.detach(), row) for tensor in arguments)
     # Of the whole row this rank's tokens carry gradient: no token's reaches another's log-prob.
     policy_logprobs = policy_logprobs.index_copy(0, own, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
-    cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=own.device).cumsum(0)
-    loss, metrics = policy_loss(policy_logprobs, *others, cu_seqlens, mask, **settings)
+    is_last = np.diff(batch.samples, append=-1) != 0
+    cu_samples = torch.tensor([0, *batch.padded.cumsum()[is_last].tolist()], device=own.device)
+    loss, metrics = policy_loss(policy_logprobs, *others, cu_samples, mask, **settings)
     return loss[own], {name: value[own] for name, value in metrics.items()}

@@ -14,7 +14,7 @@ from megarl.cluster.batching import RankModel
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.tracking.metrics import Sum
-from megarl.types import TrainingSequence
+from megarl.types import MegarlError, TrainingSequence
 
 LENGTHS = [5, 2, 9, 4, 7, 3, 8, 6]
 LAYOUTS = [
@@ -95,6 +95,46 @@ def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
         padded = -(-row.lengths // layout.sequence_multiple) * layout.sequence_multiple
         assert -(-padded.sum() // layout.tp) * layout.tp <= 14
     assert len({len(rows) for rows in ranks.rows}) == 1
+
+
+SEGMENTS = [(5, 4), (3,), (6, 2, 3), (7,), (2, 2), (9,), (4, 4), (1,)]
+"""Lengths of the segments of each sample."""
+
+
+def of_segments() -> TokenBatch:
+    segments = batch([length for lengths in SEGMENTS for length in lengths])
+    segments.samples = np.repeat(np.arange(len(SEGMENTS)), [len(lengths) for lengths in SEGMENTS])
+    return segments
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them(layout: ParallelConfig) -> None:
+    ranks = Ranks(layout)
+    policy = RankModel(ranks, layout, 16, layout.tp, keeps_samples=True)  # type: ignore[arg-type]
+    asyncio.run(policy.update(of_segments()))
+    rows = [row.samples.tolist() for replica in ranks.rows for row in replica]
+    assert sorted(sample for row in rows for sample in set(row)) == list(range(len(SEGMENTS)))
+    for row in rows:
+        assert [row.count(sample) for sample in dict.fromkeys(row)] == [len(SEGMENTS[n]) for n in dict.fromkeys(row)]
+        assert row == sorted(row)
+
+
+def test_segments_may_part_where_each_has_a_loss_of_its_own() -> None:
+    layout = ParallelConfig(1, 1, 4, 1)
+    ranks = Ranks(layout)
+    asyncio.run(RankModel(ranks, layout, 9).update(of_segments()))  # type: ignore[arg-type]
+    homes: dict[int, set[int]] = {}
+    for number, row in enumerate(row for replica in ranks.rows for row in replica):
+        for sample in row.samples.tolist():
+            homes.setdefault(sample, set()).add(number)
+    assert max(len(rows) for rows in homes.values()) > 1
+
+
+def test_a_sample_that_no_row_holds_is_named() -> None:
+    layout = ParallelConfig(1, 1, 1, 1)
+    policy = RankModel(Ranks(layout), layout, 10, keeps_samples=True)  # type: ignore[arg-type]
+    with pytest.raises(MegarlError, match=r"^trainer.max_tokens_per_microbatch = 10: sequences 3 to 5 take 11 tokens"):
+        asyncio.run(policy.update(of_segments()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

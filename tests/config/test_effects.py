@@ -47,6 +47,20 @@ from tests.config.refusals import faults
             id="clip of another loss",
         ),
         pytest.param(
+            ["algorithm.turn_discount=0.9"],
+            "algorithm.turn_discount = 0.9",
+            "under rollout.environment=single_turn",
+            "rollout.environment to one of several turns",
+            id="turn discount of one turn",
+        ),
+        pytest.param(
+            ["algorithm.turn_discount=0.9", "algorithm.advantage=gae", "rollout.environment=games.py:Game"],
+            "algorithm.turn_discount = 0.9",
+            "under algorithm.advantage=gae",
+            "gae has algorithm.gamma",
+            id="turn discount under gae",
+        ),
+        pytest.param(
             ["algorithm.oversampling=2"],
             "algorithm.oversampling = 2.0",
             "without algorithm.dynamic_sampling",

@@ -108,6 +108,14 @@ WRONG = [
         id="icepop",
     ),
     pytest.param(
+        {
+            "algorithm": {"turn_discount": 0.9},
+            "rollout": {"environment": "megarl.environments.single_turn:SingleTurn", "max_turns": 1},
+        },
+        ["algorithm.turn_discount = 0.9: there is no second turn"],
+        id="turn discount of one turn",
+    ),
+    pytest.param(
         {"algorithm": {"advantage": "pass_at_k", "pass_k": 9}}, ["algorithm.pass_k = 9: exceeds"], id="pass at k"
     ),
     pytest.param(

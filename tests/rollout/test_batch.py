@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megarl.algorithms.importance import gap_moments
+from megarl.algorithms.turns import turn_returns
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
@@ -116,6 +117,7 @@ def test_groups_become_flat_arrays() -> None:
 
 FOUR = [attempt(4, 3.0, 1), attempt(4, 0.0, 2), attempt(9, 1.0, 1), attempt(9, 2.0, 1)]
 CENTRED = {"normalize_by_std": False}
+SEVERAL_TURNS = {"rollout": {"environment": "games.py:Game"}}
 
 
 @pytest.mark.parametrize(
@@ -161,6 +163,71 @@ def test_advantages_of_tokens(algorithm: dict[str, Any], expected: list[list[flo
         assert flat.mean() == pytest.approx(0, abs=1e-6) and flat.std(ddof=1) == pytest.approx(1)
     else:
         assert found == [pytest.approx(part, abs=1e-6) for part in expected]
+
+
+def turns(group: int, rewards: Sequence[float], beside: float = 0.0, is_scored: bool = True) -> Trajectory:
+    """A trajectory of two tokens a turn, a token of context before each; each turn's reward, and one for all."""
+    of_tokens = np.concatenate([[-1, turn, turn] for turn in range(len(rewards))]).astype(np.int16)
+    mask = of_tokens >= 0
+    segment = Segment(
+        np.arange(len(mask)), mask, np.zeros(len(mask), np.float32), np.where(mask, 1, -1).astype(np.int32), of_tokens
+    )
+    reward = Reward(sum(rewards) + beside, True, True) if is_scored else None
+    return Trajectory(
+        "game", Problem(group, (), (), "7"), group, 0, (segment,), reward, turn_rewards=tuple(enumerate(rewards))
+    )
+
+
+def test_returns_of_turns() -> None:
+    rewards = torch.tensor([[0.2, 1.0]])
+    assert turn_returns(rewards, 1.0).tolist() == [pytest.approx([1.2, 1.0])]
+    assert turn_returns(rewards, 0.5).tolist() == [pytest.approx([0.7, 1.0])]
+    three = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 0.0]])
+    assert turn_returns(three, 0.5).tolist() == [[3.0, 4.0, 4.0], [3.0, 0.0, 0.0]]
+    assert turn_returns(torch.zeros(2, 0), 0.5).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("discount", "trajectories", "expected"),
+    [
+        # Returns 1.2 and 1.0 against 0.4 and 0.2: the means are 0.8 and 0.6.
+        pytest.param(1.0, [turns(0, [0.2, 1.0]), turns(0, [0.2, 0.2])], [[0.4, 0.4], [-0.4, -0.4]], id="1"),
+        # Returns 0.7 and 1.0 against 0.3 and 0.2: the means are 0.5 and 0.6.
+        pytest.param(0.5, [turns(0, [0.2, 1.0]), turns(0, [0.2, 0.2])], [[0.2, 0.4], [-0.2, -0.4]], id="a half"),
+        # Returns 2, 1 against 1: only the first turn is of both, the second has what the whole trajectory has.
+        pytest.param(1.0, [turns(0, [1.0, 1.0]), turns(0, [1.0])], [[0.5, 0.5], [-0.5]], id="turns that one lacks"),
+        # A sibling that was not scored is no sibling: both turns are compared.
+        pytest.param(
+            0.5,
+            [turns(0, [0.2, 1.0]), turns(0, [9.0], is_scored=False), turns(0, [0.2, 0.2])],
+            [[0.2, 0.4], [0.0], [-0.2, -0.4]],
+            id="not scored",
+        ),
+        # What a reward function gave counts at the last turn: returns 0.5 * 2 and 2 against 0 and 0.
+        pytest.param(0.5, [turns(0, [0.0, 0.0], 2.0), turns(0, [0.0, 0.0])], [[0.5, 1.0], [-0.5, -1.0]], id="beside"),
+        # The groups are apart: the second has one turn only.
+        pytest.param(
+            1.0,
+            [turns(0, [0.0, 3.0]), turns(0, [0.0, 1.0]), turns(1, [4.0]), turns(1, [2.0])],
+            [[1.0, 1.0], [-1.0, -1.0], [1.0], [-1.0]],
+            id="groups",
+        ),
+    ],
+)
+def test_turns_have_advantages_of_their_own(
+    discount: float, trajectories: list[Trajectory], expected: list[list[float]]
+) -> None:
+    batch = batch_of(trajectories)
+    compute_advantages(batch, recipe(algorithm=CENTRED | {"turn_discount": discount}, **SEVERAL_TURNS), 0.0)
+    for found, of_turns in zip(of_sequences(batch, "advantages"), expected, strict=True):
+        assert found == pytest.approx([x for one in of_turns for x in (0.0, one, one)], abs=1e-6)
+
+
+def test_without_a_discount_all_turns_share_the_trajectory_s_advantage() -> None:
+    batch = batch_of([turns(0, [0.2, 1.0]), turns(0, [0.2, 0.2])])
+    compute_advantages(batch, recipe(algorithm=CENTRED), 0.0)
+    first, second = of_sequences(batch, "advantages")
+    assert first == pytest.approx([0, 0.4, 0.4] * 2) and second == pytest.approx([0, -0.4, -0.4] * 2)
 
 
 def test_truncated_completions_are_masked() -> None:
