@@ -82,15 +82,13 @@ def test_own_functions_train_to_the_same_weights(train: Callable[..., subprocess
     own = "algorithm.policy_loss=own/functions.py:loss"
     for overrides in (
         (),
-        ("name=loss", own, "algorithm.policy_loss_kwargs.scale=1.0"),
         ("name=both", own, "algorithm.policy_loss_kwargs.scale=1.0", "algorithm.advantage=own.functions:advantage"),
         ("name=still", own),
     ):
         done = train(*overrides)
         assert done.returncode == 0, done.stdout + done.stderr
     built_in = weights(folder / "runs/built_in")
-    assert built_in and weights(folder / "runs/loss") == built_in
-    assert weights(folder / "runs/both") == built_in
+    assert built_in and weights(folder / "runs/both") == built_in
     # Its own keyword reaches the loss: at a scale of zero nothing is learned.
     assert weights(folder / "runs/still") != built_in
 
