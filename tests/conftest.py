@@ -53,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give what the run starts a folder for its temporary files, and end by a signal as by Ctrl-C: in good order."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     config.stash[WATCH] = watch = Watch()
-    os.environ["TMPDIR"] = tempfile.tempdir = str(watch.folder)
+    # With `-n`, only the workers run tests: names of sockets are too long in a folder within another.
+    if not getattr(config.option, "tx", None) or hasattr(config, "workerinput"):
+        os.environ["TMPDIR"] = tempfile.tempdir = str(watch.folder)
     # A script's `&` starts programs deaf to Ctrl-C, and so all that they start: tests send these signals to runs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)

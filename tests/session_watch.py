@@ -59,8 +59,10 @@ class Watch:
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-"))
         command = [sys.executable, "-S", __file__, str(os.getpid()), self.mark, str(self.folder)]
         pipe = subprocess.PIPE
-        # Not marked itself, and in a session of its own: what ends pytest does not reach it.
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        # Without a mark, its own or of a run that started this one, and in a session of its own: what ends pytest does
+        # not reach it.
+        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(command, env=unmarked, stdin=pipe, stdout=pipe, start_new_session=True)
         os.environ[MARK] = f"{os.environ.get(MARK, '')}{self.mark},"
 
     def leftovers(self, seconds: float) -> list[str]:

@@ -49,9 +49,9 @@ def wait_until(is_so: Callable[[], bool], driver: subprocess.Popen[str] | None =
         time.sleep(0.05)
 
 
-def end_pytest(number: signal.Signals, folder: Path, **held: str) -> list[str]:
+def end_pytest(number: signal.Signals, folder: Path, *arguments: str, **held: str) -> list[str]:
     """End a run that holds processes by a signal, see that all of them end; the commands of what it held."""
-    driver = start_pytest("holding.py", folder, HOLDING=str(folder), **held)
+    driver = start_pytest("holding.py", folder, *arguments, HOLDING=str(folder), **held)
     try:
         wait_until((folder / "rank").exists, driver)
         mark = mark_of(driver.pid)
@@ -66,15 +66,26 @@ def end_pytest(number: signal.Signals, folder: Path, **held: str) -> list[str]:
     return commands
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    commands = end_pytest(number, tmp_path)
+@pytest.mark.parametrize(
+    ("number", "workers"),
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, 0),
+        (signal.SIGHUP, 0),
+        (signal.SIGKILL, 0),
+        (signal.SIGTERM, 1),
+        (signal.SIGKILL, 1),
+    ],
+)
+def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.Signals, workers: int) -> None:
+    commands = end_pytest(number, tmp_path, f"--numprocesses={workers}")
     assert sum("megarl.cluster.rank" in command for command in commands) == 1, commands
     assert any("setsid" in command for command in commands), commands
 
 
-def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path) -> None:
-    driver = start_pytest("leaving.py", tmp_path, "--leftover-seconds=0")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path, workers: int) -> None:
+    driver = start_pytest("leaving.py", tmp_path, "--leftover-seconds=0", f"--numprocesses={workers}")
     output, _ = driver.communicate(timeout=240)
     assert driver.returncode == pytest.ExitCode.TESTS_FAILED
     left = re.search(r"this run of the tests has left:\n(process \d+: .*\n(?:.*\n)*?)(/.*)\n(/dev/shm/.*)\n", output)
@@ -83,8 +94,9 @@ def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path) -> None:
     wait_until(lambda: not Path(left[3]).exists() and not any((tmp_path / "tmp").iterdir()))
 
 
-def test_what_is_left_out_is_said_above_the_closing_line(tmp_path: Path) -> None:
-    driver = start_pytest("leaving_out.py", tmp_path)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_left_out_is_said_above_the_closing_line(tmp_path: Path, workers: int) -> None:
+    driver = start_pytest("leaving_out.py", tmp_path, f"--numprocesses={workers}")
     output, _ = driver.communicate(timeout=240)
     *_, title, reason, closing = output.splitlines()
     assert "left out on this machine" in title and reason == "2 tests: needs a second moon"

@@ -15,6 +15,7 @@ from tests import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests/probes/without_slurm.py"
+WORKERS = "-n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder"
 CALLED = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"
 [ "$(basename "$0")" != id ] || echo 0
@@ -56,7 +57,7 @@ def test_nothing_of_the_system_is_installed_unasked(checkout: Path) -> None:
         "ruff format --check .",
         "pyright ",
         "lint-imports ",
-        "pytest --tier all tests/data -x",
+        f"pytest {WORKERS} --tier all tests/data -x",
     ]
     [told] = done.stdout.splitlines()
     assert "the tests marked slurm are left out" in told and "--install-slurm" in told
@@ -66,7 +67,7 @@ def test_slurm_is_installed_where_that_is_asked_for(checkout: Path) -> None:
     done, called = run(checkout, "--tier", "fast", "--install-slurm", "-k", "a or b")
     assert done.returncode == 0, done.stderr
     install = next(line for line in called if line.startswith("apt-get install"))
-    assert "slurm-wlm munge" in install and called[-1] == "pytest --tier fast -k a or b"
+    assert "slurm-wlm munge" in install and called[-1] == f"pytest {WORKERS} --tier fast -k a or b"
 
 
 @pytest.mark.parametrize("arguments", [["--tier", "quick"], ["--tier=quick"], ["-x", "--tier"], ["--tier="]])
@@ -78,7 +79,7 @@ def test_an_unknown_tier_is_told_before_anything_starts(checkout: Path, argument
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
 def test_every_tier_is_one_of_the_script_s(checkout: Path, tier: str) -> None:
-    assert run(checkout, f"--tier={tier}")[1][-1] == f"pytest --tier {tier}"
+    assert run(checkout, f"--tier={tier}")[1][-1] == f"pytest {WORKERS} --tier {tier}"
 
 
 def pytest_of_the_probe(*arguments: str) -> list[str]:
