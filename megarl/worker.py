@@ -1,4 +1,4 @@
-"""One rank: the trainer's shard, the engine's shard, and the plan that copies one into the other."""
+"""The worker of a rank: the trainer's shard, the engine's shard, and the reshard from one to the other."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ Model = TypeVar("Model", bound=ModelShard)
 
 
 class Worker:
-    """What the driver calls: the methods of a rank, and those of its models, `policy.update` and the like.
+    """The methods that the driver calls on a rank, and its models, whose methods it calls as `policy.update`.
 
-    The models are `policy`, `reference`, `critic` and `reward_model`, those that the recipe has.
+    The models are those of the recipe: `policy`, `reference`, `critic`, `reward_model`.
     """
 
     def __init__(
@@ -87,24 +87,29 @@ class Worker:
                 self._check_probe(trainer_logprobs)
 
     def start_notices(self) -> list[str]:
-        """What the person at the terminal should know of how this run goes."""
+        """Notices for the user about how this run is executed."""
         return self.notices
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
     ) -> list[Completion]:
-        """Sample for a while: new requests and aborts in, finished completions out (leaders only)."""
+        """Step the engine: new requests and aborts in, finished completions out (leaders only).
+
+        `work` is (requests, ids to abort); `budget_seconds` and `leave_after` as in `RolloutEngine.advance`.
+        """
         assert self.engine is not None
         return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def sleep_engine(self) -> None:
-        """Hand the engine's memory to the trainer until the next reshard."""
+        """Free the engine's memory for the trainer until the next reshard."""
         if self.engine:
             self.engine.sleep()
         self.policy.onload()
 
     def reshard(self, verify: bool = False) -> dict[str, float]:
-        """Copy the trainer's weights into the engine's, and compare them if asked. Returns seconds and bytes by stage.
+        """Reshard the trainer's weights into the engine's; with `verify`, compare checksums.
+
+        Returns seconds and bytes by stage.
 
         Compared are checksums, or where the engine converts its weights log-probs: then `probe_gap` is the mean
         distance in nats. Raises MegarlError with the first parameter that differs, or the rank whose log-probs do.
@@ -141,7 +146,7 @@ class Worker:
         return found[0] if found else None
 
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
-        """How far the engine's log-probs of the probe prompt are from the trainer's, nats in the mean; see `probe`."""
+        """Mean distance, in nats, of the engine's log-probs of the probe prompt from the trainer's; see `probe`."""
         assert self.engine is not None
         tolerance = self.recipe.weights.probe_tolerance or TOLERANCES[self.recipe.model.dtype]
         return check_logprobs(
@@ -158,7 +163,7 @@ class Worker:
 
     @contextmanager
     def _reshard_memory(self, engine: RolloutEngine) -> Iterator[None]:
-        """Inside, the weights of trainer and engine are in memory, and little else; afterwards the engine samples."""
+        """Within it only the weights of trainer and engine are on the device; afterwards the engine can sample."""
         self.policy.offload(but=("parameters",))
         self.policy.onload(("parameters",))
         engine.wake(["weights"])
@@ -169,7 +174,10 @@ class Worker:
         engine.weights_updated()
 
     def export(self, folder: Path, model: str = "policy") -> None:
-        """Write a model's weights as a Hugging Face model folder, and its adapters, if it has any, beside it."""
+        """Export a model to a Hugging Face folder, and its LoRA adapters, if any, to a folder beside it.
+
+        Raises DiskFullError.
+        """
         self.policy.onload(("parameters",))
         recipe = self.recipe
         lora = recipe.lora
@@ -207,9 +215,9 @@ class Worker:
                     )
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
-        """Write the trainer's state into an empty folder; if `asynchronous`, only begin to.
+        """Save the trainer's state into an empty folder; if `asynchronous`, only start to.
 
-        `is_resharded` says that the engine has these weights already, as it will have only after a resume's reshard.
+        `is_resharded`: the engine has these weights already; after a resume it gets them by one more reshard.
         """
         version = self.engine.weight_version - is_resharded if self.engine else 0
         with self._everything_learning() as models:
@@ -218,27 +226,27 @@ class Worker:
             self._save.write(asynchronous=asynchronous)
 
     def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
-        """Bring the save to its end; see `training.checkpoint.Save.finish`."""
+        """Finish the save; see `training.checkpoint.Save.finish`."""
         return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Go on from a checkpoint that was found harmless. The engine needs a reshard then."""
+        """Load a checkpoint that `check_harmless` has passed. Afterwards the engine needs a reshard."""
         with self._everything_learning() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
         if self.engine:
             self.engine.weight_version = driver["weight_version"]
 
     def retain_experts(self, handles: Sequence[ExpertsHandle]) -> int:
-        """Forget the experts of all trajectories but those with these handles. Returns the bytes held before."""
+        """Drop all routed experts but those with these handles. Returns the bytes that were held before."""
         return self.held_experts.retain(handles)
 
     def load_experts(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
-        """Hold the experts of a checkpoint's trajectories that wait; see `HeldExperts.load`."""
+        """Load the routed experts of trajectories that wait in a checkpoint; see `HeldExperts.load`."""
         self.held_experts.load(folder, handles)
 
     @contextmanager
     def _everything_learning(self) -> Iterator[dict[str, TrainingEngine]]:
-        """What a checkpoint holds, the policy's tensors under Megatron's own names."""
+        """The models of a checkpoint by prefix; the policy's is empty, so its tensors have Megatron's own names."""
         if self.critic is None:
             yield {"": self.policy}
             return
@@ -262,7 +270,7 @@ class Worker:
         )
 
     def _build(self, kind: Callable[..., Model], folder: str, *, has_value_head: bool = False) -> Model:
-        """A model of a folder, under a new value head if it shall have one and has none."""
+        """Build and load a folder's model; with `has_value_head`, under a new value head if it has none."""
         shape = read_model_shape(folder)
         shape = shape.with_value_head() if has_value_head else shape
         layouts = self._layouts(shape)
@@ -312,7 +320,7 @@ class Worker:
         )
 
     def close(self) -> None:
-        """End the engine and leave the world."""
+        """Close the engine and leave `torch.distributed`'s world."""
         if self.engine:
             self.engine.close()
         self.replica.close()

@@ -1,4 +1,4 @@
-"""The driver's side of a model on the ranks: a batch out to its replicas in packed rows, results back in order."""
+"""The driver's side of a model on the ranks: sends a batch to the replicas in packed rows, reorders the results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megarl.types import MegarlError
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """One of the ranks' models as the driver sees it: one call for the whole batch.
+    """A model on the ranks, called with whole batches.
 
-    `name` is what `worker.Worker` calls it. A replica's rows go to the first of its ranks alone, which hands them to
-    the others.
+    `name` is its name in `worker.Worker`. A replica's rows are sent to its first rank, which broadcasts them within the
+    replica.
     """
 
     group: WorkerGroup
@@ -30,15 +30,15 @@ class RankModel:
     row_multiple: int = 1
     attention_ratio: float = 65536.0
     together: int = 1
-    """So many sequences, one after the other, share a row: the two of a pair."""
+    """Number of consecutive sequences that must share a row: 2 for pairs."""
     keeps_samples: bool = False
-    """In updates the sequences of a sample share a row: the loss is of all segments of a trajectory together."""
+    """Whether in updates all sequences of a sample share a row, for losses of whole trajectories."""
     name: str = "policy"
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
     ) -> dict[str, Metric]:
-        """One optimizer step on all of a batch. Returns the whole batch's metrics.
+        """One optimizer step on a whole batch. Returns the batch's metrics.
 
         `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`. Raises MegarlError for a sample that no row holds,
         where rows keep samples whole.
@@ -49,9 +49,9 @@ class RankModel:
         return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
 
     async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """The model's value of every token: float32 [tokens], zero on the sequences' first tokens.
+        """Log-probs (policy, reference; nats) or values (critic, reward model) of a batch: float32 [tokens].
 
-        Log-probs of a policy or a reference; values, before each token, of a critic or a reward model.
+        Entry t belongs to predicting token t; it is zero on the sequences' first tokens.
         """
         batch = batch.with_arrays({})
         # So many that every rank has as many rows, none of them empty.
@@ -101,7 +101,7 @@ class RankModel:
         return per_rank
 
     def _reporting_ranks(self) -> list[list[int]]:
-        """The ranks that hold each replica's results, by context part."""
+        """The ranks that return each replica's results, by context-parallel rank."""
         layout = self.layout
         return [
             [layout.rank(tp=0, cp=part, dp=replica, pp=layout.pp - 1) for part in range(layout.cp)]

@@ -1,4 +1,4 @@
-"""A worker group's other end: the process of one rank, and the messages between the two."""
+"""The process of a rank, and the messages between it and the worker group."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from megarl.platform.processes import die_with
 from megarl.types import MegarlError
 
 HEAD = struct.Struct("<Q")
-"""What a message begins with: the bytes of the pickle that follows."""
+"""The head of a message: the length of its pickle in bytes."""
 
 _asked: str | None = None
-"""The signal to stop that this process was sent last."""
+"""The last signal to stop that this process received."""
 _ECHOES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
 
 
 def pack(content: Any) -> bytes:
-    """A message."""
+    """A message: head and pickle."""
     body = pickle.dumps(content, protocol=5)
     return HEAD.pack(len(body)) + body
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Whether the error, or one that led to it, is a collective that another rank broke."""
+    """Whether an error or one of its causes is a collective that another rank left."""
     while error is not None:
         names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
         told = isinstance(error, RuntimeError) and any(word in str(error) for word in _ECHOES)
@@ -51,13 +51,13 @@ def _is_echo(error: BaseException | None) -> bool:
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether the error tells that this rank's device or its peers are gone, which another start may mend."""
+    """Whether an error means that this rank's device or peers are lost; a restart may help then."""
     text = f"{type(error).__name__}: {error}"
     return _is_echo(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
 
 
 def _report(error: Exception) -> dict[str, Any]:
-    """What the driver needs to know of an exception; plain data, for its class may not unpickle there."""
+    """An exception as plain data for the driver, where its class might not unpickle."""
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
@@ -75,7 +75,7 @@ def _report(error: Exception) -> dict[str, Any]:
 
 
 class _Host:
-    """The process of one rank: the worker that lives in it, once it was made."""
+    """The process of a rank, with its worker once that is made."""
 
     def __init__(self) -> None:
         self.worker: Any = None
@@ -90,7 +90,7 @@ class _Host:
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
     def bound(self, command: bytes) -> Callable[[], Any]:
-        """What a command asks for: a method of the worker, or `part.method`, with its arguments.
+        """The call of a command: a method of the worker, or `part.method`, with its arguments.
 
         `__init__` makes the worker, `__settle__` tells where the ranks meet.
         """
@@ -101,7 +101,7 @@ class _Host:
 
 
 def note_signals() -> None:
-    """Outlive the signals that a scheduler has a whole job hear, and tell the driver of them with the next answer."""
+    """Survive signals that a scheduler sends to a whole job; the next answer reports them to the driver."""
 
     def note(number: int, _: Any) -> None:
         global _asked
@@ -137,7 +137,7 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
 
 
 def leave() -> NoReturn:
-    """End this process: Python would first take apart all that torch, vLLM and Megatron made, which takes seconds."""
+    """End this process at once: Python's finalisation of torch, vLLM and Megatron takes seconds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -145,7 +145,7 @@ def leave() -> NoReturn:
 
 
 def main() -> None:
-    """A rank on the driver's machine; arguments are its socket and the driver's process id."""
+    """The main function of a local rank; arguments are its socket and the driver's process id."""
     number, driver = map(int, sys.argv[1:])
     die_with(driver)
     serve(socket.socket(fileno=number))

@@ -1,4 +1,4 @@
-"""Learning from preferred or judged answers, a policy or a reward model: one update a step, held-out answers beside."""
+"""Preference learning of a policy or a reward model: one update per step, with evaluation on held-out answers."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ async def train(session: Session) -> None:
 
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:
-    """All answers one after the other, those of a pair side by side."""
+    """All answers as one batch, those of a pair consecutive."""
     return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
 
 
 async def with_reference(session: Session, batch: TokenBatch) -> TokenBatch:
-    """The batch, with the reference's log-probs where the loss asks for them."""
+    """The batch, with the reference's log-probs where the loss needs them."""
     if session.recipe.has_reference:
         with session.tracker.phase("logprobs"):
             batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
@@ -60,7 +60,10 @@ async def with_reference(session: Session, batch: TokenBatch) -> TokenBatch:
 
 
 async def _divergence(session: Session, batch: TokenBatch) -> float:
-    """The policy's KL from the reference, at least zero: the mean log-ratio of prompts and neighbours' answers."""
+    """KTO's estimate of the KL between policy and reference, in nats, at least zero.
+
+    It is the mean log-ratio of answers to other prompts: each prompt with its neighbour's answer.
+    """
     longest = int(batch.lengths.max())
     tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
     masks = np.split(batch.loss_mask, batch.cu_seqlens[1:-1])
@@ -77,10 +80,10 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
 
 
 async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dict[str, float]:
-    """`val/SET/accuracy`: the share of held-out pairs whose chosen answer gained more, or has more, log-prob.
+    """`val/SET/accuracy`: the rate of held-out pairs whose chosen answer has the larger worth (`_worths`).
 
-    Gained since the start where the loss has a reference; else a token's mean. Of judged answers: the chance that a
-    good one gained more than a bad one. Of a reward model: the pairs whose chosen answer has the higher score.
+    Of judged answers: the probability that a desirable one has a larger worth than an undesirable one (AUC). Of a
+    reward model: the rate of pairs whose chosen answer has the higher score.
     """
     scalars: dict[str, float] = {}
     with session.tracker.phase("evaluation"):
@@ -99,7 +102,10 @@ async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dic
 
 
 def _worths(batch: TokenBatch, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
-    """[sequences]: how much an answer gained since the start, in nats; without a reference its mean log-prob."""
+    """Log-ratio of policy and reference of each answer, or without a reference its mean log-prob.
+
+    float64 [sequences], in nats.
+    """
     reference = batch.per_token.get("reference_logprobs")
     gains = logprobs if reference is None else logprobs - reference
     borders = batch.cu_seqlens[1:-1]

@@ -1,4 +1,4 @@
-"""How a run begins and ends: its folder, its ranks, its loop, the exported model."""
+"""The start and end of a run: its folder, ranks, loop and exported model."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 
 
 async def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None = None, restart: bool = False) -> None:
-    """Carry a checked recipe out, from starting its ranks, or its newest good checkpoint, to the exported model.
+    """Run a checked recipe: from its start or its newest good checkpoint to the exported model.
 
-    `restart` moves aside what the run's folder holds.
+    `restart` moves the contents of the run folder aside.
     """
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
         origin = find_origin(recipe, folder, resume)

@@ -1,4 +1,4 @@
-"""What every loop works with: the ranks, the engines, the tracker, the validation sets."""
+"""The session that every loop works with: ranks, engines, tracker, validation sets."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """A step under way, and what it logs.
+    """A step in progress and its metrics.
 
-    `is_trained`: its updates have begun, so that a signal to stop saves it and not the step before.
+    `is_trained`: its updates have begun, so that a signal to stop saves this step and not the one before.
     """
 
     number: int
@@ -39,7 +39,7 @@ class Step:
     is_trained: bool = False
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add to what is written at the step's end."""
+        """Add metrics, which are written at the step's end."""
         self.metrics |= metrics
 
 
@@ -54,12 +54,12 @@ class Session:
     tokenizer: Tokenizer
     ranks: WorkerGroup
     models: Mapping[str, RankModel]
-    """By name those that the recipe has: `policy`, `reference`, `critic`, `reward_model`."""
+    """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`."""
     sampler: GroupSampler
     validation: Mapping[str, list[Problem]]
     checkpoints: Checkpoints
     origin: Origin
-    """What the run goes on from."""
+    """The checkpoint that the run was resumed from, if any."""
     stop: StopRequest
 
     async def stop_if_asked(
@@ -68,10 +68,9 @@ class Session:
         save_driver: Callable[[Path], None] | None = None,
         unlogged: Mapping[str, float] | None = None,
     ) -> None:
-        """Save what `step` left and raise StoppedError, if a signal asked for it.
+        """Save the state after `step` and raise StoppedError, if a signal asked the run to stop.
 
-        `unlogged` are the step's metrics where its evaluation was cut short: the resumed run makes up for it, then logs
-        them.
+        `unlogged` are the step's metrics if its evaluation was interrupted: the resumed run repeats it and logs them.
         """
         if not self.stop:
             return
@@ -84,7 +83,7 @@ class Session:
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState) -> AsyncIterator[Step]:
-        """A step of RL under way: at its end its metrics are written, and a signal to stop is heeded."""
+        """A step of RL; at its end its metrics are written and a signal to stop takes effect."""
         step = Step(number)
         async with self.leaving_in_order(step, state):
             yield step
@@ -111,13 +110,13 @@ class Session:
             raise
 
     async def sleep_engines(self) -> None:
-        """Hand the engines' memory to the trainer until the next reshard."""
+        """Free the engines' memory for the trainer until the next reshard."""
         await self.ranks.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:
-        """With router replay, have the ranks forget the experts of all but what waits for a later step.
+        """With router replay, drop the routed experts on the ranks but those of groups that wait for a later step.
 
-        Metric: `rollout/routed_experts_bytes`, what they held of the step.
+        Metric: `rollout/routed_experts_bytes`, their size before.
         """
         if not self.recipe.trainer.router_replay:
             return {}
@@ -125,7 +124,7 @@ class Session:
         return {"rollout/routed_experts_bytes": float(sum(held))}
 
     async def reshard(self, step: int) -> dict[str, float]:
-        """Bring the trainer's weights into the engines; the slowest rank's seconds and the bytes of all.
+        """Reshard the trainer's weights into the engines. Returns the slowest rank's seconds and the bytes of all.
 
         `reshard/probe_gap`: how far the log-probs of engines that convert their weights are, where they are compared.
         """
@@ -142,7 +141,7 @@ class Session:
 
     @property
     def steps(self) -> range:
-        """The steps that are still to be trained."""
+        """The remaining steps."""
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
@@ -160,12 +159,12 @@ class Session:
         return metrics
 
     def write_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Write a step's trajectories to samples/, every so many steps."""
+        """Write a step's trajectories to samples/, if samples of this step are due."""
         if step % self.recipe.samples_every_steps == 0:
             self.tracker.samples(step, [trajectory.record() for trajectory in trajectories])
 
     def evaluates_at(self, step: int) -> bool:
-        """Whether a step ends with an evaluation: every so many steps, and the last."""
+        """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
         every = self.recipe.evaluation.every_steps
         data = self.recipe.data
         return bool(data.validation or data.validation_conversations) and (
@@ -174,5 +173,5 @@ class Session:
 
 
 def sampling_settings(config: SamplingConfig) -> SamplingSettings:
-    """What a request carries of the recipe's sampling section."""
+    """The sampling parameters of requests, from a section of the recipe."""
     return SamplingSettings(**config.model_dump())

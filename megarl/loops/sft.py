@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the assistant's tokens of conversations, one update a step."""
+"""Supervised fine-tuning on the assistant's tokens of conversations: one update per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.types import TrainingSequence
 
 
 async def train(session: Session) -> None:
-    """Metrics: `train/loss` (nats a trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
+    """Metrics: `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
     recipe, tracker = session.recipe, session.tracker
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.train)
     held_out = {
@@ -56,7 +56,7 @@ async def _evaluate_and_log(
     scalars: Mapping[str, float],
     held_out: Mapping[str, Sequence[TrainingSequence]],
 ) -> None:
-    """Log a step with its evaluation; where a signal cuts that short, both are left to the resumed run."""
+    """Log a step with its evaluation; if a signal interrupts that, both are left to the resumed run."""
     evaluated = await _losses(session, held_out)
     if session.validation:
         with session.tracker.phase("reshard"):
@@ -72,7 +72,7 @@ async def _evaluate_and_log(
 
 
 async def _losses(session: Session, held_out: Mapping[str, Sequence[TrainingSequence]]) -> dict[str, float]:
-    """`val/SET/loss`: nats a token of the assistant, of each set of held-out conversations."""
+    """`val/SET/loss` of each set of held-out conversations: nats per token of the assistant."""
     scalars: dict[str, float] = {}
     with session.tracker.phase("evaluation"):
         for name, sequences in held_out.items():

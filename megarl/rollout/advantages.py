@@ -27,7 +27,7 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
 
     Metrics: `kl/reference`, the mean over tokens, where the KL is in them, and with algorithm.k3_max `kl/capped`, the
     share of tokens whose estimate is held there; with a critic `critic/value`, `/return`, the means over tokens, and
-    `/explained`, the share of the returns' variance that the values foresaw.
+    `/explained`, the explained variance of the returns.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -93,7 +93,7 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
 
 
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Rewards float32 [samples], with the penalty of length."""
+    """Rewards with the length penalty: float32 [samples]."""
     scores = torch.from_numpy(batch.rewards).float()
     if not (buffer := recipe.algorithm.overlong_buffer):
         return scores

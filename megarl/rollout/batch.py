@@ -1,4 +1,4 @@
-"""The batch of a step: its trajectories in flat arrays, and the minibatches that it is trained in."""
+"""The batch of a step: its trajectories in flat arrays, and its minibatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.types import Segment, Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class RLBatch(TokenBatch):
-    """The segments of all trajectories one after the other; a sample is a trajectory with all its segments.
+    """The concatenated segments of all trajectories; a sample is a trajectory with all its segments.
 
     Arrays of trajectories are [samples]: `rewards` float64, `groups` the numbers of their prompts, `num_sampled` the
     tokens that the policy sampled, `num_turns` its completions, `is_correct` that the answer was right. A trajectory
@@ -26,7 +26,7 @@ class RLBatch(TokenBatch):
     """
 
     weight_versions: NDArray[np.int32]
-    """[tokens]: the reshards that the engine had seen, -1 where not sampled."""
+    """[tokens]: the number of reshards before the completion of a token; -1 where not sampled."""
     turns: NDArray[np.int16]
     """[tokens]: the number of the completion that a token was sampled in, from 0; -1 where not sampled."""
     turn_rewards: NDArray[np.float64]
@@ -76,7 +76,7 @@ class RLBatch(TokenBatch):
         )
 
     def start_from_rollout(self, weight_version: int) -> None:
-        """Let the ratio start from the engine's log-probs, whatever its weights.
+        """Use the engine's log-probs as old log-probs of the ratio, whatever its weights.
 
         `weight_version` is that of the trainer's weights before the update: engine and trainer are compared on tokens
         that these weights sampled, the others' `rollout_logprobs` are NaN from now on.
@@ -124,7 +124,7 @@ class RLBatch(TokenBatch):
 
 
 def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    """Samples [samples] cut into `count` parts of one size."""
+    """Split samples, int64 [samples], into `count` parts of equal size."""
     size = len(samples) // count
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
@@ -149,7 +149,7 @@ def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
 
 
 def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
-    """Indices in the order of a step's pass, counted from 0."""
+    """The order of the samples in a pass of a step: int64 [count], a permutation."""
     if number == 0:
         return np.arange(count)
     return np.random.default_rng([seed, step, number]).permutation(count)

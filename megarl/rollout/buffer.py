@@ -1,4 +1,4 @@
-"""Groups between sampling and training: prompts are drawn until enough groups teach something."""
+"""The buffer between sampling and training: prompts are drawn until enough groups pass the filter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
 
 
 class Buffer:
-    """Draws prompts, has them sampled, and keeps the groups that pass the filter; those left over wait in `state`.
+    """Draws prompts, samples groups and keeps those that pass the filter; surplus groups wait in `state`.
 
     `sampled` are all trajectories that were sampled for the newest step, its groups numbered on, batch by batch.
     """
@@ -121,7 +121,7 @@ class Buffer:
 
 
 def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) -> bool:
-    """Whether a group's accuracy is between the two, both excluded; any is, without a range."""
+    """Whether a group's accuracy is inside the open interval; True without one."""
     if dynamic_sampling is None:
         return True
     low, high = dynamic_sampling

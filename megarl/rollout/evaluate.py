@@ -1,4 +1,4 @@
-"""Held-out accuracy: greedy answers to the validation sets, scored as in training."""
+"""Evaluation: completions of the validation sets, scored as in training."""
 
 from __future__ import annotations
 

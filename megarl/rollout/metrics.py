@@ -53,12 +53,12 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
 
 
 def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory] | None = None) -> dict[str, float]:
-    """What a step's completions were like; each reward function's part as in `rewards.scores.function_metrics`.
+    """Reward metrics of a step's completions, and of each reward function (`rewards.scores.function_metrics`).
 
     `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards
-    are all equal and teach nothing; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share that hit the
-    limit. Attempts that were not scored take no part in those of rewards. All are of the attempts drawn in this step,
-    `trajectories`; but where a reward model scores only those `kept`, `reward/mean`, `/std` and
+    are all equal: no learning signal; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share at the
+    length limit. Attempts that were not scored are left out of those of rewards. All are of the attempts drawn in this
+    step, `trajectories`; but where a reward model scores only those `kept`, `reward/mean`, `/std` and
     `/zero_variance_groups`, which are of the whole reward, are of these.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
@@ -80,7 +80,7 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How a step's attempts went.
+    """Metrics of a step's attempts.
 
     `rollout/turns/mean`, `/max`: completions of an attempt; `rollout/ended/WHY`: the share of attempts that ended so;
     `rollout/errors/KIND`: attempts that an error ended, by its kind; `environment/NAME`: the means of the environment's

@@ -1,4 +1,4 @@
-"""What the ranks' models say of a step's batch before its update: log-probs, values, scores of the reward model."""
+"""Scores of a step's batch by the ranks' models before its update: log-probs, values, the reward model's scores."""
 
 from __future__ import annotations
 

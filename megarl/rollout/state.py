@@ -1,4 +1,4 @@
-"""Where an RL run stands: its place in the data, the groups that wait, the KL's weight. What a checkpoint has of it."""
+"""The driver's state of an RL run: position in the data, waiting groups, KL coefficient; how checkpoints store it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SEGMENT_ARRAYS = [part.name for part in fields(Segment)]
 
 
 class RLState:
-    """What an RL run carries from step to step; `save` and `load` make a resumed run go on alike.
+    """The state that an RL run carries from step to step; with `save` and `load` a resumed run is bit-equal.
 
-    `drawn` counts batches of prompts, `waiting` are the groups that were sampled for a later step, `kl_coefficient` is
-    the KL's weight as adapted so far.
+    `drawn` is the number of prompt batches drawn so far, `waiting` are groups sampled for a later step,
+    `kl_coefficient` is the coefficient as adapted so far.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -41,12 +41,12 @@ class RLState:
         self._before_step = self.drawn, self.waiting
 
     def forget_step(self) -> None:
-        """As if the newest step's trajectories had not been drawn."""
+        """Return to the state before the newest step's prompts were drawn."""
         self.drawn, self.waiting = self._before_step
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
-        """Handles of the routed experts of what waits for a later step, where they are kept."""
+        """Handles of the routed experts of waiting groups, if there are any."""
         segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None]
 
@@ -112,7 +112,7 @@ class RLState:
 
 
 def in_groups(trajectories: Sequence[Trajectory]) -> list[Group]:
-    """Trajectories, those of a group side by side, by their groups."""
+    """Split a list of trajectories, those of a group consecutive, by group."""
     return [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
 
 
@@ -143,7 +143,7 @@ def _segment(arrays: Mapping[str, np.ndarray], prefix: str) -> Segment:
 
 
 def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
-    """What json keeps of a trajectory, `segments` their number."""
+    """A trajectory as JSON values; `segments` is their number."""
     return {
         "environment": trajectory.environment,
         "problem": trajectory.problem.index,

@@ -6,7 +6,6 @@ import ast
 import io
 import re
 import tokenize
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,18 +35,10 @@ BANNED = {
 }
 """Paraphrases of a standard term (as regular expressions, any case) and the term that says it."""
 
-UNCLEAN = {"cluster", "loops", "rollout", "worker"}
-"""Rooms in which docstrings still open with "What": to be emptied, never to grow."""
-
 
 @cache
 def modules() -> tuple[Path, ...]:
     return tuple(sorted((ROOT / "megarl").rglob("*.py")))
-
-
-def room(path: Path) -> str:
-    """The room of a module: the first name below megarl."""
-    return path.relative_to(ROOT / "megarl").parts[0].removesuffix(".py")
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
@@ -99,14 +90,13 @@ def test_a_standard_term_is_not_paraphrased(phrase: str) -> None:
 
 
 def test_no_docstring_opens_with_what() -> None:
-    opening: dict[str, list[str]] = {}
-    for path in modules():
-        for line, text in docstrings(path.read_text(encoding="utf-8")):
-            if text.lstrip().startswith("What"):
-                opening.setdefault(room(path), []).append(f"{path.relative_to(ROOT)}:{line}")
-    assert {name: places for name, places in opening.items() if name not in UNCLEAN} == {}
-    if clean := UNCLEAN - opening.keys():
-        warnings.warn(f"take out of UNCLEAN: {sorted(clean)}", stacklevel=1)
+    opening = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in modules()
+        for line, text in docstrings(path.read_text(encoding="utf-8"))
+        if text.lstrip().startswith("What")
+    ]
+    assert opening == []
 
 
 @pytest.mark.parametrize(
