@@ -65,7 +65,7 @@ def update(worker: Any, layout: ParallelConfig) -> None:
         TokenBatch.from_sequences(
             [
                 TrainingSequence(
-                    token_ids=rng.integers(0, worker.trainer.shape.vocab_size, 17),
+                    token_ids=rng.integers(0, worker.policy.shape.vocab_size, 17),
                     loss_mask=trained,
                     token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
                     advantages=trained.astype(np.float32),
@@ -74,8 +74,8 @@ def update(worker: Any, layout: ParallelConfig) -> None:
         )
         for _ in range(2)
     ]
-    worker.trainer.onload()
-    worker.update(rows, "policy")
+    worker.policy.onload()
+    worker.policy.update(rows)
 
 
 def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str) -> list[str]:
