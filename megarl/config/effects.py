@@ -87,8 +87,8 @@ _TURNS = (
     _RL,
     Needs(
         ("algorithm.advantage",),
-        "set algorithm.advantage to an estimator of groups: gae has algorithm.gamma",
-        lambda recipe: recipe.algorithm.advantage != "gae",
+        "set algorithm.advantage to one that compares rewards: gae has algorithm.gamma, pass_at_k counts passes",
+        lambda recipe: recipe.algorithm.advantage not in ("gae", "pass_at_k"),
     ),
     Needs(
         ("rollout.environment",),

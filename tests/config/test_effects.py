@@ -61,6 +61,13 @@ from tests.config.refusals import faults
             id="turn discount under gae",
         ),
         pytest.param(
+            ["algorithm.turn_discount=0.9", "algorithm.advantage=pass_at_k", "rollout.environment=games.py:Game"],
+            "algorithm.turn_discount = 0.9",
+            "under algorithm.advantage=pass_at_k",
+            "pass_at_k counts passes",
+            id="turn discount under pass@k",
+        ),
+        pytest.param(
             ["algorithm.oversampling=2"],
             "algorithm.oversampling = 2.0",
             "without algorithm.dynamic_sampling",
