@@ -28,8 +28,9 @@ class RayRewardWorker:
 
     def __init__(self, node: str, settings: WorkerSettings, log_file: str | None) -> None:
         there = NodeAffinitySchedulingStrategy(node, soft=True)
-        # It takes no CPU in Ray's count: all of those may be the ranks'.
-        actor = ray.remote(RewardWorker).options(num_cpus=0, scheduling_strategy=there, max_restarts=-1)
+        # It takes no CPU in Ray's count: all of those may be the ranks'. What asks for no resource at all Ray places at
+        # random, whatever the strategy; so it asks for a byte.
+        actor = ray.remote(RewardWorker).options(num_cpus=0, memory=1, scheduling_strategy=there, max_restarts=-1)
         self._is_closed = False
         self._start_timeout_seconds = settings.start_timeout_seconds
         self._actor: Any = actor.remote(settings, log_file)
