@@ -28,22 +28,21 @@ async def train(session: Session) -> None:
     }
     if not session.folder.resumed_step:
         tracker.log(0, await _evaluate(session, held_out))
-    for step in session.steps:
-        batch = await with_reference(session, _batch([answers[index] for index in order.batch(step - 1)]))
-        is_judged = recipe.sequences_per_example == 1
-        kto_kl = await _divergence(session, batch) if is_judged else None
-        with tracker.phase("train"):
-            assign_token_weights(batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"}))
-            scalars = values(await session.models["policy"].update(batch, kto_kl=kto_kl))
-            if kto_kl is not None:
-                scalars["kl/reference"] = kto_kl
-        await session.checkpoints.begin(step)
-        if session.evaluates_at(step):
-            scalars |= await _evaluate(session, held_out)
-        tracker.log(step, scalars)
-        session.folder.set_status(step=step)
-        await session.checkpoints.complete()
-        await session.stop_if_asked(step)
+    for number in session.steps:
+        async with session.step(number) as step:
+            batch = await with_reference(session, _batch([answers[index] for index in order.batch(number - 1)]))
+            is_judged = recipe.sequences_per_example == 1
+            kto_kl = await _divergence(session, batch) if is_judged else None
+            with tracker.phase("train"):
+                assign_token_weights(
+                    batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
+                )
+                step.log(values(await session.models["policy"].update(batch, kto_kl=kto_kl)))
+                if kto_kl is not None:
+                    step.log({"kl/reference": kto_kl})
+            await session.checkpoints.begin(number)
+            if session.evaluates_at(number):
+                step.log(await _evaluate(session, held_out))
 
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:

@@ -164,7 +164,7 @@ async def _export(session: Session) -> None:
     """Write the trained model, unless the run only evaluated, and the critic beside it."""
     if not session.recipe.train.steps:
         return
-    await session.ranks.call("sleep_engine")
+    await session.sleep_engines()
     await session.ranks.call("export", session.folder.model_folder)
     if session.recipe.has_critic:
         await session.ranks.call("export", session.folder.path / "hf_critic", "critic")

@@ -76,24 +76,24 @@ class Session:
             return
         saved = "there is nothing to save yet"
         if step > 0:
-            await self.ranks.call("sleep_engine")
+            await self.sleep_engines()
             await self.checkpoints.save(step, save_driver, unlogged)
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
     @asynccontextmanager
-    async def step(self, number: int, state: RLState) -> AsyncIterator[Step]:
-        """A step of RL; at its end its metrics are written and a signal to stop takes effect."""
+    async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
+        """A step, of RL with its `state`; at its end its metrics are written and a signal to stop takes effect."""
         step = Step(number)
         async with self.leaving_in_order(step, state):
             yield step
         self.tracker.log(number, step.metrics)
         self.folder.set_status(step=number)
         await self.checkpoints.complete()
-        await self.stop_if_asked(number, state.save)
+        await self.stop_if_asked(number, state and state.save)
 
     @asynccontextmanager
-    async def leaving_in_order(self, step: Step, state: RLState) -> AsyncIterator[None]:
+    async def leaving_in_order(self, step: Step, state: RLState | None = None) -> AsyncIterator[None]:
         """Where sampling is abandoned within because the run is to stop: save what stands, raise StoppedError.
 
         Before the step's updates that is the step before, from its update on this one, without its evaluation.
@@ -101,12 +101,14 @@ class Session:
         try:
             yield
         except AbandonedError:
+            save_driver = state and state.save
             if step.is_trained:
                 self.folder.set_status(step=step.number)
-                await self.stop_if_asked(step.number, state.save, unlogged=step.metrics)
+                await self.stop_if_asked(step.number, save_driver, unlogged=step.metrics)
             else:
-                state.forget_step()
-                await self.stop_if_asked(step.number - 1, state.save)
+                if state is not None:
+                    state.forget_step()
+                await self.stop_if_asked(step.number - 1, save_driver)
             raise
 
     async def sleep_engines(self) -> None:

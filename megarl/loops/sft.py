@@ -8,70 +8,68 @@ import numpy as np
 
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
-from megarl.loops.session import Session
+from megarl.loops.session import Session, Step
 from megarl.preflight import read_conversations
-from megarl.rollout.pool import AbandonedError
 from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 
+HeldOut = Mapping[str, Sequence[TrainingSequence]]
+"""Conversations of data.validation_conversations by the name of their set."""
+
 
 async def train(session: Session) -> None:
     """Metrics: `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
-    recipe, tracker = session.recipe, session.tracker
+    recipe = session.recipe
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.train)
-    held_out = {
+    held_out: HeldOut = {
         name: read_conversations(recipe, session.tokenizer, path)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation_conversations.items()
     }
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
-    if not session.folder.resumed_step:
-        try:
-            scalars = await session.evaluate(0)
-        except AbandonedError:
-            await session.stop_if_asked(0)
-            raise
-        await session.ranks.call("sleep_engine")
-        tracker.log(0, scalars | await _losses(session, held_out))
-    elif session.origin.unlogged is not None:
-        await _evaluate_and_log(session, session.folder.resumed_step, session.origin.unlogged, held_out)
-    for step in session.steps:
-        batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(step - 1)])
-        assign_token_weights(batch, recipe.algorithm)
-        with tracker.phase("train"):
-            scalars = values(await session.models["policy"].update(batch))
-        await session.checkpoints.begin(step)
-        if session.evaluates_at(step):
-            await _evaluate_and_log(session, step, scalars, held_out)
+    await _resume_or_evaluate(session, held_out)
+
+    for number in session.steps:
+        async with session.step(number) as step:
+            batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
+            assign_token_weights(batch, recipe.algorithm)
+            step.is_trained = True
+            with session.tracker.phase("train"):
+                step.log(values(await session.models["policy"].update(batch)))
+            await session.checkpoints.begin(number)
+            if session.evaluates_at(number):
+                await _evaluate(session, step, held_out)
+
+
+async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
+    """Make up for an evaluation that was cut short before the resume, or evaluate before the first step."""
+    step = Step(session.folder.resumed_step, is_trained=True)
+    if step.number and session.origin.unlogged is None:
+        return
+    async with session.leaving_in_order(step):
+        if session.origin.unlogged is not None:
+            step.log(session.origin.unlogged)
+            await _evaluate(session, step, held_out)
         else:
-            tracker.log(step, scalars)
-        session.folder.set_status(step=step)
-        await session.checkpoints.complete()
-        await session.stop_if_asked(step)
+            # The engines begin awake, with the weights that the trainer begins with.
+            step.log(await session.evaluate(0))
+            await session.sleep_engines()
+            step.log(await _losses(session, held_out))
+    session.tracker.log(step.number, step.metrics)
 
 
-async def _evaluate_and_log(
-    session: Session,
-    step: int,
-    scalars: Mapping[str, float],
-    held_out: Mapping[str, Sequence[TrainingSequence]],
-) -> None:
-    """Log a step with its evaluation; if a signal interrupts that, both are left to the resumed run."""
+async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
+    """Add a step's evaluation to its metrics: all of it or, where a signal cuts it short, nothing."""
     evaluated = await _losses(session, held_out)
     if session.validation:
         with session.tracker.phase("reshard"):
-            evaluated |= await session.reshard(step)
-        try:
-            evaluated |= await session.evaluate(step)
-        except AbandonedError:
-            session.folder.set_status(step=step)
-            await session.stop_if_asked(step, unlogged=scalars)
-            raise
-        await session.ranks.call("sleep_engine")
-    session.tracker.log(step, {**scalars, **evaluated})
+            evaluated |= await session.reshard(step.number)
+        evaluated |= await session.evaluate(step.number)
+        await session.sleep_engines()
+    step.log(evaluated)
 
 
-async def _losses(session: Session, held_out: Mapping[str, Sequence[TrainingSequence]]) -> dict[str, float]:
+async def _losses(session: Session, held_out: HeldOut) -> dict[str, float]:
     """`val/SET/loss` of each set of held-out conversations: nats per token of the assistant."""
     scalars: dict[str, float] = {}
     with session.tracker.phase("evaluation"):
