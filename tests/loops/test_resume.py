@@ -86,6 +86,7 @@ def no_file_can_be_opened() -> Iterator[None]:
 
 def test_a_checkpoint_that_cannot_be_read_is_not_condemned(home: Path) -> None:
     earlier, before = EarlierRun.read(home.parent), contents(home.parent)
+    assert survey(earlier).good == home / "step_000004"  # what it imports is imported
     with no_file_can_be_opened(), pytest.raises(StorageError, match=r"step_000004.*Too many open files") as caught:
         survey(earlier)
     assert caught.value.exit_code == 74
