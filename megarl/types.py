@@ -137,6 +137,19 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that a completion makes. One that cannot be carried out has no arguments, and an `error`.
+
+    `id` names the call in the messages that answer it; each call gets exactly one answer.
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
     """The reward of a completion: the score that is trained on, and two flags whose rates are logged.
 
