@@ -57,16 +57,24 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool) -> str:
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """The text of a conversation; `generation_prompt` opens the assistant's next turn.
 
-    Special tokens that the messages wrote stand between `MARKS`. Raises ValueError where the template fails on the
-    conversation (an order of roles it does not know, say).
+    `tools` are JSON schemas of what the assistant may call. Special tokens that the messages or the schemas wrote stand
+    between `MARKS`. Raises ValueError where the template fails on the conversation (an order of roles it does not know,
+    say).
     """
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     try:
         text = tokenizer.apply_chat_template(
             [_marked(message, special) for message in messages],
+            tools=[_marked(tool, special) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
             tokenize=False,
         )
@@ -138,9 +146,9 @@ def _unmarked(text: str) -> str:
 
 
 def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
-    """A message with marks around the special tokens in its texts. Raises ValueError where a mark is among them."""
+    """A message with marks around the special tokens in its texts and names. Raises ValueError for a mark in them."""
     if isinstance(value, Mapping):
-        return {name: _marked(item, special) for name, item in value.items()}
+        return {_marked(name, special): _marked(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_marked(item, special) for item in value]
     if not isinstance(value, str):
@@ -151,7 +159,7 @@ def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """A pattern of the tokenizer's special added tokens, longer ones first; None if it has none."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
     longest_first = sorted(names, key=lambda name: (-len(name), name))
@@ -162,7 +170,7 @@ def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
     from tokenizers import Tokenizer as Backend
 
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     original = getattr(tokenizer, "backend_tokenizer", None)
     if special is None or original is None:
         raise ValueError("a message contains a special token, which this tokenizer cannot write as text; remove it")

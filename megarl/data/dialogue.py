@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode, render
+from megarl.data.chat import encode, render, special_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas in OpenAI's form, as `environments.Start` has them."""
+
 _TURN = "\ufdd2"
-"""Stands for an assistant's turn. Unicode keeps it out of all text."""
+"""Stands for an assistant's turn, or for the last argument of a call in it. Unicode keeps it out of all text."""
+_QUESTION = {"role": "user", "content": "."}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The tokens that a chat template writes around an assistant's sampled turns."""
+    """The tokens that a chat template writes around an assistant's sampled turns.
+
+    Contents of messages and schemas of tools become text, never special tokens (`data.chat`).
+    """
 
     tokenizer: Tokenizer
 
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
-        """Token ids [prompt] of messages up to the opening of the assistant's turn.
+    def opening(self, messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
+        """Token ids [prompt] of messages and tools up to the opening of the assistant's turn.
 
         Raises ValueError where the template refuses them.
         """
-        return np.array(encode(self.tokenizer, render(self.tokenizer, messages, generation_prompt=True)), np.int32)
+        text = render(self.tokenizer, messages, generation_prompt=True, tools=tools)
+        return np.array(encode(self.tokenizer, text), np.int32)
 
-    def observation(self, token_ids: NDArray[np.int32], messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+    def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Token ids that follow `token_ids` [tokens], which end with an assistant's turn, when `messages` answer it.
 
         They end with the opening of the next turn, and begin with the turn's end token where the turn, cut by its
-        length, has none. Raises ValueError where the template does not write messages after a turn.
+        length, has none. All messages are rendered together: a template may join the results of several calls.
+        Raises ValueError where the template does not write messages after a turn.
         """
-        turn = ({"role": "user", "content": "."}, {"role": "assistant", "content": _TURN})
-        text = render(self.tokenizer, (*turn, *messages), generation_prompt=True)
-        _, found, following = text.partition(_TURN)
-        if not found or _TURN in following:
-            raise ValueError("the chat template does not write an assistant's turn once and as it is")
+        answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
+        following = self._after_calls(answers, messages, tools) if answers else None
+        if following is None:
+            following = self._after_turn(messages, tools)
         added = np.array(encode(self.tokenizer, following), np.int32)
         has_ended = len(token_ids) > 0 and len(added) > 0 and token_ids[-1] == added[0]
         return added[1:] if has_ended else added
@@ -51,3 +62,67 @@ class Dialogue:
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         return decoded
+
+    def _after_turn(self, messages: Messages, tools: Tools) -> str:
+        """The text that follows an assistant's turn without calls, its end token first."""
+        turn = (_QUESTION, {"role": "assistant", "content": _TURN})
+        text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
+        _, found, following = text.partition(_TURN)
+        if not found or _TURN in following:
+            raise ValueError("the chat template does not write an assistant's turn once and as it is")
+        return following
+
+    def _after_calls(self, answers: Messages, messages: Messages, tools: Tools) -> str | None:
+        """The text that follows a turn whose calls the first messages answer; None: the template writes no calls."""
+        refusal: ValueError | None = None
+        for turn in _turns_with_calls(answers):
+            try:
+                alone = render(self.tokenizer, (_QUESTION, turn), generation_prompt=False, tools=tools)
+                whole = render(self.tokenizer, (_QUESTION, turn, *messages), generation_prompt=True, tools=tools)
+            except ValueError as error:
+                refusal = refusal or error
+                continue
+            _, found, following = whole.partition(_TURN)
+            if not found:
+                return None
+            if _TURN in following:
+                raise ValueError("the chat template writes the calls of an assistant's turn more than once")
+            return following[self._num_of_call(alone.partition(_TURN)[2], following) :]
+        assert refusal is not None
+        raise refusal
+
+    def _num_of_call(self, alone: str, following: str) -> int:
+        """How many characters of `following` belong to the call whose last argument stands before it.
+
+        A turn ends with the token that ends one without calls, or with the first special token behind the call; else,
+        where only the next message's role ends it, where `alone`, the same turn at the end of a conversation, does.
+        """
+        special = special_tokens(self.tokenizer)
+        if special is None:
+            return len(alone)
+        if (end := special.search(self._after_turn((_QUESTION,), ()))) and end.group() in alone:
+            return following.index(end.group())
+        first = special.search(alone)
+        return first.start() if first else len(alone)
+
+
+def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
+    """Turns that make the calls which these messages answer, in the forms that templates take: most want the first.
+
+    Some write one call a turn only, some want arguments as text.
+    """
+    for last in (len(answers), 1):
+        for form in (dict, _as_text):
+            calls = [
+                {
+                    "id": answer.get("tool_call_id", ""),
+                    "type": "function",
+                    "function": {"name": answer.get("name", "f"), "arguments": form({"x": _TURN if is_last else "."})},
+                }
+                for answer, is_last in zip(answers[:last], [*[False] * (last - 1), True], strict=True)
+            ]
+            yield {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _as_text(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)

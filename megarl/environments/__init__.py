@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
 from megarl.files.import_path import Choices
-from megarl.types import ConfigError, Problem
+from megarl.types import ConfigError, Problem, ToolCall
 
 Message = Mapping[str, Any]
 """A message of a conversation: `role`, `content` and what else the chat template reads."""
@@ -25,21 +25,29 @@ ENVIRONMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How an attempt begins: the messages that the policy answers first."""
+    """How an attempt begins: the messages that the policy answers first, and the tools that it may call.
+
+    `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {"name": ..., "description": ...,
+    "parameters": {...}}}; the chat template writes them into the prompt.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A completion of the policy: its text without special tokens, and its number within the attempt, from 0.
 
-    `finish_reason` is `length` where the completion met a limit of its length before it ended.
+    `finish_reason` is `length` where the completion met a limit of its length before it ended. `calls` are the tools
+    that it calls, in its order, and `reasoning` is what it thought before; `text` is without both.
     """
 
     number: int
     text: str
     finish_reason: Literal["stop", "length"]
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class _Course:
     """The course of an attempt so far: a step for each model call but perhaps the last."""
 
     opening: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
     calls: list[ModelCall] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
@@ -142,7 +143,7 @@ async def _take_turns(
     )
     if not isinstance(start, Start):
         raise _AttemptError(f"TypeError: reset gave {start!r:.80}, not a Start")
-    course.opening = tuple(start.messages)
+    course.opening, course.tools = tuple(start.messages), tuple(start.tools)
     token_ids = _opening(task, start, dialogue)
     for number in range(budget.max_turns):
         room = budget.context_tokens - len(token_ids)
@@ -166,7 +167,7 @@ async def _take_turns(
             return "length"
         if step.done:
             return "done"
-        token_ids = _observed(course.calls[-1], step, dialogue)
+        token_ids = _observed(course, step, dialogue)
     return "turns"
 
 
@@ -192,19 +193,19 @@ def _checked(step: Step) -> Step:
 
 
 def _opening(task: Task, start: Start, dialogue: Dialogue) -> NDArray[np.int32]:
-    if start.messages == task.problem.messages:
+    if start.messages == task.problem.messages and not start.tools:
         return np.array(task.problem.prompt_token_ids, np.int32)  # rendered and checked when the data were read
     try:
-        return dialogue.opening(start.messages)
+        return dialogue.opening(start.messages, start.tools)
     except ValueError as error:
         raise _AttemptError(f"ValueError: {error}") from error
 
 
-def _observed(call: ModelCall, step: Step, dialogue: Dialogue) -> NDArray[np.int32]:
-    """The next prompt: the tokens of the call, then those of the environment's messages; int32 [tokens]."""
-    token_ids = call.token_ids.astype(np.int32)
+def _observed(course: _Course, step: Step, dialogue: Dialogue) -> NDArray[np.int32]:
+    """The next prompt: the tokens of the last call, then those of the environment's messages; int32 [tokens]."""
+    token_ids = course.calls[-1].token_ids.astype(np.int32)
     try:
-        return np.concatenate([token_ids, dialogue.observation(token_ids, step.messages)])
+        return np.concatenate([token_ids, dialogue.observation(token_ids, step.messages, course.tools)])
     except ValueError as error:
         raise _AttemptError(f"ValueError: {error}") from error
 
