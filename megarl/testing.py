@@ -60,10 +60,9 @@ class RankPool(AbstractContextManager["RankPool"]):
         self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float, world_size: int
     ) -> list[Any]:
         if self._group is None:
-            self._group = await LocalGroup.start(
+            self._group = await LocalGroup(self.world_size).start(
                 "megarl.testing:FunctionRunner",
                 {},
-                world_size=self.world_size,
                 log_folder=Path(self._logs.name),
                 environment=self._environment,
             )

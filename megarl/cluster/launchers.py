@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.srun import SrunGroup
@@ -22,23 +21,23 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> WorkerGroup:
     """
     if cluster.launcher == "local":
         check_shared_memory()
-    launcher: type[WorkerGroup] = LocalGroup
-    settings: dict[str, Any] = {}
-    if cluster.launcher == "slurm":
-        launcher, settings = SrunGroup, {"options": cluster.srun_options}
-    elif cluster.launcher == "ray":
-        from megarl.cluster.ray import RayGroup
-
-        launcher, settings = RayGroup, {"address": cluster.ray_address, "ranks_per_node": cluster.ranks_per_node}
-    return await launcher.start(
+    return await _group(cluster).start(
         "megarl.cluster.node_checks:NodeReport",
         {},
-        world_size=cluster.world_size,
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
         environment=device.rank_environment(cluster.ranks_per_node),
-        **settings,
     )
+
+
+def _group(cluster: ClusterConfig) -> WorkerGroup:
+    if cluster.launcher == "slurm":
+        return SrunGroup(cluster.world_size, cluster.srun_options)
+    if cluster.launcher == "ray":
+        from megarl.cluster.ray import RayGroup
+
+        return RayGroup(cluster.world_size, cluster.ray_address, cluster.ranks_per_node)
+    return LocalGroup(cluster.world_size)
 
 
 def reward_workers(cluster: ClusterConfig) -> MakeScorer:

@@ -81,7 +81,7 @@ def _ranks(handles: Sequence[RankHandle]) -> str:
 
 
 class WorkerGroup(ABC):
-    """`world_size` ranks that execute the driver's commands, whoever starts their processes. Make one with `start`.
+    """`world_size` ranks that execute the driver's commands, whoever starts their processes: make one, and `start` it.
 
     A rank executes one command at a time, in the order in which the calls were made; calls to disjoint ranks run at
     the same time (`RankQueues`), and the event loop stays free meanwhile. The first failure kills the group: a
@@ -107,41 +107,37 @@ class WorkerGroup(ABC):
         self._ending: asyncio.Task[Exception] | None = None
         self.on_asked: Callable[[str], object] = lambda signal_name: None
 
-    @classmethod
     async def start(
-        cls,
+        self,
         worker: str,
         kwargs: Mapping[str, Any],
         *,
-        world_size: int,
         log_folder: Path,
         start_timeout_seconds: float = 300.0,
         environment: Mapping[str, str] | None = None,
-        **launcher: Any,
     ) -> Self:
-        """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each.
+        """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each; returns the group.
 
         `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
         `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, which goes when the group ends, to that. Output goes
-        to `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `launcher`: the class's
-        settings. `start_timeout_seconds` is how long the interpreters may take to answer, then this worker to be made,
-        and then every call until the group has other `deadlines`.
+        to `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `start_timeout_seconds` is how
+        long the interpreters may take to answer, then this worker to be made, and then every call until the group has
+        other `deadlines`.
         """
-        group = cls(world_size, **launcher)
         try:
             log_folder.mkdir(parents=True, exist_ok=True)
-            group.start_timeout_seconds = start_timeout_seconds
-            group.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
-            await group._start_processes(log_folder, environment or {})
-            everyone = range(world_size)
-            ports = await group._exchange("start", everyone, [b""] * world_size)  # each rank answers once unasked
-            meeting = pack(("__settle__", (group._rendezvous(ports[0]),), {}))
-            await group._exchange("settle", everyone, [meeting] * world_size)
-            await group.construct(worker, kwargs)
+            self.start_timeout_seconds = start_timeout_seconds
+            self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
+            await self._start_processes(log_folder, environment or {})
+            everyone = range(self.world_size)
+            ports = await self._exchange("start", everyone, [b""] * self.world_size)  # each rank answers once unasked
+            meeting = pack(("__settle__", (self._rendezvous(ports[0]),), {}))
+            await self._exchange("settle", everyone, [meeting] * self.world_size)
+            await self.construct(worker, kwargs)
         except BaseException as error:
-            await group._end_once(partial(group._abandon, "start", error))
+            await self._end_once(partial(self._abandon, "start", error))
             raise
-        return group
+        return self
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         """Put a worker in place on every rank; see `start`. One that was there before is left to the collector."""

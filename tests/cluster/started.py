@@ -10,8 +10,8 @@ from megarl.cluster.local import LocalGroup
 @contextlib.asynccontextmanager
 async def started(world_size=2, *, log_folder=None, kwargs=None, **options):
     with tempfile.TemporaryDirectory() as folder:
-        group = await LocalGroup.start(
-            "probe:Probe", kwargs or {}, world_size=world_size, log_folder=log_folder or Path(folder), **options
+        group = await LocalGroup(world_size).start(
+            "probe:Probe", kwargs or {}, log_folder=log_folder or Path(folder), **options
         )
         try:
             yield group

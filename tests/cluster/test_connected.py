@@ -77,7 +77,7 @@ def test_strangers_neither_delay_nor_enter(tmp_path: Path, monkeypatch: pytest.M
     words = [b""] * 40 + [b"\0" * 64 + pickled, b"\xff" * 500, len(pickled).to_bytes(4, "big") + pickled]
 
     async def drive() -> None:
-        group = await SpawnedGroup.start("probe:Probe", {}, world_size=2, log_folder=tmp_path, strangers=words)
+        group = await SpawnedGroup(2, strangers=words).start("probe:Probe", {}, log_folder=tmp_path)
         try:
             await group.call("join_gloo")
             assert await group.call("product", 2) == [(0, 2), (1, 4)]
@@ -98,7 +98,7 @@ def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     async def drive() -> None:
-        group = await SpawnedGroup.start("probe:Probe", {}, world_size=3, log_folder=tmp_path, strangers=[])
+        group = await SpawnedGroup(3, strangers=[]).start("probe:Probe", {}, log_folder=tmp_path)
         try:
             await see_who_is_late(group, 1.0)
         finally:
@@ -127,7 +127,7 @@ def test_too_few_processes_are_told(tmp_path: Path) -> None:
             self.processes.append(await asyncio.create_subprocess_exec("true"))
 
     with pytest.raises(PeerLostError, match="the processes ended before all ranks connected"):
-        asyncio.run(Ended.start("probe:Probe", {}, world_size=2, log_folder=tmp_path, strangers=[]))
+        asyncio.run(Ended(2, strangers=[]).start("probe:Probe", {}, log_folder=tmp_path))
 
 
 def test_the_address_of_a_rank_is_the_one_that_other_nodes_reach() -> None:

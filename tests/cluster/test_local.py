@@ -404,8 +404,8 @@ def start_seconds(tmp_path_factory):
     """How long three interpreters take to start here and now."""
 
     async def drive():
-        group = await LocalGroup.start(
-            "probe:Probe", {}, world_size=3, log_folder=tmp_path_factory.mktemp("start"), environment={}
+        group = await LocalGroup(3).start(
+            "probe:Probe", {}, log_folder=tmp_path_factory.mktemp("start"), environment={}
         )
         await group.close()
 
@@ -441,7 +441,7 @@ def test_ranks_die_with_the_driver(tmp_path):
         "from megarl.cluster.local import LocalGroup\n"
         "async def drive():\n"
         "    from pathlib import Path\n"
-        f"    group = await LocalGroup.start('probe:Probe', {{}}, world_size=2, log_folder=Path({str(tmp_path)!r}))\n"
+        f"    group = await LocalGroup(2).start('probe:Probe', {{}}, log_folder=Path({str(tmp_path)!r}))\n"
         "    print(*await group.call('pid'), flush=True)\n"
         "    await group.call('sleep', 60)\n"
         "asyncio.run(drive())\n"

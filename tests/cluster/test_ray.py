@@ -112,10 +112,9 @@ def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
     from megarl.cluster.ray import RayGroup
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    place = {"address": cluster.address, "ranks_per_node": 2}
 
     async def drive() -> None:
-        group = await RayGroup.start("probe:Probe", {}, world_size=4, log_folder=tmp_path, **place)
+        group = await RayGroup(4, cluster.address, ranks_per_node=2).start("probe:Probe", {}, log_folder=tmp_path)
         try:
             await see_who_is_late(group, 2.0)
         finally:

@@ -51,10 +51,9 @@ class Engines:
 async def engines(model_path: str, world_size: int) -> AsyncIterator[LocalGroup]:
     """So many ranks, each an engine of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        group = await LocalGroup.start(
+        group = await LocalGroup(world_size).start(
             "tests.rollout.engines:Engines",
             {"model_path": model_path},
-            world_size=world_size,
             log_folder=Path(folder),
             environment={"OMP_NUM_THREADS": "1"},
         )

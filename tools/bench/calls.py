@@ -32,7 +32,7 @@ class Worker:
 async def call_times(num_ranks: int, num_calls: int) -> list[float]:
     """Milliseconds of each call."""
     with tempfile.TemporaryDirectory() as folder:
-        group = await LocalGroup.start("calls:Worker", {}, world_size=num_ranks, log_folder=Path(folder))
+        group = await LocalGroup(num_ranks).start("calls:Worker", {}, log_folder=Path(folder))
         try:
             found = []
             for _ in range(num_calls):
