@@ -167,8 +167,9 @@ class Reward:
 class Segment:
     """A sequence of a trajectory's tokens: prompt, completions and the observations between them.
 
-    All arrays are [tokens]. `loss_mask` is True where a token was sampled. `weight_versions` are the numbers of
-    reshards before a token's completion began, `turns` the index of the model call that sampled it.
+    All arrays are [tokens]. `loss_mask` is True where a token was sampled, and not in an earlier segment, of which this
+    one begins with a copy. `weight_versions` are the numbers of reshards before a token's completion began, `turns` the
+    index of the model call that sampled it.
     """
 
     token_ids: NDArray[np.int64]
@@ -176,9 +177,9 @@ class Segment:
     rollout_logprobs: NDArray[np.float32]
     """Log-probs of the sampled tokens under the sampling distribution, in nats; 0 elsewhere."""
     weight_versions: NDArray[np.int32]
-    """-1 where not sampled."""
+    """-1 where not trained."""
     turns: NDArray[np.int16]
-    """-1 where not sampled."""
+    """-1 where not trained."""
     old_logprobs: NDArray[np.float32] | None = None
     """The trainer's log-probs under the weights that sampled, in nats; 0 where not sampled; None: not computed."""
     routed_experts: ExpertsHandle | None = None

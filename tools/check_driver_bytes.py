@@ -82,7 +82,7 @@ def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Tra
         )
         ranks.sent["advance"] += len(pickle.dumps(request, protocol=5))
         ranks.received["advance"] += len(pickle.dumps(completion, protocol=5))
-        segments = (stitch([ModelCall(prompt, completion)]),)
+        segments = stitch([ModelCall(prompt, completion)])
         problem = Problem(group, (), tuple(prompt.tolist()), "")
         reward = Reward(float(random.integers(2)), True, True)
         if number == 0:

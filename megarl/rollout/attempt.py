@@ -16,7 +16,7 @@ from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Segment, Trajectory
+from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -106,7 +106,7 @@ async def attempt(
         problem=task.problem,
         group=task.group,
         number=task.number,
-        segments=(stitch(calls) if calls else _unanswered(task.problem),),
+        segments=stitch(calls or [_unanswered(task.problem)]),
         reward=None,
         failure=failure,
         text="\n\n".join(texts),
@@ -171,9 +171,9 @@ async def _take_turns(
     return "turns"
 
 
-def _unanswered(problem: Problem) -> Segment:
-    """A segment of the problem's prompt alone, fully masked."""
-    return stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)])
+def _unanswered(problem: Problem) -> ModelCall:
+    """A call whose segment is the problem's prompt alone, fully masked."""
+    return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 
 
 async def _answer_of(call: Awaitable[Any]) -> Any:

@@ -82,13 +82,20 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of a step's attempts.
 
-    `rollout/turns/mean`, `/max`: completions of an attempt; `rollout/ended/WHY`: the share of attempts that ended so;
-    `rollout/errors/KIND`: attempts that an error ended, by its kind; `environment/NAME`: the means of the environment's
-    own numbers over the attempts that have them.
+    `rollout/turns/mean`, `/max`: completions of an attempt; `rollout/segments/mean`: sequences that one is trained in;
+    `rollout/forks`: how often, in all, one did not go on from the tokens it had; `rollout/ended/WHY`: the share of
+    attempts that ended so; `rollout/errors/KIND`: attempts that an error ended, by its kind; `environment/NAME`: the
+    means of the environment's own numbers over the attempts that have them.
     """
     count = len(trajectories)
     turns = [t.num_turns for t in trajectories]
-    metrics = {"rollout/turns/mean": sum(turns) / count, "rollout/turns/max": float(max(turns))}
+    segments = [len(t.segments) for t in trajectories]
+    metrics = {
+        "rollout/turns/mean": sum(turns) / count,
+        "rollout/turns/max": float(max(turns)),
+        "rollout/segments/mean": sum(segments) / count,
+        "rollout/forks": float(sum(number - 1 for number in segments if number)),
+    }
     for why in get_args(Ended):
         metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
     for trajectory in trajectories:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,26 +28,67 @@ class ModelCall:
         return np.concatenate([self.prompt_token_ids.astype(np.int64), self.completion.token_ids])
 
 
-def stitch(calls: Sequence[ModelCall]) -> Segment:
-    """The segment of model calls each of whose prompts begins with all tokens of the call before.
+@dataclass(slots=True)
+class _Chain:
+    """Model calls each of whose prompts begins with all tokens of the call before: so many tokens, with this digest."""
 
-    Tokens between two completions, the observations, are masked. Raises ValueError for a prompt that does not extend
-    the call before, and for no calls.
+    numbers: list[int]
+    num_tokens: int
+    digest: bytes
+
+
+def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
+    """The segments of model calls in order of their start: every sampled token is trained in exactly one of them.
+
+    A call extends the segment whose whole tokens are the longest prefix of its prompt; the tokens between two
+    completions, the observations, are masked. Where no segment's are, as after a history was rewritten or where
+    another call went on from there, it opens a segment, in which all of its prompt is masked, what was sampled too.
+    The work is linear in the tokens of all calls. Raises ValueError for no calls.
     """
     if not calls:
         raise ValueError("a segment needs a model call")
-    token_ids = calls[-1].token_ids
+    chains: list[_Chain] = []
+    for number, call in enumerate(calls):
+        token_ids = call.token_ids
+        extended = _longest_prefix(chains, token_ids[: len(call.prompt_token_ids)])
+        if extended is None:
+            extended = _Chain([], 0, b"")
+            chains.append(extended)
+        extended.numbers.append(number)
+        extended.num_tokens = len(token_ids)
+        extended.digest = blake2b(token_ids.tobytes()).digest()
+    return tuple(_segment(calls, chain.numbers) for chain in chains)
+
+
+def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Chain | None:
+    """The chain whose tokens are the longest prefix of a prompt, the first of equals.
+
+    The prompt is digested once, whatever the number of chains: a comparison with each would read it as often.
+    """
+    found: _Chain | None = None
+    so_far, end = blake2b(), 0
+    for chain in sorted(chains, key=lambda chain: chain.num_tokens):
+        if chain.num_tokens > len(prompt):
+            break
+        so_far.update(prompt[end : chain.num_tokens].tobytes())
+        end = chain.num_tokens
+        is_longer = found is None or chain.num_tokens > found.num_tokens
+        if is_longer and so_far.digest() == chain.digest:
+            found = chain
+    return found
+
+
+def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
+    """The segment of the calls with these numbers, each of which extends the one before."""
+    last = calls[numbers[-1]]
+    token_ids = last.token_ids
     rollout_logprobs = np.zeros(len(token_ids), np.float32)
     weight_versions = np.full(len(token_ids), -1, np.int32)
     turns = np.full(len(token_ids), -1, np.int16)
-    end = 0
-    for number, call in enumerate(calls):
+    for number in numbers:
+        call = calls[number]
         start = len(call.prompt_token_ids)
-        if start < end:
-            raise ValueError(f"model call {number} does not extend the call before: its prompt is shorter")
         end = start + len(call.completion.token_ids)
-        if not np.array_equal(call.token_ids, token_ids[:end]):
-            raise ValueError(f"the tokens of model call {number} are not those that the last call extends")
         rollout_logprobs[start:end] = call.completion.rollout_logprobs
         weight_versions[start:end] = call.completion.weight_version
         turns[start:end] = number
@@ -56,5 +98,5 @@ def stitch(calls: Sequence[ModelCall]) -> Segment:
         rollout_logprobs=rollout_logprobs,
         weight_versions=weight_versions,
         turns=turns,
-        routed_experts=calls[-1].completion.routed_experts,
+        routed_experts=last.completion.routed_experts,
     )

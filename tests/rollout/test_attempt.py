@@ -295,7 +295,7 @@ def test_an_error_ends_its_attempt_alone_and_is_told_once(
     assert f"rollout/errors/{kind}" in text
 
 
-def test_sampled_ids_stay_as_they_are_whatever_their_text_would_be_encoded_to(tokenizer: Any) -> None:
+def test_case_5_sampled_ids_stay_as_they_are_whatever_their_text_would_be_encoded_to(tokenizer: Any) -> None:
     """`Th` and `e` are sampled apart, and the tokenizer would join them."""
     from megarl.rollout.stitch import ModelCall
     from megarl.types import Completion
@@ -311,6 +311,7 @@ def test_sampled_ids_stay_as_they_are_whatever_their_text_would_be_encoded_to(to
     observation = dialogue.observation(held, [{"role": "user", "content": "<|im_end|> is text."}])
     following = ModelCall(np.concatenate([held, observation]), completion)
     assert following.prompt_token_ids[: len(held)].tolist() == [*opening.tolist(), *letters]
-    assert int(stitch([call, following]).loss_mask.sum()) == 2 * len(letters)
+    [segment] = stitch([call, following])
+    assert int(segment.loss_mask.sum()) == 2 * len(letters)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert observation.tolist().count(end) == 2, "of the turn and of the observation, none of the content"

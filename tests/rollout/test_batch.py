@@ -38,10 +38,10 @@ def attempt(group: int, score: float, new_tokens: int, finish_reason: Any = "sto
         finish_reason=finish_reason,
         weight_version=1,
     )
-    segment = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), completion)])
+    segments = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), completion)])
     ended = "length" if finish_reason == "length" else "done"
     reward = Reward(score, score >= 0, score > 0)
-    return Trajectory("single_turn", problem, group, 0, (segment,), reward, text="text", ended=ended)
+    return Trajectory("single_turn", problem, group, 0, segments, reward, text="text", ended=ended)
 
 
 def batch_of(trajectories: Sequence[Trajectory], changed: Recipe | None = None) -> RLBatch:
@@ -310,7 +310,7 @@ def segmented(group: int, number: int, reward: float | None, *masks: str) -> Tra
         ("constant_length", 0.05, 0.05),
     ],
 )
-def test_a_trajectory_counts_once_whatever_the_number_of_its_segments(
+def test_case_8_a_trajectory_counts_once_whatever_the_number_of_its_segments(
     aggregation: Any, of_first: float, of_second: float
 ) -> None:
     """One of 4 trained tokens; one with segments of 2 and 6."""
@@ -322,7 +322,7 @@ def test_a_trajectory_counts_once_whatever_the_number_of_its_segments(
     assert third == pytest.approx([0] * 3 + [of_second] * 6, abs=1e-6)
 
 
-def test_advantages_are_those_of_trajectories() -> None:
+def test_case_9_advantages_are_those_of_trajectories() -> None:
     """Rewards 1 0 0 1 of 1, 3, 1 and 2 segments: the mean over segments would be 3/7."""
     group = [
         segmented(0, number, reward, *["-x"] * segments)

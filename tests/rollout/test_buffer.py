@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ class Students:
 
     def one(self, problem: Problem, group: int, number: int, name: str) -> Trajectory:
         is_right = number < self.right[problem.index]
-        segment = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), self.completion(name))])
+        segments = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), self.completion(name))])
         reward = Reward(10.0 * is_right, True, is_right)
-        return Trajectory("single_turn", problem, group, number, (segment,), reward, text="text")
+        return Trajectory("single_turn", problem, group, number, segments, reward, text="text")
 
     def completion(self, name: str) -> Completion:
         random = np.random.default_rng(sum(name.encode()))
@@ -172,6 +172,26 @@ def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
     second = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
     assert second.load(tmp_path) == 0
     assert plain(second.state.waiting) == plain(first.state.waiting)
+
+
+def test_segments_of_a_trajectory_that_waits_survive_and_get_their_own_old_logprobs(tmp_path: Path) -> None:
+    collected = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
+    collected.take()
+    forked = stitch(
+        [ModelCall(np.array(prompt, np.int32), collected.students.completion("c")) for prompt in ([1], [2])]
+    )
+    assert len(forked) == 2
+    collected.state.waiting[0][1] = replace(collected.state.waiting[0][1], segments=forked)
+    asyncio.run(collected.buffer.add_old_logprobs([], Trainer().forward))
+    waiting = collected.state.waiting
+    for one in waiting[0][1].segments:
+        expected = np.where(one.loss_mask, 1 + one.token_ids / 1000, 0).astype(np.float32)
+        assert one.old_logprobs is not None and one.old_logprobs.tolist() == expected.tolist()
+    collected.state.save(tmp_path)
+    second = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
+    assert second.load(tmp_path) == 0 and len(second.state.waiting[0][1].segments) == 2
+    assert plain(second.state.waiting) == plain(waiting)
+    assert second.state.waiting_experts == collected.state.waiting_experts
 
 
 @dataclass

@@ -70,11 +70,13 @@ def test_turns_and_ends_are_counted() -> None:
         trajectory(1.0, (segment(-1, 0, 0, -1, 1),), metrics={"moves": 2.0}),
         trajectory(1.0, (segment(-1, 0, 0),), ended="length"),
         trajectory(0.0, ended="error", failure="Refused: too long"),
-        trajectory(0.0, (segment(-1, 0),), failure="timeout", metrics={"moves": 5.0}),
+        trajectory(0.0, (segment(-1, 0), segment(-1, -1, -1)), failure="timeout", metrics={"moves": 5.0}),
     ]
     assert rollout_metrics(found) == {
         "rollout/turns/mean": 1.0,
         "rollout/turns/max": 2.0,
+        "rollout/segments/mean": 1.0,
+        "rollout/forks": 1.0,
         "rollout/ended/done": 0.5,
         "rollout/ended/length": 0.25,
         "rollout/ended/turns": 0.0,
