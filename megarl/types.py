@@ -117,12 +117,29 @@ class ExpertsHandle(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSets:
+    """The tokens that top-p and top-k left to sample from, for each of the tokens of a completion, sequence or batch.
+
+    `counts` int32 [tokens] are the sizes of the sets, 0 where nothing was cut off or nothing was sampled; `token_ids`
+    int32 [sum of counts] the sets, one after the other.
+    """
+
+    counts: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        return self.counts.nbytes + self.token_ids.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The completion of a request.
 
     Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs, in nats, are those of the sampled tokens
-    under the sampling distribution (after temperature). The end-of-sequence token, if sampled, is the last token.
-    `weight_version` is the number of reshards before the completion began. `routed_experts`, if requested, are those of
+    under the sampling distribution (after temperature, top-p and top-k). The end-of-sequence token, if sampled, is the
+    last token. `weight_version` is the number of reshards before the completion began. `kept_sets`, where top-p or
+    top-k cut anything off in training, are those of the new tokens. `routed_experts`, if requested, are those of
     every token that the model read: prompt and new tokens but the last. A refused request has no tokens, the finish
     reason `error`, and the engine's message in `error`.
     """
@@ -133,6 +150,7 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     routed_experts: ExpertsHandle | None = None
+    kept_sets: KeptSets | None = None
     error: str | None = None
 
 
@@ -184,6 +202,8 @@ class Segment:
     """The trainer's log-probs under the weights that sampled, in nats; 0 where not sampled; None: not computed."""
     routed_experts: ExpertsHandle | None = None
     """Those of the segment's last completion, whose prompt is the rest of the segment: so of all tokens."""
+    kept_sets: KeptSets | None = None
+    """The sets that the tokens were sampled from, where top-p or top-k cut anything off."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -271,6 +291,8 @@ class TrainingSequence:
     """1 on the trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
     """1 on tokens that are trained by likelihood beside the policy loss (ptx), else 0."""
+    kept_sets: KeptSets | None = None
+    """The sets that log-probs are renormalised over; None: all of them over the whole vocabulary."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

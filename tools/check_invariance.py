@@ -4,10 +4,10 @@
 
 Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
 supervised loss, the clipped policy loss in every aggregation, every other policy loss, one with all that may be added
-to it (KL, entropy bonus, corrected tokens) and one with conversations beside; pairs; critic and reward model. Gradients
-are clipped to one small norm, so that every loss moves the weights equally far, and far enough to stand clear of
-float32's grain. A parameter's difference, less one rounding, counts relative to how far training moved it. Exits
-with 1 if a difference is above its limit.
+to it (KL, entropy bonus, corrected tokens), one that renormalises over what top-p and top-k kept, and one with
+conversations beside; pairs; critic and reward model. Gradients are clipped to one small norm, so that every loss moves
+the weights equally far, and far enough to stand clear of float32's grain. A parameter's difference, less one rounding,
+counts relative to how far training moved it. Exits with 1 if a difference is above its limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.testing import RankPool
-from megarl.types import TrainingSequence
+from megarl.types import KeptSets, TrainingSequence
 
 LOSS_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4
 NUM_STEPS, NUM_SEQUENCES, LONGEST = 3, 24, 40
@@ -45,6 +45,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "cispo": {"policy_loss": "cispo", **CLIPS},
     "sapo": {"policy_loss": "sapo", **BY_SEQUENCE},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
+    "kept sets": {**CLIPS, "dual_clip": 2.5, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "ptx": {**CLIPS, "ptx_coefficient": 0.4},
     "dpo": {"aggregation": "sequence_mean_token_sum"},
     "critic": {},
@@ -148,13 +149,16 @@ def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
             }
             if objective == "critic":
                 policy = {name: random.normal(0.0, 0.3, length).astype(np.float32) for name in ("values", "returns")}
-            if objective in ("all added", "dpo"):
+            if objective in ("all added", "kept sets", "dpo"):
                 policy["reference_logprobs"] = random.normal(-6.0, 0.3, length).astype(np.float32)
                 policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
+            token_ids = random.integers(1, vocab_size, size=length)
+            kept = kept_sets(token_ids, vocab_size, random) if objective == "kept sets" else None
             sequences.append(
                 TrainingSequence(
-                    token_ids=random.integers(1, vocab_size, size=length),
+                    token_ids=token_ids,
                     loss_mask=np.arange(length) >= prompt,
+                    kept_sets=kept,
                     **({} if objective in ("sft", "reward model") else policy),
                 )
             )
@@ -165,6 +169,15 @@ def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
             batch.per_token["supervised"] = np.repeat(numbers % 2, batch.lengths)
         steps.append(batch)
     return steps
+
+
+def kept_sets(token_ids: np.ndarray, vocab_size: int, random: np.random.Generator) -> KeptSets:
+    """Sets of tokens [tokens]: each with itself and a quarter of the vocabulary to nearly all of it, but some none."""
+    sets = []
+    for token in token_ids.tolist():
+        others = random.permutation(vocab_size)[: random.integers(vocab_size // 4, vocab_size)]
+        sets.append(np.union1d(others, [token]) if random.random() < 0.8 else np.zeros(0))
+    return KeptSets(np.array([len(kept) for kept in sets], np.int32), np.concatenate(sets).astype(np.int32))
 
 
 def value_head(hidden_size: int) -> np.ndarray:

@@ -129,11 +129,18 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 is greedy. The trainer's log-probs are taken at the same temperature."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling (top-p); 1 keeps all tokens. In loop rl 1, for the trainer's log-probs are not truncated."""
+    """Nucleus sampling (top-p); 1 keeps all tokens. In loop rl it is replayed: the engine records which tokens were
+    kept, and log-probs and entropy of policy and reference are renormalised over them at the weights of each. (The
+    reference's too: renormalised alone, the policy would have a KL to an equal reference.)"""
     top_k: NonNegativeInt = 0
-    """Top-k sampling; 0 keeps all tokens. In loop rl 0, for the trainer's log-probs are not truncated."""
+    """Top-k sampling; 0 keeps all tokens. In loop rl it is replayed as top_p is."""
     stop: tuple[StopString, ...] = ()
     """Stop strings; they stay part of the completion."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether top-p or top-k cuts tokens off."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class RolloutConfig(Section):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.types import PER_TOKEN, TrainingSequence
+from megarl.types import PER_TOKEN, KeptSets, TrainingSequence
 
 
 @dataclass(slots=True)
@@ -32,6 +32,8 @@ class TokenBatch:
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
     """[sequences, 2]: `types.ExpertsHandle` of the experts that the engine sent each sequence's tokens to."""
+    kept_sets: KeptSets | None = None
+    """The sets that policy and reference renormalise a token's log-prob over; None: all over the whole vocabulary."""
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
@@ -46,6 +48,7 @@ class TokenBatch:
                 for name in PER_TOKEN
                 if getattr(sequences[0], name) is not None
             },
+            kept_sets=join_sets([(len(sequence), sequence.kept_sets) for sequence in sequences]),
         )
 
     @property
@@ -90,6 +93,7 @@ class TokenBatch:
             samples=self.samples[chosen],
             per_token={name: values[places] for name, values in self.per_token.items()},
             experts=None if self.experts is None else self.experts[chosen],
+            kept_sets=None if self.kept_sets is None else select_sets(self.kept_sets, places),
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
@@ -104,7 +108,9 @@ class TokenBatch:
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
         """The same sequences with these per-token arrays and no others."""
-        return TokenBatch(self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts)
+        return TokenBatch(
+            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts, self.kept_sets
+        )
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -121,7 +127,24 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         cu_seqlens=np.concatenate(starts),
         samples=np.concatenate(samples),
         per_token={name: np.concatenate([batch.per_token[name] for batch in batches]) for name in batches[0].per_token},
+        kept_sets=join_sets([(len(batch.token_ids), batch.kept_sets) for batch in batches]),
     )
+
+
+def select_sets(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
+    """The sets of the tokens at these places, in the given order; an empty one, nothing cut off, at place -1."""
+    counts = np.append(kept.counts, np.int32(0))
+    starts = np.cumsum(counts, dtype=np.int64) - counts
+    chosen = counts[places]
+    return KeptSets(chosen, kept.token_ids[ranges(starts[places], chosen.astype(np.int64))])
+
+
+def join_sets(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
+    """The sets of parts, one after the other, each given with its number of tokens; None if no part has any."""
+    if all(kept is None for _, kept in parts):
+        return None
+    found = [kept or KeptSets(np.zeros(tokens, np.int32), np.zeros(0, np.int32)) for tokens, kept in parts]
+    return KeptSets(np.concatenate([kept.counts for kept in found]), np.concatenate([kept.token_ids for kept in found]))
 
 
 def borders(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

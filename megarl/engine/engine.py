@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from megarl.config import RolloutConfig
 from megarl.config.decided_fields import ENGINE_FIELDS
 from megarl.platform import device, vllm_on_cpu
-from megarl.types import Completion, ConfigError, ExpertsHandle, FinishReason, Request
+from megarl.types import Completion, ConfigError, ExpertsHandle, FinishReason, KeptSets, Request
 
 vllm_on_cpu.prepare()
 
@@ -33,6 +33,7 @@ from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
+from megarl.engine.kept_sets import KeptSetRecorder, kept_sets, recordable  # noqa: E402
 
 _REASON_LENGTH = 400
 
@@ -58,7 +59,10 @@ class RolloutEngine:
         seed: int,
         keep_experts: Callable[[NDArray[np.integer]], ExpertsHandle] | None = None,
     ) -> None:
-        """`keep_experts` takes the experts [tokens, layers, top_k] of each completion that has them."""
+        """`keep_experts` takes the experts [tokens, layers, top_k] of each completion that has them.
+
+        With top-p or top-k in `config.sampling`, completions come with the sets of tokens that these kept.
+        """
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
         rank = dist.get_rank()
@@ -73,6 +77,13 @@ class RolloutEngine:
         with preserved_random_state():
             with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
                 vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+                self._records_sets = config.sampling.is_truncated
+                self._has_masks = self._records_sets and vllm_config.use_v2_model_runner
+                if self._has_masks:
+                    # The newer model runner records by itself, the older one does not know of it.
+                    arguments = dataclasses.replace(arguments, return_sampling_mask=True)
+                    vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+                self._vocab_size: int = vllm_config.model_config.get_vocab_size()
             with refusals_named(config, max_model_len, ValueError, NotImplementedError):
                 self._start(vllm_config)
         self.model: torch.nn.Module = self._worker.get_model()
@@ -82,8 +93,16 @@ class RolloutEngine:
         self._worker = start_worker(vllm_config, device.current().index or 0)
         self._engine: LLMEngine | None = None
         if self.is_leader:
-            executor_class = functools.partial(LeaderExecutor, worker=self._worker, channel=self._channel)
+            recorder = None
+            if self._records_sets and not self._has_masks:
+                recorder = KeptSetRecorder(cast(Any, self._worker).model_runner.sampler)
+            executor_class = functools.partial(
+                LeaderExecutor, worker=self._worker, channel=self._channel, recorder=recorder
+            )
             self._engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
+            if recorder is not None:
+                # Only now: vLLM's own check of its configs would refuse it.
+                cast(Any, self._engine.engine_core).engine_core.scheduler.return_sampling_mask = True
             self._channel.release()
         else:
             serve(self._worker, self._channel)
@@ -193,7 +212,8 @@ class RolloutEngine:
         if engine.has_unfinished_requests():
             raise RuntimeError("a prompt is scored only when the engine has no other request")
         prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
-        engine.add_request("prompt_logprobs", prompt, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        engine.add_request("prompt_logprobs", prompt, self._recorded(parameters))
         outputs: list[Any] = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
@@ -209,16 +229,21 @@ class RolloutEngine:
             raise ValueError(f"request {request.request_id} is running already")
         prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids.tolist()}
         try:
-            internal_id = engine.add_request(request.request_id, prompt, sampling_params(request))
+            internal_id = engine.add_request(request.request_id, prompt, self._recorded(sampling_params(request)))
         except VLLMClientError as error:
             return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)), self.weight_version)]
         self._running[request.request_id] = (internal_id, self.weight_version)
         return []
 
+    def _recorded(self, parameters: SamplingParams) -> SamplingParams:
+        return recordable(parameters, self._vocab_size) if self._has_masks else parameters
+
     def _finish(self, output: Any) -> Completion:
         (sampled,) = output.outputs
         _, version = self._running.pop(output.request_id)
-        done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version)
+        masks = sampled.sampling_mask.token_ids if sampled.sampling_mask else ()
+        kept = kept_sets(sampled.token_ids, masks, self._vocab_size)
+        done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version, kept)
         if sampled.routed_experts is None or self._keep_experts is None:
             return done
         return dataclasses.replace(done, routed_experts=self._keep_experts(sampled.routed_experts))
@@ -228,8 +253,9 @@ class RolloutEngine:
         # vLLM gives no output for an aborted request; what it has so far stands in its output state.
         state: Any = engine.output_processor.request_states[internal_id]
         token_ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+        kept = kept_sets(token_ids, [chunk.token_ids for chunk in state.sampling_mask_chunks], self._vocab_size)
         engine.abort_request([internal_id], internal=True)
-        return _completion(request_id, token_ids, logprobs, "abort", version)
+        return _completion(request_id, token_ids, logprobs, "abort", version, kept)
 
 
 @contextmanager
@@ -341,7 +367,12 @@ def _refused(request_id: str, reason: str, version: int) -> Completion:
 
 
 def _completion(
-    request_id: str, token_ids: Sequence[int], logprobs: Any, finish_reason: str | None, version: int
+    request_id: str,
+    token_ids: Sequence[int],
+    logprobs: Any,
+    finish_reason: str | None,
+    version: int,
+    kept: KeptSets | None,
 ) -> Completion:
     # Asked for no alternatives, vLLM's flat log-probs hold one entry per token: the sampled one's.
     return Completion(
@@ -350,4 +381,5 @@ def _completion(
         rollout_logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
         finish_reason=cast(FinishReason, finish_reason),
         weight_version=version,
+        kept_sets=kept,
     )

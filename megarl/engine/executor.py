@@ -19,6 +19,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
+from megarl.engine.kept_sets import KeptSetRecorder
 from megarl.platform import signed
 
 BLOCK_BYTES = 1 << 16
@@ -117,9 +118,17 @@ def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
 class LeaderExecutor(Executor):
     """Runs the engine's work on the leader's worker and, through the channel, on its followers'."""
 
-    def __init__(self, vllm_config: Any, *, worker: WorkerWrapperBase, channel: CommandChannel) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        *,
+        worker: WorkerWrapperBase,
+        channel: CommandChannel,
+        recorder: KeptSetRecorder | None = None,
+    ) -> None:
         self.worker = worker
         self.channel = channel
+        self._recorder = recorder
         super().__init__(vllm_config)
 
     def _init_executor(self) -> None:
@@ -143,12 +152,15 @@ class LeaderExecutor(Executor):
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """One step on all workers; the leader's output counts, all sample alike."""
         self.channel.send(("execute_model", (scheduler_output,), {}))
-        return _given(_execute_step(self.worker, scheduler_output), non_block)
+        return _given(self._recorded(_execute_step(self.worker, scheduler_output)), non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """The second half of a step whose requests follow a grammar."""
         self.channel.send(("sample_tokens", (grammar_output,), {}))
-        return _given(self.worker.sample_tokens(grammar_output), non_block)
+        return _given(self._recorded(self.worker.sample_tokens(grammar_output)), non_block)
+
+    def _recorded(self, output: Any) -> Any:
+        return output if self._recorder is None else self._recorder.complete(output)
 
     def check_health(self) -> None:
         """A lost follower ends the next collective."""

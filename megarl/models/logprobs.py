@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Support(NamedTuple):
+    """Sets of tokens that distributions are renormalised over: `token_ids` int [sum of counts], `counts` int [tokens].
+
+    A count of 0 leaves the whole vocabulary. A set holds the token's target.
+    """
+
+    token_ids: Tensor
+    counts: Tensor
 
 
 def vocab_parallel_logprobs(
@@ -18,8 +28,12 @@ def vocab_parallel_logprobs(
     group: dist.ProcessGroup | None,
     temperature: float,
     chunk_tokens: int,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
+
+    With `support` both are of the distribution renormalised over each token's set, as it is with the weights of now:
+    what is outside has probability zero and no gradient.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
     them being token `first_token_id`; targets [tokens] global ids. Returns two float32 [tokens], in nats, equal on
@@ -27,7 +41,9 @@ def vocab_parallel_logprobs(
     gradient of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached entropy and a
     frozen weight cost nothing in the backward pass.
     """
-    return _VocabParallelLogprobs.apply(hidden, weight, targets, first_token_id, group, temperature, chunk_tokens)
+    return _VocabParallelLogprobs.apply(
+        hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support
+    )
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -47,10 +63,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         group: Any,
         temperature: float,
         chunk: int,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         local = targets - first_token_id
         blocks = _blocks(len(targets), weight.size(0), chunk)
+        cut = None if support is None else _Cut(support, first_token_id, blocks)
         # Of each block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=torch.float32, device=hidden.device)
         target_logit = torch.zeros_like(local, dtype=torch.float32)
@@ -59,6 +77,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             logits = _logits(hidden, weight, block, temperature, room)
             columns, is_here = _columns(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
+            if cut is not None:
+                log_totals[index], entropies[index] = _of_kept(logits, cut.outside(index))
+                continue
             largest = logits.amax(-1, keepdim=True).float()
             # Sums of exponentials by torch's pairwise sum: log_softmax adds them up one by one.
             below = logits - largest
@@ -70,18 +91,20 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         top = log_totals.logsumexp(0)
         _all_reduce(top, group, dist.ReduceOp.MAX)
         shares = (log_totals - top).exp()
+        if cut is not None:
+            log_totals = log_totals.where(shares > 0, top)  # zero times infinity where a block has nothing of a set
         sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
         _all_reduce(sums, group, dist.ReduceOp.SUM)
         target_logit, total, surprise = sums
         log_total, entropy = top + total.log(), surprise / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
-        ctx.settings = (temperature, blocks)
+        ctx.settings = (temperature, blocks, cut)
         return target_logit - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, local, log_total, entropy = ctx.saved_tensors
-        temperature, blocks = ctx.settings
+        temperature, blocks, cut = ctx.settings
         of_logprob, of_entropy = (None if grad is None else grad / temperature for grad in grads)
         of_logprob = torch.zeros_like(log_total) if of_logprob is None else of_logprob
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
@@ -90,13 +113,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
-        for block in blocks:
+        for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
             logprobs = logits.float().sub_(log_total[:, None])
             slope = constant[:, None]
             if of_entropy is not None:
                 slope = torch.addcmul(slope, logprobs, of_entropy[:, None], value=-1)
             grad_logits = logprobs.exp_().mul_(slope)
+            if cut is not None:
+                grad_logits.masked_fill_(cut.outside(index), 0.0)
             columns, is_here = _columns(local, block)
             grad_logits.scatter_add_(1, columns[:, None], (of_logprob * is_here)[:, None])
             if grad_logits.dtype != weight.dtype:
@@ -106,7 +131,43 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 grad_hidden += grad_logits @ weight[rows]
             if grad_weight is not None:
                 torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 6
+
+
+class _Cut:
+    """The mask of what lies outside the sets of tokens, block by block of this rank's vocabulary."""
+
+    def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
+        self._blocks = blocks
+        self._is_cut = support.counts > 0
+        tokens = torch.arange(len(support.counts), device=support.counts.device)
+        columns, order = (support.token_ids.long() - first_token_id).sort()
+        self._columns, self._tokens = columns, tokens.repeat_interleave(support.counts.long())[order]
+        edges = [edge for block in blocks for edge in (block.start, block.stop)]
+        found = torch.searchsorted(columns, torch.tensor(edges, dtype=columns.dtype, device=columns.device))
+        self._edges: list[int] = found.tolist()
+
+    def outside(self, index: int) -> Tensor:
+        """Bool [tokens, tokens of the block], False on what the sets hold, and in rows of the whole vocabulary."""
+        block, entries = self._blocks[index], slice(self._edges[2 * index], self._edges[2 * index + 1])
+        outside = self._is_cut[:, None].repeat(1, len(block))
+        outside[self._tokens[entries], self._columns[entries] - block.start] = False
+        return outside
+
+
+def _of_kept(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """The log of the sum of exponentials of a block's logits that are kept, and the entropy among them: two [tokens].
+
+    Minus infinity and 0 where none is kept. Shapes: logits, which are overwritten, and outside [tokens, block].
+    """
+    logits.masked_fill_(outside, -torch.inf)
+    largest = logits.amax(-1, keepdim=True).float()
+    below = logits - largest.masked_fill(largest == -torch.inf, 0.0)
+    exponentials = below.exp()
+    total = exponentials.sum(-1)
+    surprise = below.masked_fill_(outside, 0.0).mul_(exponentials).sum(-1)
+    entropy = torch.where(total > 0, total.log() - surprise / total, 0.0)
+    return largest.squeeze(1) + total.log(), entropy
 
 
 def _blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:

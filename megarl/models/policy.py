@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.configuration import uses_transformer_engine
-from megarl.models.logprobs import vocab_parallel_logprobs
+from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.norm import RMSNorm
 
 
@@ -118,6 +118,11 @@ class PolicyModel(PackedModel):
         rows = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
+        self._support: Support | None = None
+
+    def restrict(self, support: Support) -> None:
+        """The next forward pass renormalises its log-probs and entropies over these sets of tokens."""
+        self._support = support
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
@@ -136,6 +141,7 @@ class PolicyModel(PackedModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
+        support, self._support = self._support, None
         logprobs, entropies = vocab_parallel_logprobs(
             hidden_states.squeeze(1),
             weight[: self.num_local_tokens],
@@ -144,6 +150,7 @@ class PolicyModel(PackedModel):
             group=tp_group,
             temperature=self.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
+            support=support,
         )
         # Entropies that are looked at, not trained: their part of the backward pass is saved.
         return torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])

@@ -107,25 +107,19 @@ def rewards(recipe: Recipe) -> Iterator[str]:
 
 
 def sampling(recipe: Recipe) -> Iterator[str]:
-    """Rollout log-probs are those of the sampling distribution; the trainer's are of the whole vocabulary."""
+    """The trainer repeats temperature, top-p and top-k of the distribution that sampled, and nothing else."""
     if recipe.loop != "rl":
         return
-    settings = recipe.rollout.sampling
-    for name, value, is_set in (
-        ("top_p", settings.top_p, settings.top_p < 1),
-        ("top_k", settings.top_k, settings.top_k > 0),
-    ):
-        if is_set:
-            yield (
-                f"rollout.sampling.{name} = {value}: the engine's log-probs would be those of the truncated "
-                "distribution, the trainer's of all tokens (0.35 nats apart at top_p 0.7); leave it out: "
-                f"evaluation.sampling.{name} may have it"
-            )
     vllm = recipe.rollout.vllm
     if vllm.get("logits_processors"):
         yield (
             f"rollout.vllm.logits_processors = {vllm['logits_processors']}: the engine would sample from another "
             "distribution than the one that is trained; leave it out"
+        )
+    if recipe.rollout.sampling.is_truncated and vllm.get("speculative_config"):
+        yield (
+            f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM does not record the tokens that "
+            "rollout.sampling.top_p or top_k kept under speculative decoding; leave it out, or top_p and top_k"
         )
     if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield (

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megarl.algorithms.reduction import token_weights
 from megarl.config import Recipe
-from megarl.data.batch import TokenBatch, borders, concatenate
+from megarl.data.batch import TokenBatch, borders, concatenate, join_sets
 from megarl.rollout.weights import assign_token_weights
 from megarl.types import Segment, Trajectory
 
@@ -64,6 +64,7 @@ class RLBatch(TokenBatch):
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
             experts=_experts(segments),
+            kept_sets=join_sets([(len(segment), segment.kept_sets) for segment in segments]),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
             turns=np.concatenate([segment.turns for segment in segments]),
             turn_rewards=_turn_rewards(trajectories),

@@ -84,8 +84,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     `rollout/turns/mean`, `/max`: completions of an attempt; `rollout/segments/mean`: sequences that one is trained in;
     `rollout/forks`: how often, in all, one did not go on from the tokens it had; `rollout/ended/WHY`: the share of
-    attempts that ended so; `rollout/errors/KIND`: attempts that an error ended, by its kind; `environment/NAME`: the
-    means of the environment's own numbers over the attempts that have them.
+    attempts that ended so; `rollout/errors/KIND`: attempts that an error ended, by its kind;
+    `rollout/kept_tokens/mean`, `/max`: how many tokens top-p and top-k left to sample from, where they cut any off,
+    `rollout/kept_tokens_bytes`: the size of these sets; `environment/NAME`: the means of the environment's own numbers
+    over the attempts that have them.
     """
     count = len(trajectories)
     turns = [t.num_turns for t in trajectories]
@@ -98,6 +100,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     for why in get_args(Ended):
         metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
+    kept_sets = [s.kept_sets for t in trajectories for s in t.segments if s.kept_sets is not None]
+    if kept_sets:
+        sizes = np.concatenate([kept.counts[kept.counts > 0] for kept in kept_sets])
+        metrics["rollout/kept_tokens/mean"] = float(sizes.mean())
+        metrics["rollout/kept_tokens/max"] = float(sizes.max())
+        metrics["rollout/kept_tokens_bytes"] = float(sum(kept.nbytes for kept in kept_sets))
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:
             name = f"rollout/errors/{trajectory.failure.partition(':')[0]}"

@@ -15,11 +15,12 @@ from safetensors.numpy import load_file, save
 
 from megarl.algorithms.kl import adapted
 from megarl.config import AlgorithmConfig
-from megarl.types import ExpertsHandle, Problem, Reward, Segment, Trajectory
+from megarl.types import ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
 
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
-SEGMENT_ARRAYS = [part.name for part in fields(Segment)]
+SEGMENT_ARRAYS = [part.name for part in fields(Segment) if part.name != "kept_sets"]
+KEPT_SETS = [part.name for part in fields(KeptSets)]
 
 
 class RLState:
@@ -71,6 +72,8 @@ class RLState:
         for index, (_, trajectory) in enumerate(flat):
             for place, segment in enumerate(trajectory.segments):
                 found = {name: getattr(segment, name) for name in SEGMENT_ARRAYS}
+                if (kept := segment.kept_sets) is not None:
+                    found |= {f"kept_sets.{name}": getattr(kept, name) for name in KEPT_SETS}
                 arrays |= {f"{index}.{place}.{name}": a for name, a in found.items() if a is not None}
         state = {
             "drawn": self.drawn, "kl_coefficient": self.kl_coefficient,
@@ -139,6 +142,8 @@ def _segment(arrays: Mapping[str, np.ndarray], prefix: str) -> Segment:
     found: dict[str, Any] = {name: arrays[prefix + name] for name in SEGMENT_ARRAYS if prefix + name in arrays}
     if "routed_experts" in found:
         found["routed_experts"] = ExpertsHandle(*found["routed_experts"].tolist())
+    if f"{prefix}kept_sets.counts" in arrays:
+        found["kept_sets"] = KeptSets(**{name: arrays[f"{prefix}kept_sets.{name}"] for name in KEPT_SETS})
     return Segment(**found)
 
 

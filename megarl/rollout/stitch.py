@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.types import Completion, Segment
+from megarl.data.batch import join_sets
+from megarl.types import Completion, KeptSets, Segment
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -85,9 +86,12 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
     rollout_logprobs = np.zeros(len(token_ids), np.float32)
     weight_versions = np.full(len(token_ids), -1, np.int32)
     turns = np.full(len(token_ids), -1, np.int16)
+    kept_sets: list[tuple[int, KeptSets | None]] = []
+    end = 0
     for number in numbers:
         call = calls[number]
         start = len(call.prompt_token_ids)
+        kept_sets += [(start - end, None), (len(call.completion.token_ids), call.completion.kept_sets)]
         end = start + len(call.completion.token_ids)
         rollout_logprobs[start:end] = call.completion.rollout_logprobs
         weight_versions[start:end] = call.completion.weight_version
@@ -99,4 +103,5 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
         weight_versions=weight_versions,
         turns=turns,
         routed_experts=last.completion.routed_experts,
+        kept_sets=join_sets(kept_sets),
     )

@@ -13,8 +13,9 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.data.batch import TokenBatch, borders, ranges
+from megarl.data.batch import TokenBatch, borders, ranges, select_sets
 from megarl.models.attention import PackedRow
+from megarl.models.logprobs import Support
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Microbatch:
     """[sequences]: tokens of each sequence of the whole row, and what they take in it."""
     samples: NDArray[np.int64]
     """[sequences]: the sample that each is a segment of, numbers that do not fall."""
+    support: Support | None = None
+    """The sets of tokens that the log-probs are renormalised over; None: all over the whole vocabulary."""
 
 
 def pack_row(
@@ -70,6 +73,13 @@ def pack_row(
     def own_predictions(values: np.ndarray) -> Tensor:
         return own_part(values[is_predicted], places[is_predicted] - 1)
 
+    support = None
+    if batch.kept_sets is not None:
+        # At each position the number of the token that it predicts; -1 where it predicts none.
+        predicted = np.full(padded.sum(), -1, np.int64)
+        predicted[places[is_predicted] - 1] = np.flatnonzero(is_predicted)
+        kept = select_sets(batch.kept_sets, predicted[local])
+        support = Support(torch.from_numpy(kept.token_ids).to(device), torch.from_numpy(kept.counts).to(device))
     return Microbatch(
         lengths=lengths,
         padded=padded,
@@ -79,6 +89,7 @@ def pack_row(
         row=row,
         mask=own_predictions(batch.loss_mask),
         per_token={name: own_predictions(values) for name, values in batch.per_token.items()},
+        support=support,
     )
 
 

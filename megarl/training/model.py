@@ -195,6 +195,9 @@ class ModelShard:
             if experts is not None:
                 replay_routes: Any = get_attr_wrapped_model(chunk, "replay_routes")
                 replay_routes(experts.to(self.device).long(), self.expert_layers)
+            if batch.support is not None and not self.shape.has_value_head:
+                restrict: Any = get_attr_wrapped_model(chunk, "restrict")
+                restrict(batch.support)
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,

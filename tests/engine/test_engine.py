@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config import RolloutConfig
+from megarl.config import RolloutConfig, SamplingConfig
 from megarl.testing import RankPool
 from megarl.types import Completion, ConfigError, Request, SamplingSettings
 
@@ -53,7 +53,12 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     set_num_threads, random_state = torch.set_num_threads, _random_state()
     engine = RolloutEngine(
         model_path,
-        RolloutConfig(tp=tp, kv_cache_gib=0.05, max_concurrent_requests=32),
+        RolloutConfig(
+            tp=tp,
+            kv_cache_gib=0.05,
+            max_concurrent_requests=32,
+            sampling=SamplingConfig(top_p=NUCLEUS.top_p, top_k=NUCLEUS.top_k),
+        ),
         max_model_len=128,
         dtype="float32",
         seed=3,
@@ -102,9 +107,12 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
         result["at_once_steps"] = list(steps)
 
     # An abort, and new weights (the same ones) in the midst of a completion.
-    run([*requests(engine.replica, "a", SAMPLED), *requests(engine.replica, "k", SAMPLED)], budget=0.0)
+    begun = [
+        r for tag, s in zip("akb", (SAMPLED, SAMPLED, NUCLEUS), strict=True) for r in requests(engine.replica, tag, s)
+    ]
+    run(begun, budget=0.0)
     run([], budget=0.0)
-    result["aborted"] = run([], aborts=("a0", "a1", "unknown"), budget=0.0)
+    result["aborted"] = run([], aborts=("a0", "a1", "b0", "unknown"), budget=0.0)
     engine.weights_updated()
     engine.sleep()
     engine.wake()
@@ -188,22 +196,43 @@ def outcome(model_path: str, ranks: RankPool) -> Callable[[int, int], list[dict[
 
 
 @pytest.fixture(scope="module")
-def reference_logprobs(model_path: str) -> Callable[..., np.ndarray]:
-    """Hugging Face's log-probs of a request's completion, under the sampling distribution."""
+def reference_logits(model_path: str) -> Callable[..., torch.Tensor]:
+    """Hugging Face's logits of a request's completion [new_tokens, vocabulary]."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
-    def logprobs(request: Request, token_ids: np.ndarray, *, greedy: bool) -> np.ndarray:
+    def logits(request: Request, token_ids: np.ndarray) -> torch.Tensor:
         tokens = torch.tensor([[*request.prompt_token_ids, *token_ids.tolist()]])
         with torch.no_grad():
-            logits = model(tokens).logits[0, len(request.prompt_token_ids) - 1 : -1]
+            return model(tokens).logits[0, len(request.prompt_token_ids) - 1 : -1]
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def reference_logprobs(reference_logits: Callable[..., torch.Tensor]) -> Callable[..., np.ndarray]:
+    """Hugging Face's log-probs of a request's completion, under the sampling distribution."""
+
+    def logprobs(request: Request, token_ids: np.ndarray, *, greedy: bool) -> np.ndarray:
+        logits = reference_logits(request, token_ids)
         if greedy:
             assert logits.argmax(-1).tolist() == token_ids.tolist()
             return _taken(logits.log_softmax(-1), token_ids)
         return _taken(_kept(logits / request.sampling.temperature, request.sampling).log_softmax(-1), token_ids)
 
     return logprobs
+
+
+@pytest.fixture(scope="module")
+def reference_kept(reference_logits: Callable[..., torch.Tensor]) -> Callable[..., list[list[int]]]:
+    """The tokens that a request's sampling keeps of Hugging Face's distribution, at each token of its completion."""
+
+    def kept(request: Request, token_ids: np.ndarray) -> list[list[int]]:
+        logits = _kept(reference_logits(request, token_ids) / request.sampling.temperature, request.sampling)
+        return [row.isfinite().nonzero()[:, 0].tolist() for row in logits]
+
+    return kept
 
 
 def _taken(logprobs: torch.Tensor, token_ids: np.ndarray) -> np.ndarray:
@@ -233,6 +262,25 @@ def test_logprobs_are_hugging_faces(world_size, tp, outcome, reference_logprobs)
                 np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-5, rtol=0)
                 assert completion.finish_reason == ("length" if len(completion.token_ids) == NEW_TOKENS else "stop")
                 assert completion.weight_version == 0
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_what_top_p_and_top_k_kept_is_recorded(world_size, tp, outcome, reference_kept) -> None:
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        for tag in "gs":
+            assert all(result["together"][r.request_id].kept_sets is None for r in requests(0, tag, GREEDY))
+        sizes = set()
+        for request in requests(result["replica"], "n", NUCLEUS):
+            completion = result["together"][request.request_id]
+            expected = reference_kept(request, completion.token_ids)
+            assert completion.kept_sets.counts.tolist() == [len(kept) for kept in expected]
+            assert completion.kept_sets.token_ids.tolist() == [token for kept in expected for token in kept]
+            sizes.update(completion.kept_sets.counts.tolist())
+        assert len(sizes) > 1 and max(sizes) < 20
+        # An aborted one has those of the tokens that it has.
+        whole, part = result["together"]["n0"].kept_sets, result["aborted"]["b0"].kept_sets
+        assert part.counts.tolist() == whole.counts[: len(result["aborted"]["b0"].token_ids)].tolist()
+        assert part.token_ids.tolist() == whole.token_ids[: part.counts.sum()].tolist()
 
 
 @pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
@@ -291,10 +339,10 @@ def test_a_request_that_vllm_refuses_comes_back_and_its_neighbours_go_on(world_s
 def test_aborted_requests_return_what_they_have(world_size, tp, outcome) -> None:
     for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
         aborted = {name: c for name, c in result["aborted"].items() if c.finish_reason == "abort"}
-        assert aborted.keys() == {"a0", "a1"}
+        assert aborted.keys() == {"a0", "a1", "b0"}
         for name, completion in aborted.items():
             assert 1 <= len(completion.token_ids) == len(completion.rollout_logprobs) < NEW_TOKENS
-            full = result["together"][name.replace("a", "s")]
+            full = result["together"][name.replace("a", "s").replace("b", "n")]
             np.testing.assert_array_equal(completion.token_ids, full.token_ids[: len(completion.token_ids)])
         assert result["unfinished_after"] == 0
 

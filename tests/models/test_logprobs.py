@@ -30,10 +30,34 @@ def problem(tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> dict[str, Ten
     }
 
 
+def truncated(p: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The problem with the sets that top-k or top-p could have kept of each token: the target and 0 to 9 others.
+
+    Token 0 keeps nothing but its target, an id of one end of the vocabulary; token 1 has the whole vocabulary.
+    """
+    g = torch.Generator().manual_seed(7)
+    sets = []
+    for number, target in enumerate(p["targets"].tolist()):
+        others = torch.randperm(VOCABULARY, generator=g)[: 0 if number == 0 else number % 10]
+        sets.append(torch.tensor([], dtype=torch.int64) if number == 1 else torch.cat([others, torch.tensor([target])]))
+        sets[-1] = sets[-1].unique()
+    return p | {
+        "kept_ids": torch.cat(sets).to(torch.int32),
+        "kept_counts": torch.tensor([len(kept) for kept in sets], dtype=torch.int32),
+    }
+
+
 def plain(p: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
     """Log-probs, entropies and gradients in float64."""
     hidden, weight = (p[name].double().requires_grad_() for name in ("hidden", "weight"))
-    logprobs = (hidden @ weight.T / temperature).log_softmax(-1)
+    logits = hidden @ weight.T / temperature
+    if "kept_ids" in p:
+        counts = p["kept_counts"].tolist()
+        for number, kept in enumerate(p["kept_ids"].long().split(counts)):
+            if counts[number]:
+                outside = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, kept, False)
+                logits = logits.masked_fill(outside & (torch.arange(len(logits)) == number)[:, None], -1e300)
+    logprobs = logits.log_softmax(-1)
     logprob = logprobs.gather(1, p["targets"][:, None]).squeeze(1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     torch.autograd.backward([logprob, entropy], [p["grad_logprob"].double(), p["grad_entropy"].double()])
@@ -43,12 +67,20 @@ def plain(p: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
 
 def ours(p: dict[str, Tensor], temperature: float, chunk: int, first: int = 0, stop: int = VOCABULARY) -> dict:
     """The same from the vocabulary's rows `first` to `stop`; the hidden gradient summed over the ranks."""
-    from megarl.models.logprobs import vocab_parallel_logprobs
+    from megarl.models.logprobs import Support, vocab_parallel_logprobs
 
+    support = Support(p["kept_ids"], p["kept_counts"]) if "kept_ids" in p else None
     group = dist.group.WORLD if dist.is_initialized() else None
     hidden, weight = p["hidden"].clone().requires_grad_(), p["weight"][first:stop].clone().requires_grad_()
     logprob, entropy = vocab_parallel_logprobs(
-        hidden, weight, p["targets"], first_token_id=first, group=group, temperature=temperature, chunk_tokens=chunk
+        hidden,
+        weight,
+        p["targets"],
+        first_token_id=first,
+        group=group,
+        temperature=temperature,
+        chunk_tokens=chunk,
+        support=support,
     )
     torch.autograd.backward([logprob, entropy], [p["grad_logprob"], p["grad_entropy"]])
     assert hidden.grad is not None and weight.grad is not None
@@ -72,6 +104,25 @@ def largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> f
 def test_whole_vocabulary(chunk: int, temperature: float) -> None:
     p = problem()
     assert largest_difference(ours(p, temperature, chunk), plain(p, temperature)) <= 1e-5
+
+
+@pytest.mark.parametrize("temperature", [1.5, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_a_truncated_distribution(chunk: int, temperature: float) -> None:
+    p = truncated(problem())
+    got, expected = ours(p, temperature, chunk), plain(p, temperature)
+    assert largest_difference(got, expected) <= 1e-5
+    full = ours(problem(), temperature, chunk)
+    assert torch.equal(got["logprob"][1], full["logprob"][1]) and torch.equal(got["entropy"][1], full["entropy"][1])
+    assert (got["logprob"] - full["logprob"]).abs().max() > 0.5
+
+
+def test_the_only_token_that_was_kept_is_certain_and_learns_nothing() -> None:
+    p = truncated(problem())
+    p["grad_logprob"][1:], p["grad_entropy"][1:] = 0, 0
+    got = ours(p, 0.6, 4)
+    assert got["logprob"][0] == 0 and got["entropy"][0] == 0
+    assert not got["hidden"].any() and not got["weight"].any()
 
 
 def test_no_gradient_where_none_is_asked_for() -> None:
@@ -109,8 +160,9 @@ def test_bfloat16_is_as_exact_as_its_logits() -> None:
         pytest.param([0, VOCABULARY, VOCABULARY], id="second rank without rows"),
     ],
 )
-def test_split_vocabulary(ranks: RankPool, cuts: list[int]) -> None:
-    p = problem()
+@pytest.mark.parametrize("is_truncated", [False, True], ids=["all tokens", "kept tokens"])
+def test_split_vocabulary(ranks: RankPool, cuts: list[int], is_truncated: bool) -> None:
+    p = truncated(problem()) if is_truncated else problem()
     first, second = ranks.run(ours_on_ranks, p, 0.6, 4, cuts, world_size=2)
     for name in ("logprob", "entropy", "hidden"):
         assert torch.equal(first[name], second[name]), name

@@ -189,14 +189,14 @@ WRONG = [
         {"rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0}}}, ["temperature = 0"], id="greedy rollout"
     ),
     pytest.param(
-        {"rollout": {"sampling": {"max_new_tokens": 24, "top_p": 0.7}}},
-        ["rollout.sampling.top_p = 0.7", "0.35 nats", "leave it out", "evaluation.sampling.top_p"],
-        id="nucleus of the rollout",
+        {"rollout": {"sampling": {"max_new_tokens": 24, "top_p": 0.7}, "vllm": {"speculative_config": {"model": "m"}}}},
+        ["rollout.vllm.speculative_config = {'model': 'm'}", "rollout.sampling.top_p", "leave it out"],
+        id="nucleus under speculative decoding",
     ),
     pytest.param(
-        {"rollout": {"sampling": {"max_new_tokens": 24, "top_k": 20}}},
-        ["rollout.sampling.top_k = 20", "the trainer's of all", "leave it out", "evaluation.sampling.top_k"],
-        id="top k of the rollout",
+        {"rollout": {"vllm": {"return_sampling_mask": True}}},
+        ["rollout.vllm.return_sampling_mask", "rollout.sampling.top_p and rollout.sampling.top_k"],
+        id="sampling masks",
     ),
     pytest.param(
         {"rollout": {"vllm": {"logits_processors": ["mine:MinP"]}}},

@@ -19,6 +19,7 @@ from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
     ExpertsHandle,
+    KeptSets,
     MegarlError,
     Problem,
     Reward,
@@ -58,7 +59,9 @@ class Students:
         size = int(random.integers(1, 6))
         logprobs = -random.random(size, dtype=np.float32)
         routed = ExpertsHandle(int(random.integers(0, 8)), int(random.integers(0, 99)) << 20)
-        return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed)
+        counts = random.integers(0, 5, size).astype(np.int32)
+        kept = KeptSets(counts, random.integers(0, 99, counts.sum()).astype(np.int32)) if counts.any() else None
+        return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed, kept)
 
 
 @dataclass
@@ -295,8 +298,8 @@ def plain(value: Any) -> Any:
         return str(value.dtype), value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
-    if isinstance(value, Segment):
-        return [plain(getattr(value, part.name)) for part in fields(Segment)]
+    if isinstance(value, Segment | KeptSets):
+        return [plain(getattr(value, part.name)) for part in fields(value)]
     if isinstance(value, Trajectory):
         return [plain(getattr(value, part.name)) for part in fields(Trajectory) if part.name != "group"]
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from megarl.data.batch import TokenBatch
 from megarl.training.batch import Microbatch, pack_row, padded_lengths, unpack_row
-from megarl.types import TrainingSequence
+from megarl.types import KeptSets, TrainingSequence
 
 CPU = torch.device("cpu")
 
@@ -76,6 +77,23 @@ def test_context_ranks_hold_a_front_and_a_back_chunk_of_every_sequence() -> None
     assert ranks[0].row.positions is not None and ranks[0].row.positions.tolist() == [0, 1, 6, 7, 0, 3]
     assert [rank.row.cu_seqlens_q.tolist() for rank in ranks] == [[0, 8, 12]] * 2
     assert sum(int(rank.mask.sum()) for rank in ranks) == 6 + 2
+
+
+def test_each_position_has_the_set_of_the_token_that_it_predicts() -> None:
+    """Token t has a set of t tokens, 100 t and on; token 0, and all of the second sequence, none."""
+    counts = np.arange(7, dtype=np.int32)
+    token_ids = np.concatenate([100 * t + np.arange(t) for t in counts]).astype(np.int32)
+    sequences = [replace(sequence(10, 7, 1), kept_sets=KeptSets(counts, token_ids)), sequence(30, 3, 1)]
+    sets = []
+    for settings in ({}, {"cp": 2, "cp_rank": 0}, {"cp": 2, "cp_rank": 1}):
+        support = pack_row_of(sequences, multiple=1, **settings).support
+        assert support is not None
+        sets.append([ids.tolist() for ids in support.token_ids.split(support.counts.tolist())])
+    expected = [[100 * t + n for n in range(t)] for t in range(1, 7)] + [[]] * 4
+    assert sets[0] == expected
+    a, b, c, d, e, f = expected[:6]
+    assert sets[1] == [a, b, [], [], [], []] and sets[2] == [c, d, e, f, [], []]
+    assert pack_row_of(sequences[1:], multiple=1).support is None
 
 
 def test_padding_makes_every_ranks_tokens_divide() -> None:

@@ -17,7 +17,7 @@ from megarl.data.packing import pack
 from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
-from megarl.types import MegarlError, TrainingSequence
+from megarl.types import KeptSets, MegarlError, TrainingSequence
 from tests.rounding import MARGIN
 from tests.token_batches import by_sequence, row_batches, weighed
 from tools.check_invariance import cut_out, join
@@ -62,7 +62,8 @@ def recipe_of(folder: Path, loop: str, **trainer: Any) -> Recipe:
 def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]]:
     """Random tokens; log-probs of the past within reach of the model's, so that ratios fall on both sides of the clip.
 
-    Token 0 is not among them: transformers gives the padding token no gradient.
+    Token 0 is not among them: transformers gives the padding token no gradient. In RL two thirds of the tokens were
+    sampled from a part of the vocabulary, as top-p and top-k leave it.
     """
     random = np.random.default_rng(11)
     updates = []
@@ -79,14 +80,25 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
                 )
             }
             prompt = int(random.integers(1, length))
+            token_ids = random.integers(1, vocab_size, size=length)
+            kept = kept_sets(token_ids, vocab_size) if recipe.loop == "rl" else None
             sequences.append(
-                TrainingSequence(
-                    token_ids=random.integers(1, vocab_size, size=length), loss_mask=np.arange(length) >= prompt, **made
-                )
+                TrainingSequence(token_ids=token_ids, loss_mask=np.arange(length) >= prompt, **made, kept_sets=kept)
             )
         aggregation = "sequence_mean_token_sum" if recipe.loop == "preference" else recipe.algorithm.aggregation
         updates.append(weighed(sequences, recipe.algorithm.model_copy(update={"aggregation": aggregation})))
     return updates
+
+
+def kept_sets(token_ids: np.ndarray, vocab_size: int) -> KeptSets:
+    """Of tokens [tokens] each with a set of 1 to all ids, itself among them; every third has none."""
+    random = np.random.default_rng(int(token_ids.sum()))
+    sets = []
+    for number, token in enumerate(token_ids.tolist()):
+        others = random.permutation(vocab_size)[: 0 if number == 4 else random.integers(vocab_size // 4, vocab_size)]
+        sets.append(np.union1d(others, [token]) if number % 3 else np.zeros(0))
+    counts = np.array([len(kept) for kept in sets], np.int32)
+    return KeptSets(counts, np.concatenate(sets).astype(np.int32))
 
 
 def build(recipe: Recipe, layout: ParallelConfig) -> tuple[Any, Any, Any]:
@@ -275,7 +287,15 @@ def float64_loss(model: Any, s: TrainingSequence, recipe: Recipe) -> torch.Tenso
     """Weighted sum over a sequence's trained tokens: minus log-prob, or clipped surrogate plus k3."""
     temperature = recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0
     tokens = torch.from_numpy(s.token_ids)
-    logprobs = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    logits = model(tokens[None]).logits[0, :-1] / temperature
+    if (kept := s.kept_sets) is not None:
+        sets = torch.from_numpy(kept.token_ids).long().split(kept.counts.tolist())[1:]
+        rows = [
+            row[ids].logsumexp(-1) if len(ids) else row.logsumexp(-1) for row, ids in zip(logits, sets, strict=True)
+        ]
+        logprobs = logits.gather(1, tokens[1:, None])[:, 0] - torch.stack(rows)
+    else:
+        logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
     weights, advantages, old, reference = (
         torch.from_numpy(x).double()[1:]
         for x in (s.token_weights, s.advantages, s.old_logprobs, s.reference_logprobs)
