@@ -46,8 +46,16 @@ FAMILIES = {
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 CHAT_TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\\nTools:' }}"
+    "{%- for tool in tools %}{{- ' ' + tool.function.name }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}"
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content %}{{- message.content }}{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{- \'<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
@@ -67,9 +75,15 @@ TRAINING_TEXT = [
     "The answer is",
 ]
 
+TOOL_TEXT = [
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 * 2"}}\n</tool_call>',
+    "Tools: calculator. The product is",
+]
+"""Further training text of a tokenizer for a student that calls tools: its words are single tokens then."""
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a ChatML template; the same one on every call."""
+
+def make_tokenizer(*, tool_words: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a ChatML template; the same one on every call with equal arguments."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -84,7 +98,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    tokenizer.train_from_iterator([*TRAINING_TEXT, *(TOOL_TEXT if tool_words else [])], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
@@ -136,6 +150,7 @@ def make_tiny_model(
     num_experts: int = 8,
     experts_per_token: int = 2,
     expert_intermediate_size: int = 64,
+    tool_words: bool = False,
     seed: int = 0,
 ) -> Path:
     """Write the model folder `out` (float32) and return it; equal arguments give equal bytes.
@@ -143,7 +158,7 @@ def make_tiny_model(
     The three sizes of experts count for the families that have them. `head_dim` left out is hidden_size / num_heads;
     `vocab_size` left out is the tokenizer's, and may be larger.
     """
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(tool_words=tool_words)
     vocab_size = vocab_size or len(tokenizer)
     head_dim = head_dim or hidden_size // num_heads
     if vocab_size < len(tokenizer):
@@ -198,6 +213,7 @@ def main() -> None:
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--expert-intermediate-size", type=int, default=64)
     parser.add_argument("--initializer-range", type=float, default=0.02, help="spread of the random weights")
+    parser.add_argument("--tool-words", action="store_true", help="the tokenizer knows the words of tool calls")
     parser.add_argument("--seed", type=int, default=0)
     logging.disable_progress_bar()
     out = make_tiny_model(**vars(parser.parse_args()))

@@ -151,11 +151,19 @@ class RolloutConfig(Section):
     max_concurrent_requests: PositiveInt = 256
     """Completions that one engine decodes concurrently."""
     environment: str = "single_turn"
-    """Environment of the attempts: single_turn (one answer to the problem), or your own as package.module:Class
-    or path/to/file.py:Class (megarl.environments.Environment). Resume: a run whose loss reads no engine log-probs
-    (algorithm.old_logprobs trainer, no importance_sampling) goes on bit-equal in float32; one whose loss reads them
-    does so while all requests of a step fit in the engines at once, else up to rounding, since engines round by what
-    they decode together."""
+    """Environment of the attempts: single_turn (one answer to the problem), calculator and search (tools), countdown,
+    guess_number and mastermind (games), or your own as package.module:Class or path/to/file.py:Class
+    (megarl.environments.Environment, megarl.environments.tools.ToolEnvironment). Resume: a run whose loss reads no
+    engine log-probs (algorithm.old_logprobs trainer, no importance_sampling) goes on bit-equal in float32; one whose
+    loss reads them does so while all requests of a step fit in the engines at once, else up to rounding, since engines
+    round by what they decode together."""
+    environment_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of the environment: keyword arguments of its class's constructor."""
+    tool_parser: (
+        Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"] | None
+    ) = None
+    """How the policy writes tool calls, for environments with tools (megarl.data.tool_calls); left out: as the chat
+    template writes them, where it shows that."""
     max_turns: PositiveInt = 16
     """Completions of one attempt at most. All its tokens together have room for data.max_prompt_tokens +
     rollout.sampling.max_new_tokens."""

@@ -96,6 +96,11 @@ _TURNS = (
         lambda recipe: recipe.rollout.environment != "single_turn",
     ),
 )
+_NOT_SINGLE_TURN = Needs(
+    ("rollout.environment",),
+    "set rollout.environment to another",
+    lambda recipe: recipe.rollout.environment != "single_turn",
+)
 _CORRECTION = (_RL, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(
     ("preference.loss",),
@@ -183,6 +188,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.sampling.top_k": (_RL,),
     "rollout.sampling.stop": _ENGINE,
     "rollout.environment": _ENGINE,
+    "rollout.environment_kwargs": (*_ENGINE, _NOT_SINGLE_TURN),
+    "rollout.tool_parser": (*_ENGINE, _NOT_SINGLE_TURN),
     "rollout.max_turns": _ENGINE,
     "rollout.truncated_turn": _ENGINE,
     "rollout.max_concurrent_requests": _ENGINE,

@@ -21,7 +21,8 @@ def read_conversations(
 ) -> list[TrainingSequence]:
     """The conversations of a JSONL file, with the assistant's tokens marked for training.
 
-    A record has `messages`, or `prompt` and `response`, texts or messages. Raises DataError, with the line, for a
+    A record has `messages`, or `prompt` and `response`, texts or messages; assistant's messages may have `tool_calls`,
+    and the record the `tools` that it may call. Raises DataError, with the line, for a
     faulty record, one without an assistant turn, one longer than `max_tokens` (conversations are never cut), and a chat
     template that rewrites earlier turns.
     """
@@ -48,11 +49,12 @@ def encoded(
 
     One that is far longer than `max_tokens` is refused before it is encoded: that could take minutes.
     """
+    tools = record.tools()
     try:
-        text = render(tokenizer, messages, generation_prompt=False)
+        text = render(tokenizer, messages, generation_prompt=False, tools=tools)
         if exceeds(tokenizer, text, max_tokens):
             raise _too_long(record, f"{len(text)} characters", max_tokens)
-        return train_on_assistant(tokenizer, messages, first=first)
+        return train_on_assistant(tokenizer, messages, first=first, tools=tools)
     except ValueError as error:
         raise record.error(str(error)) from error
 
@@ -72,11 +74,15 @@ def _messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, A
 
 
 def train_on_assistant(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, first: int = 0
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    first: int = 0,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> TrainingSequence:
     """A conversation up to its last assistant turn; the mask covers what the assistant says and its end-of-turn token.
 
-    Turns before message `first` are not trained.
+    Turns before message `first` are not trained. `tools` are JSON schemas of what the assistant may call.
 
     Each turn follows exactly the tokens that sampling would show the model, the messages before it with a generation
     prompt; so prompt and turn are encoded apart, and no token spans their border. White space that the template puts
@@ -89,8 +95,9 @@ def train_on_assistant(
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render(tokenizer, messages[:place], generation_prompt=True)
-        turn = _without_trailing_space(tokenizer, render(tokenizer, messages[: place + 1], generation_prompt=False))
+        prompt = render(tokenizer, messages[:place], generation_prompt=True, tools=tools)
+        rendered = render(tokenizer, messages[: place + 1], generation_prompt=False, tools=tools)
+        turn = _without_trailing_space(tokenizer, rendered)
         if not prompt.startswith(text) or not turn.startswith(prompt):
             raise ValueError(
                 f"the chat template rewrites what stands before messages[{place}] once that message is there; "

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode, render, special_tokens
+from megarl.data.tool_calls import PARSERS, ParsedTurn, parse, parser_of_template
+from megarl.types import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,6 +24,9 @@ Tools = Sequence[Mapping[str, Any]]
 
 _TURN = "\ufdd2"
 """Stands for an assistant's turn, or for the last argument of a call in it. Unicode keeps it out of all text."""
+REASONING_OPENINGS = "<think>", "[THINK]"
+REASONING_TOKENS = 8
+"""Tokens of a prompt's end that tell whether it opens a block of reasoning."""
 _QUESTION = {"role": "user", "content": "."}
 
 
@@ -33,6 +38,8 @@ class Dialogue:
     """
 
     tokenizer: Tokenizer
+    tool_parser: str | None = None
+    """The format of tool calls, a key of `tool_calls.PARSERS`; None: that of the chat template."""
 
     def opening(self, messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Token ids [prompt] of messages and tools up to the opening of the assistant's turn.
@@ -60,6 +67,38 @@ class Dialogue:
     def text(self, token_ids: NDArray[np.int64]) -> str:
         """The text of sampled tokens, without special tokens."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(decoded, str)
+        return decoded
+
+    def parsed(
+        self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], tools: Tools, *, turn: int
+    ) -> ParsedTurn:
+        """The text, reasoning and calls of sampled tokens [new_tokens], which follow the prompt's [prompt].
+
+        `turn` is their turn's number. Raises ConfigError where no format is given and the template does not show it.
+        """
+        end_of_prompt = self._with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
+        return parse(
+            self.call_format,
+            self._with_special_tokens(token_ids),
+            tools,
+            turn=turn,
+            in_reasoning=True if end_of_prompt.endswith(REASONING_OPENINGS) else None,
+        )
+
+    @property
+    def call_format(self) -> str:
+        """The format of tool calls. Raises ConfigError where none is given and the template does not show it."""
+        found = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
+        if found is None:
+            raise ConfigError(
+                "rollout.tool_parser: the chat template does not show how it writes tool calls; give one of "
+                + ", ".join(PARSERS)
+            )
+        return found
+
+    def _with_special_tokens(self, token_ids: NDArray[Any]) -> str:
+        decoded = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         assert isinstance(decoded, str)
         return decoded
 

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.data.tool_calls import check_tools
 from megarl.files.strict_json import parse, shortened
 from megarl.types import DataError
 
@@ -70,12 +71,42 @@ class Record:
             raise self.error(f"{place} is {shown(message)}; give an object with 'role' and 'content'")
         if message.get("role") not in ROLES:
             raise self.error(f"{place} has role {shown(message.get('role'))}; use one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
+        if message["role"] == "assistant" and "tool_calls" in message:
+            self._check_calls(place, message)
+        elif not isinstance(message.get("content"), str):
             raise self.error(f"{place} has content {shown(message.get('content'))}; give a string")
         if message["role"] == "user" and not message["content"].strip():
             raise self.error(f"{place} is a user's message without text; give the prompt, or remove the line")
         if message["role"] == "system" and not is_first:
             raise self.error(f"{place} is a system message; only the first message may be one")
+
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools of a conversation, its field `tools`: JSON schemas in OpenAI's form; none if it is missing."""
+        value = self.fields.get("tools") or ()
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self.error(f"'tools' is {shown(value)}; give a list of JSON schemas")
+        try:
+            check_tools(value)
+        except ValueError as error:
+            raise self.error(str(error)) from error
+        return tuple(value)
+
+    def _check_calls(self, place: str, message: Mapping[str, Any]) -> None:
+        if not isinstance(message.get("content"), str | None):
+            raise self.error(
+                f"{place} has content {shown(message['content'])}; give a string, or null beside tool_calls"
+            )
+        calls = message["tool_calls"]
+        functions = (
+            [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+        )
+        if not functions or not all(
+            isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions
+        ):
+            raise self.error(
+                f"{place} has tool_calls {shown(calls)}; give a list of "
+                '{"function": {"name": "...", "arguments": {...}}}'
+            )
 
 
 def read_records(path: str | Path) -> Iterator[Record]:

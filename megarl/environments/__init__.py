@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 from megarl.files.import_path import Choices
@@ -19,6 +20,11 @@ Message = Mapping[str, Any]
 
 ENVIRONMENTS = {
     "single_turn": "megarl.environments.single_turn:SingleTurn",
+    "calculator": "megarl.environments.calculator:Calculator",
+    "search": "megarl.environments.search:Search",
+    "countdown": "megarl.environments.countdown:Countdown",
+    "guess_number": "megarl.environments.guess_number:GuessNumber",
+    "mastermind": "megarl.environments.mastermind:Mastermind",
 }
 """The environments that a recipe can name, and where their classes are."""
 
@@ -68,7 +74,11 @@ class Step:
 
 
 class Environment(Protocol):
-    """One attempt at a problem: made fresh for it, without arguments, and closed once."""
+    """One attempt at a problem: made fresh for it, with the recipe's `rollout.environment_kwargs`, and closed once.
+
+    One whose attempts always have the same tools may say so in an attribute `tools`, as `Start` has them: they are
+    checked before a run starts. Its constructor takes settings, `reset` opens what must be closed.
+    """
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         """Begin. Equal problems and seeds begin alike."""
@@ -98,3 +108,20 @@ def find_environment(name: str) -> Callable[[], Environment]:
     if wrong := [method for method in methods if not inspect.iscoroutinefunction(getattr(found, method, None))]:
         raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
     return cast(Callable[[], Environment], found)
+
+
+def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
+    """A function that makes the environment of that name with its settings, `rollout.environment_kwargs`.
+
+    Raises ConfigError as `find_environment`, and for settings that its constructor does not take, or lacks.
+    """
+    found = find_environment(name)
+    try:
+        inspect.signature(found).bind(**settings)
+    except TypeError as error:
+        known = ", ".join(str(parameter) for parameter in inspect.signature(found).parameters.values())
+        raise ConfigError(
+            f"rollout.environment_kwargs = {dict(settings)}: {name} does not take them: {error}. "
+            f"Its settings: {known or 'none'}"
+        ) from error
+    return partial(found, **settings)

@@ -18,7 +18,7 @@ from megarl.config.recipe import error_page
 from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
-from megarl.environments import find_environment
+from megarl.environments import environment_maker
 from megarl.families.shape import read_model_shape
 from megarl.files.import_path import function_of
 from megarl.loops import preference, rl, sft
@@ -115,10 +115,10 @@ async def _started(
             models=_models(recipe, layout, ranks),
             sampler=GroupSampler(
                 pool=EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests),
-                dialogue=Dialogue(tokenizer),
+                dialogue=Dialogue(tokenizer, recipe.rollout.tool_parser),
                 score=rewards.score,
                 environment=recipe.rollout.environment,
-                make_environment=find_environment(recipe.rollout.environment),
+                make_environment=environment_maker(recipe.rollout.environment, recipe.rollout.environment_kwargs),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
                 max_turns=recipe.rollout.max_turns,
                 truncated_turn=recipe.rollout.truncated_turn,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
-from megarl.environments import find_environment
-from megarl.types import ConfigError
+from megarl.data.tool_calls import check_tools
+from megarl.environments import environment_maker
+from megarl.types import ConfigError, MegarlError
 
 
 def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
@@ -19,13 +21,16 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         return
     name = recipe.rollout.environment
     try:
-        find_environment(name)
-    except ConfigError as error:
+        tools = _tools(recipe)
+    except MegarlError as error:
         yield str(error)
         return
     if name == "single_turn" or not has_model:
         return
-    dialogue = Dialogue(load_tokenizer(recipe.model.path))
+    dialogue = Dialogue(load_tokenizer(recipe.model.path), recipe.rollout.tool_parser)
+    if tools:
+        yield from _faults_with_tools(name, tools, dialogue)
+        return
     try:
         dialogue.observation(np.zeros(0, np.int32), ({"role": "user", "content": "."},))
     except ValueError as error:
@@ -33,3 +38,46 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
             f"rollout.environment = {name!r}: {error}; give the model folder a chat template that goes on after an "
             "assistant's turn, or take single_turn"
         )
+
+
+def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
+    """The tools that the environment tells before an attempt, if any. Raises ConfigError where it cannot be made."""
+    rollout = recipe.rollout
+    make = environment_maker(rollout.environment, rollout.environment_kwargs)
+    try:
+        return tuple(getattr(make(), "tools", ()))
+    except MegarlError as error:
+        raise ConfigError(f"rollout.environment_kwargs: {rollout.environment}: {error}") from error
+    except Exception as error:  # a class of the recipe's author: it may raise anything
+        raise ConfigError(
+            f"rollout.environment_kwargs = {rollout.environment_kwargs}: {rollout.environment} raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
+    """Faults of tools, and of a chat template that must write them, their calls and their replies."""
+    try:
+        check_tools(tools)
+    except ValueError as error:
+        yield f"rollout.environment = {name!r}: {error}"
+        return
+    question = ({"role": "user", "content": "."},)
+    reply = {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": "call00000", "content": "."}
+    try:
+        _ = dialogue.call_format
+        is_silent = np.array_equal(dialogue.opening(question, tools), dialogue.opening(question))
+        dialogue.observation(np.zeros(0, np.int32), (reply,), tools)
+    except ConfigError as error:
+        yield str(error)
+    except ValueError as error:
+        yield (
+            f"rollout.environment = {name!r}: {error}; give the model folder a chat template that writes tools and "
+            "their replies, or take an environment without tools"
+        )
+    else:
+        if is_silent:
+            yield (
+                f"rollout.environment = {name!r}: the chat template writes no tools, the policy would not know them; "
+                "give the model folder one that does, or take an environment without tools"
+            )

@@ -160,8 +160,7 @@ async def _take_turns(
             raise _AttemptError(f"Refused: {completion.error}")
         course.calls.append(ModelCall(token_ids, completion))
         is_cut = completion.finish_reason == "length"
-        turn = Turn(number, dialogue.text(completion.token_ids), "length" if is_cut else "stop")
-        step = _checked(await _answer_of(environment.step(turn)))
+        step = _checked(await _answer_of(environment.step(_turn(course, dialogue))))
         course.steps.append(step)
         if is_cut and (step.done or budget.truncated_turn == "end"):
             return "length"
@@ -169,6 +168,17 @@ async def _take_turns(
             return "done"
         token_ids = _observed(course, step, dialogue)
     return "turns"
+
+
+def _turn(course: _Course, dialogue: Dialogue) -> Turn:
+    """The last completion as the environment takes it. Raises ConfigError where its calls' format is not known."""
+    number, call = len(course.calls) - 1, course.calls[-1]
+    completion = call.completion
+    finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
+    if not course.tools:
+        return Turn(number, dialogue.text(completion.token_ids), finish_reason)
+    parsed = dialogue.parsed(call.prompt_token_ids, completion.token_ids, course.tools, turn=number)
+    return Turn(number, parsed.text, finish_reason, parsed.reasoning or "", parsed.calls)
 
 
 def _unanswered(problem: Problem) -> ModelCall:

@@ -87,7 +87,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     attempts that ended so; `rollout/errors/KIND`: attempts that an error ended, by its kind;
     `rollout/kept_tokens/mean`, `/max`: how many tokens top-p and top-k left to sample from, where they cut any off,
     `rollout/kept_tokens_bytes`: the size of these sets; `environment/NAME`: the means of the environment's own numbers
-    over the attempts that have them.
+    over the attempts that have them, but `tools/...` under their own names (`environments.tools.ToolEnvironment`).
     """
     count = len(trajectories)
     turns = [t.num_turns for t in trajectories]
@@ -112,5 +112,5 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             metrics[name] = metrics.get(name, 0.0) + 1
     for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
         found = [t.metrics[name] for t in trajectories if name in t.metrics]
-        metrics[f"environment/{name}"] = sum(found) / len(found)
+        metrics[name if name.startswith("tools/") else f"environment/{name}"] = sum(found) / len(found)
     return metrics

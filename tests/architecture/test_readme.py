@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 from pathlib import Path
 from typing import get_args
@@ -12,9 +13,11 @@ import yaml
 
 from megarl.config import AlgorithmConfig, ClusterConfig, Recipe
 from megarl.config.recipe import load
+from megarl.environments import ENVIRONMENTS, Turn
 from megarl.families import FAMILIES
 from megarl.rewards import REWARDS
 from megarl.rewards.calling import PARAMETERS, bind
+from megarl.types import ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,6 +42,7 @@ def rooms() -> list[str]:
     "names",
     [
         pytest.param(list(REWARDS), id="rewards"),
+        pytest.param(list(ENVIRONMENTS), id="environments"),
         pytest.param(list(PARAMETERS), id="parameters of a reward function"),
         pytest.param([path.name for path in (ROOT / "launch/recipes").glob("*.yaml")], id="recipes"),
         pytest.param(literals(AlgorithmConfig, "kl_estimator"), id="KL estimators"),
@@ -109,7 +113,7 @@ def test_the_recipe_is_read(tmp_path: Path) -> None:
 
 
 def test_the_reward_function_is_called() -> None:
-    [source] = blocks("python")
+    source, _ = blocks("python")
     found: dict[str, object] = {}
     exec(source, found)
     [function] = [value for name, value in found.items() if name == "short_and_right"]
@@ -117,3 +121,14 @@ def test_the_reward_function_is_called() -> None:
     values = {"completion_text": " 7 ", "answer": "7", "num_tokens": 50}
     assert bound.needs == set(values)
     assert bound(values) == 1.0 and bound(values | {"num_tokens": 51}) == 0.0
+
+
+def test_the_environment_replies_to_a_call() -> None:
+    _, source = blocks("python")
+    found: dict[str, object] = {}
+    exec(source, found)
+    shop = found["Shop"]()  # type: ignore[operator]
+    calls = (ToolCall("a", "price", {"item": "tea", "count": 2}), ToolCall("b", "price", {"item": "salt"}))
+    step = asyncio.run(shop.step(Turn(0, "", "stop", calls=calls)))
+    assert [message["content"] for message in step.messages] == ["6", "error: KeyError: 'salt'"]
+    assert shop.tools[0]["function"]["description"] == "The price of some items in euros."

@@ -95,3 +95,42 @@ def test_a_file_of_conversations(tmp_path, tokenizer):
 def test_a_record_without_an_answer(tmp_path, tokenizer):
     with pytest.raises(DataError, match="line 2: no message is the assistant's"):
         read(tmp_path, tokenizer, DIALOGUE, [said("user", "a")])
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 3}}}
+CALLING = [
+    said("user", "12 + 3?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    said("tool", "15"),
+    said("assistant", "It is 15."),
+]
+
+
+def test_calls_are_trained_and_what_tools_reply_is_not(tokenizer, tmp_path):
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps({"messages": CALLING, "tools": [TOOL]}))
+    (sequence,) = read_conversations(path, tokenizer, system_prompt=None, max_tokens=200)
+    sampled = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 3}}\n</tool_call>'
+    assert sampled == f"{written}<|im_end|>It is 15.<|im_end|>"
+    whole = tokenizer.decode(sequence.token_ids)
+    assert whole.startswith("<|im_start|>system\nTools: add<|im_end|>\n<|im_start|>user\n12 + 3?<|im_end|>\n")
+    assert "<|im_start|>tool\n15<|im_end|>\n<|im_start|>assistant\nIt" in whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"tools": "add"}, "'tools' is \"add\""),
+        ({"tools": [{"name": "add"}]}, "a tool is"),
+        ({"messages": [said("user", "?"), {"role": "assistant", "tool_calls": []}]}, "messages\\[1\\] has tool_calls"),
+        ({"messages": [said("user", "?"), {"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "give a list of"),
+        ({"messages": [said("user", "?"), {"role": "assistant", "content": 1, "tool_calls": [CALL]}]}, "has content 1"),
+    ],
+)
+def test_faulty_calls_and_tools_are_named_with_their_line(tokenizer, tmp_path, changed, words):
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps({"messages": CALLING, "tools": [TOOL]} | changed))
+    with pytest.raises(DataError, match=f"line 1: .*{words}"):
+        read_conversations(path, tokenizer, system_prompt=None, max_tokens=200)

@@ -10,7 +10,9 @@ import pytest
 
 from megarl.data.chat import encode, render
 from megarl.data.dialogue import Dialogue
+from megarl.types import ConfigError, ToolCall
 from tests.data.templates import FAMILIES, tokenizer_of
+from tools.make_tiny_model import make_tokenizer
 
 QUESTION = {"role": "user", "content": "What is twice 12 + 3?"}
 ON = {"role": "user", "content": "And now?"}
@@ -114,3 +116,33 @@ def test_a_template_that_writes_no_results_is_refused() -> None:
     tokenizer = tokenizer_of("mistral")
     with pytest.raises(ValueError, match="ids have 9 characters"):
         Dialogue(tokenizer).observation(np.zeros(0, np.int32), [{"role": "tool", "content": "x", "tool_call_id": "1"}])
+
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+
+
+def test_calls_are_read_from_the_tokens_in_the_template_s_format() -> None:
+    tokenizer = make_tokenizer()
+    prompt = np.array(ids(tokenizer, [QUESTION], tools=[CALCULATOR]), np.int32)
+    written = '<tool_call>\n{"name": "calculator", "arguments": {"x": "<1"}}\n</tool_call><|im_end|>'
+    sampled = np.array(tokenizer.encode(f"Hm.</think>\n{written}", add_special_tokens=False), np.int64)
+    parsed = Dialogue(tokenizer).parsed(prompt, sampled, [CALCULATOR], turn=3)
+    assert (parsed.reasoning, parsed.text) == ("Hm.", "")
+    assert parsed.calls == (ToolCall("call00300", "calculator", {"x": "<1"}),)
+
+    # A prompt that opens the reasoning: all is reasoning until it is closed.
+    thinking = np.concatenate([prompt, tokenizer.encode("<think>\n", add_special_tokens=False)]).astype(np.int32)
+    unclosed = np.array(tokenizer.encode(written, add_special_tokens=False), np.int64)
+    assert Dialogue(tokenizer).parsed(thinking, unclosed, [CALCULATOR], turn=0).calls == ()
+    assert len(Dialogue(tokenizer).parsed(prompt, unclosed, [CALCULATOR], turn=0).calls) == 1
+
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert len(Dialogue(tokenizer, "hermes").parsed(prompt, unclosed, [CALCULATOR], turn=0).calls) == 1
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* hermes"):
+        Dialogue(tokenizer).parsed(prompt, unclosed, [CALCULATOR], turn=0)

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from megarl.config import RolloutConfig
 from megarl.data.tool_calls import PARSERS, check_tools, parse, parser_of_template
 
 WEATHER = {
@@ -78,6 +79,11 @@ TEXTS = {
 }
 SILENT = ("llama3_json", "pythonic")
 """Formats whose calls are the whole turn."""
+
+
+def test_the_recipe_has_the_formats_of_the_table() -> None:
+    literal, none = get_args(RolloutConfig.model_fields["tool_parser"].annotation)
+    assert get_args(literal) == tuple(PARSERS) and none is type(None)
 
 
 def made(name: str, text: str, **options: Any) -> list[tuple[str, Any, str | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,26 @@ WRONG = [
         },
         ["algorithm.turn_discount = 0.9: there is no second turn"],
         id="turn discount of one turn",
+    ),
+    pytest.param(
+        {"rollout": {"environment": "calculator", "environment_kwargs": {"tool_secs": 3}}},
+        ["rollout.environment_kwargs = {'tool_secs': 3}: calculator does not take them", "tool_seconds"],
+        id="a setting that the environment does not take",
+    ),
+    pytest.param(
+        {"rollout": {"environment": "calculator", "environment_kwargs": {"tool_seconds": -1.0}}},
+        ["rollout.environment_kwargs = {'tool_seconds': -1.0}", "tool_seconds", "above 0"],
+        id="a setting that the environment refuses",
+    ),
+    pytest.param(
+        {"rollout": {"environment": "search"}},
+        ["rollout.environment_kwargs = {}: search", "'corpus'"],
+        id="a setting that the environment needs",
+    ),
+    pytest.param(
+        {"rollout": {"environment": "search", "environment_kwargs": {"corpus": "absent.jsonl"}}},
+        ["rollout.environment_kwargs", "absent.jsonl: the corpus cannot be read"],
+        id="a corpus that is missing",
     ),
     pytest.param(
         {"algorithm": {"advantage": "pass_at_k", "pass_k": 9}}, ["algorithm.pass_k = 9: exceeds"], id="pass at k"
@@ -317,3 +338,20 @@ def test_a_run_of_no_steps_needs_something_to_evaluate(recipe: Callable[..., Rec
     with pytest.raises(ConfigError, match=r"train\.steps = 0: only evaluates, but data\.validation is not given"):
         check(recipe(train={"steps": 0}))
     check(recipe(train={"steps": 0}, data={"validation": {"held_out": sound.data.train}}))
+
+
+def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
+    recipe: Callable[..., Recipe], tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    changed = {"model": {"path": str(model)}, "rollout": {"environment": "calculator"}}
+    check(recipe(**changed))
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    (model / "chat_template.jinja").write_text(plain)
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* give one of hermes"):
+        check(recipe(**changed))
+    changed["rollout"]["tool_parser"] = "hermes"
+    with pytest.raises(ConfigError, match=r"rollout\.environment = 'calculator': the chat template writes no tools"):
+        check(recipe(**changed))
+    (model / "chat_template.jinja").write_text(f"{{{{ tools }}}}{plain}")
+    check(recipe(**changed))

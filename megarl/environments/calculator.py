@@ -1,0 +1,120 @@
+"""A calculator as a tool: arithmetic of numbers and a few functions, with limits on size."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from megarl.environments.tools import ToolEnvironment, ToolError, tool
+
+Number = int | float
+
+MAX_CHARACTERS = 500
+MAX_BITS = 2048
+"""Of an integer, so that every operation takes microseconds."""
+MAX_DEPTH = 50
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+
+
+def _round(value: Number, digits: int = 0) -> Number:
+    if not isinstance(digits, int) or abs(digits) > 100:
+        raise ToolError("round takes up to 100 digits")
+    return round(value, digits) if digits else round(value)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs, "min": min, "max": max, "round": _round, "sqrt": math.sqrt, "floor": math.floor, "ceil": math.ceil,
+    "exp": math.exp, "log": math.log, "sin": math.sin, "cos": math.cos, "tan": math.tan, "gcd": math.gcd,
+}  # fmt: skip
+_CONSTANTS = {"pi": math.pi, "e": math.e}
+
+
+class Calculator(ToolEnvironment):
+    """The problem's messages, and a calculator."""
+
+    @tool
+    async def calculator(self, expression: str) -> str:
+        """The value of an arithmetic expression.
+
+        expression: numbers with + - * / // % ** and brackets, such as (3 + 4) * 5
+        """
+        return as_text(evaluate(expression))
+
+
+def evaluate(expression: str) -> Number:
+    """The value of an arithmetic expression; integers are exact. Raises ToolError for all that is none or is too large.
+
+    Takes at most milliseconds whatever the expression.
+    """
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARACTERS} are allowed")
+    written = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of `1or 2`
+            tree = ast.parse(written, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ToolError("this is no arithmetic expression") from None
+    try:
+        return _value(tree, 0)
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ToolError(str(error)) from None
+
+
+def as_text(value: Number) -> str:
+    """An integer's digits; of a fraction up to twelve, without trailing zeros."""
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
+
+def _value(node: ast.expr, depth: int) -> Number:
+    if depth > MAX_DEPTH:
+        raise ToolError("the expression is nested too deeply")
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        found: Any = node.value
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        found = _UNARY[type(node.op)](_value(node.operand, depth + 1))
+    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        found = _binary(node, _value(node.left, depth + 1), _value(node.right, depth + 1))
+    elif isinstance(node, ast.Name) and node.id in _CONSTANTS:
+        found = _CONSTANTS[node.id]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        function = _FUNCTIONS.get(node.func.id)
+        if function is None:
+            raise ToolError(f"there is no function {node.func.id}; functions: {', '.join(_FUNCTIONS)}")
+        found = function(*(_value(argument, depth + 1) for argument in node.args))
+    else:
+        raise ToolError("only numbers, + - * / // % **, brackets and functions are allowed")
+    if isinstance(found, int) and found.bit_length() > MAX_BITS:
+        raise ToolError("the number is too large")
+    if isinstance(found, complex) or (isinstance(found, float) and not math.isfinite(found)):
+        raise ToolError("the result is no real number")
+    return found
+
+
+def _binary(node: ast.BinOp, left: Number, right: Number) -> Any:
+    if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+        # Refused before it is computed: 9**9**9 has hundreds of millions of digits.
+        if right > 0 and (left.bit_length() - 1) * right > MAX_BITS:
+            raise ToolError("the number is too large")
+        if right < 0 and abs(right) > MAX_BITS:
+            raise ToolError("the exponent is too large")
+    if isinstance(node.op, ast.Div) and isinstance(left, int) and isinstance(right, int) and right:
+        quotient, remainder = divmod(left, right)
+        return quotient if remainder == 0 else left / right
+    return _BINARY[type(node.op)](left, right)

@@ -1,0 +1,92 @@
+"""Countdown: reach a target number from given numbers by + - * /."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from fractions import Fraction
+
+from megarl.environments import Start, Step, Turn
+from megarl.environments.calculator import evaluate
+from megarl.environments.tools import ToolError
+from megarl.types import Problem
+
+
+class Countdown:
+    """Numbers to a target, drawn from the problem's index, or `numbers` and `target` of its record.
+
+    The last line of a turn that has an expression is its guess; `= TARGET` may follow it. A guess that is wrong gets
+    told why, as long as there are `max_guesses`. The reward is 1 for the target, else 0. Each number may be used once.
+    """
+
+    def __init__(self, *, num_numbers: int = 4, max_number: int = 20, max_guesses: int = 1) -> None:
+        if not 2 <= num_numbers <= 8 or max_number < 2 or max_guesses < 1:
+            raise ValueError("num_numbers must be from 2 to 8, max_number 2 at least, max_guesses 1 at least")
+        self.num_numbers = num_numbers
+        self.max_number = max_number
+        self.max_guesses = max_guesses
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        given = problem.record
+        if "numbers" in given and "target" in given:
+            self.numbers, self.target = [int(number) for number in given["numbers"]], int(given["target"])
+        else:
+            self.numbers, self.target = draw(problem.index, self.num_numbers, self.max_number)
+        numbers = ", ".join(map(str, self.numbers))
+        question = f"Reach {self.target} with the numbers {numbers} by + - * / and brackets. Use each at most once."
+        return Start((*problem.messages[:-1], {"role": "user", "content": question}))
+
+    async def step(self, turn: Turn) -> Step:
+        fault = fault_of(turn.text, self.numbers, self.target)
+        if fault is None:
+            return Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
+        if turn.number + 1 >= self.max_guesses:
+            return Step(reward=0.0, done=True, answer_correct=False, metrics={"guesses": 1.0})
+        return Step(({"role": "user", "content": f"No: {fault}. Try again."},), metrics={"guesses": 1.0})
+
+    async def close(self) -> None:
+        pass
+
+
+def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]:
+    """Numbers and a target that some of them reach, other than each of them; equal for equal arguments."""
+    generator = random.Random(f"countdown {index} {num_numbers} {max_number}")
+    while True:
+        numbers = [generator.randint(1, max_number) for _ in range(num_numbers)]
+        value = Fraction(numbers[0])
+        for number in numbers[1 : generator.randint(2, num_numbers)]:
+            choices = [value + number, value - number, value * number, value / number]
+            value = generator.choice([choice for choice in choices if choice.denominator == 1 and 0 < choice < 1000])
+        if value not in numbers:
+            return numbers, int(value)
+
+
+def fault_of(text: str, numbers: list[int], target: int) -> str | None:
+    """Why the guess of a text does not reach the target; None where it does."""
+    expression = guess_in(text)
+    if expression is None:
+        return "there is no expression"
+    try:
+        value = evaluate(expression)
+    except ToolError as error:
+        return str(error)
+    used = Counter(int(number) for number in re.findall(r"\d+", expression))
+    if re.search(r"\d\s*\.|\*\*|//|%", expression):
+        return "only whole numbers and + - * / are allowed"
+    if spare := used - Counter(numbers):
+        return f"{next(iter(spare))} is used too often"
+    if value != target:
+        return f"that makes {value if isinstance(value, int) else f'{value:.6g}'}, not {target}"
+    return None
+
+
+def guess_in(text: str) -> str | None:
+    """The expression of the last line that has one, without tags, \\boxed{} and what follows `=`."""
+    for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
+        boxed = re.search(r"\\boxed\{(.*)\}", line)
+        before = (boxed.group(1) if boxed else line).partition("=")[0]
+        found = [run.strip(" .") for run in re.findall(r"[\d(-][\d\s+\-*/%().]*", before) if re.search(r"\d", run)]
+        if found:
+            return found[-1]
+    return None

@@ -1,0 +1,40 @@
+"""A game of several turns: guess a number by what is said of the guesses before, higher or lower."""
+
+from __future__ import annotations
+
+import random
+import re
+
+from megarl.environments import Start, Step, Turn
+from megarl.types import Problem
+
+
+class GuessNumber:
+    """A number from 1 to `max_number`, drawn from the problem's index; the last number of a turn is its guess.
+
+    The reward is 1 for the number within `max_guesses`, else 0.
+    """
+
+    def __init__(self, *, max_number: int = 100, max_guesses: int = 8) -> None:
+        if max_number < 2 or max_guesses < 1:
+            raise ValueError("max_number must be 2 at least, max_guesses 1 at least")
+        self.max_number = max_number
+        self.max_guesses = max_guesses
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        self.secret = random.Random(f"guess_number {problem.index}").randint(1, self.max_number)
+        question = f"I think of a number from 1 to {self.max_number}. Guess it, one number a turn."
+        return Start((*problem.messages[:-1], {"role": "user", "content": question}))
+
+    async def step(self, turn: Turn) -> Step:
+        numbers = re.findall(r"\d+", turn.text[-2000:])
+        guess = int(numbers[-1]) if numbers and len(numbers[-1]) < 20 else None
+        if guess == self.secret:
+            return Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
+        if turn.number + 1 >= self.max_guesses:
+            return Step(reward=0.0, done=True, answer_correct=False, metrics={"guesses": 1.0})
+        hint = "Give a number." if guess is None else "Higher." if guess < self.secret else "Lower."
+        return Step(({"role": "user", "content": hint},), metrics={"guesses": 1.0})
+
+    async def close(self) -> None:
+        pass

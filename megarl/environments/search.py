@@ -1,0 +1,112 @@
+"""Search over a local corpus as a tool, ranked by BM25 (Robertson and Zaragoza 2009, eq. 3.15)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.environments.tools import ToolEnvironment, tool
+from megarl.files.strict_json import parse
+from megarl.types import DataError
+
+SATURATION = 1.2
+"""k1: how soon another occurrence of a term in a document adds little."""
+LENGTH_NORMALIZATION = 0.75
+"""b: 0 leaves the documents' lengths aside, 1 counts occurrences by length."""
+
+
+class Search(ToolEnvironment):
+    """The problem's messages, and a search over the documents of a JSONL file `corpus` ("text", perhaps "title")."""
+
+    def __init__(self, corpus: str, *, num_results: int = 3, **settings: Any) -> None:
+        super().__init__(**settings)
+        if num_results < 1:
+            raise ValueError(f"num_results is {num_results}; it must be 1 at least")
+        self.num_results = num_results
+        self.index = _index_of_file(str(Path(corpus).resolve()))
+
+    @tool
+    async def search(self, query: str) -> str:
+        """Find the passages of the corpus that fit a query best.
+
+        query: a few words
+        """
+        found = self.index.best(query, self.num_results)
+        if not found:
+            return "nothing found"
+        return "\n\n".join(f"[{place}] {self.index.texts[number]}" for place, number in enumerate(found, start=1))
+
+
+class Index:
+    """The documents of a corpus by their terms."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        counts = [Counter(terms(text)) for text in texts]
+        lengths = np.array([count.total() for count in counts], np.float64)
+        self._norm = SATURATION * (
+            1 - LENGTH_NORMALIZATION + LENGTH_NORMALIZATION * lengths / max(1.0, float(lengths.mean()))
+        )
+        postings: dict[str, tuple[list[int], list[int]]] = {}
+        for number, count in enumerate(counts):
+            for term, occurrences in count.items():
+                numbers, frequencies = postings.setdefault(term, ([], []))
+                numbers.append(number)
+                frequencies.append(occurrences)
+        self._postings = {
+            term: (np.array(numbers, np.int64), np.array(frequencies, np.float64))
+            for term, (numbers, frequencies) in postings.items()
+        }
+
+    def scores(self, query: str) -> NDArray[np.float64]:
+        """The score of each document, [documents]; 0 without a term of the query."""
+        scores = np.zeros(len(self.texts))
+        for term in dict.fromkeys(terms(query)):
+            if term not in self._postings:
+                continue
+            numbers, frequencies = self._postings[term]
+            rarity = np.log(1 + (len(self.texts) - len(numbers) + 0.5) / (len(numbers) + 0.5))
+            scores[numbers] += rarity * frequencies * (SATURATION + 1) / (frequencies + self._norm[numbers])
+        return scores
+
+    def best(self, query: str, count: int) -> list[int]:
+        """Numbers of the documents with the highest scores, best first; equals in the corpus's order."""
+        scores = self.scores(query)
+        order = np.argsort(-scores, kind="stable")[:count]
+        return [int(number) for number in order if scores[number] > 0]
+
+
+def terms(text: str) -> list[str]:
+    """The words of a text in small letters."""
+    return re.findall(r"\w+", text.lower())
+
+
+@lru_cache(maxsize=8)
+def _index_of_file(path: str) -> Index:
+    """The index of a JSONL file, made once in a process."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: the corpus cannot be read ({error.strerror}); mend its path") from error
+    texts = [_text(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not texts:
+        raise DataError(f'{path}: the corpus holds no document; write one {{"text": ...}} per line')
+    return Index(texts)
+
+
+def _text(path: str, number: int, line: bytes) -> str:
+    try:
+        fields = parse(line)
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: not JSON ({error}); each line must be one JSON object") from None
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str):
+        raise DataError(f'{path}, line {number}: no document; give {{"text": ...}}, perhaps with a "title"')
+    title = fields.get("title")
+    return f"{title}\n{fields['text']}" if isinstance(title, str) and title else fields["text"]

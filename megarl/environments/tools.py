@@ -1,0 +1,223 @@
+"""Environments whose tools are Python functions: the policy calls them, each call gets its reply, an answer ends it.
+
+    from megarl.environments.tools import ToolEnvironment, tool
+
+    class Shop(ToolEnvironment):
+        prices = {"tea": 3, "milk": 1}
+
+        @tool
+        async def price(self, item: str) -> int:
+            \"\"\"The price of an item in euros.
+
+            item: its name, in the singular.
+            \"\"\"
+            return self.prices[item]
+
+in a file `shop.py` is `rollout.environment: shop.py:Shop` in a recipe. The chat template shows the policy the tools'
+JSON schemas, which are made of the functions' signatures and docstrings, or given (`tool(schema=...)`). The reward
+functions of the recipe score the last turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import threading
+import time
+import types
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megarl.environments import Message, Start, Step, Turn
+from megarl.types import Problem, ToolCall
+
+_SCHEMA = "_megarl_tool_schema"
+
+
+def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
+    """Mark a method of a `ToolEnvironment` as a tool. `schema` is the JSON schema of its parameters, if not its own.
+
+    Methods with `async def` run concurrently and must not block; others run in a thread, one after the other within an
+    attempt. Parameters need type hints that JSON knows: str, int, float, bool, list, dict, Literal, X | None.
+    """
+
+    def mark(marked: Callable[..., Any]) -> Callable[..., Any]:
+        setattr(marked, _SCHEMA, schema_of(marked, schema))
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The schema of a function as chat templates take it, {"type": "function", "function": {...}}.
+
+    The docstring up to the first empty line describes the tool; a line `name: text` in it describes a parameter. Raises
+    TypeError for a parameter without a type that JSON knows.
+    """
+    description, told = _described(inspect.getdoc(function) or "")
+    if parameters is None:
+        hints = get_type_hints(function)
+        properties, required = {}, []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name == "self":
+                continue
+            if name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise TypeError(f"tool {function.__name__}: parameter {name} needs a type, and may not be * or **")
+            properties[name] = _schema_of_type(hints[name], f"tool {function.__name__}: parameter {name}")
+            if name in told:
+                properties[name]["description"] = told[name]
+            if parameter.default is parameter.empty:
+                required.append(name)
+        parameters = {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
+    named = {"name": function.__name__, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": named}
+
+
+def _described(text: str) -> tuple[str, dict[str, str]]:
+    """The description of a tool, and those of its parameters."""
+    description, _, rest = text.partition("\n\n")
+    told = {}
+    for line in rest.splitlines():
+        name, colon, words = line.strip().partition(":")
+        if colon and name.isidentifier() and words.strip():
+            told[name] = words.strip()
+    return " ".join(description.split()), told
+
+
+_JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+def _schema_of_type(hint: Any, place: str) -> dict[str, Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema_of_type(argument, place) for argument in arguments]}
+    if hint is list or origin in (list, Sequence):
+        return {"type": "array"} | ({"items": _schema_of_type(arguments[0], place)} if arguments else {})
+    if hint is dict or origin in (dict, Mapping):
+        return {"type": "object"}
+    raise TypeError(f"{place} has the type {hint}, which JSON does not know; use str, int, float, bool, list or dict")
+
+
+class ToolEnvironment:
+    """The problem's messages and the class's tools; done with the first turn that calls none.
+
+    Each call of a turn gets one reply, a message of role `tool`, in the order of the calls however they finish. A call
+    that cannot be carried out, a tool that raises and one that takes longer than `tool_seconds` are replied to with an
+    error. A reply longer than `max_reply_characters` loses its middle. After `max_invalid_turns` turns in a row whose
+    calls are all invalid, the attempt is done.
+
+    Metrics, means over attempts: `tools/NAME/calls`, `/errors`, `/seconds`; `tools/invalid`: calls of no tool or with
+    wrong arguments; `tools/truncated`: replies that lost their middle.
+    """
+
+    def __init__(
+        self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0, max_invalid_turns: int = 4
+    ) -> None:
+        if max_reply_characters < 100 or tool_seconds <= 0 or max_invalid_turns < 1:
+            raise ValueError("max_reply_characters must be 100 at least, tool_seconds and max_invalid_turns above 0")
+        self.max_reply_characters = max_reply_characters
+        self.tool_seconds = tool_seconds
+        self.max_invalid_turns = max_invalid_turns
+        self._invalid_turns = 0
+        self._one_at_a_time = asyncio.Lock()
+        marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), _SCHEMA)]
+        self.tools: tuple[Mapping[str, Any], ...] = tuple(getattr(getattr(self, name), _SCHEMA) for name in marked)
+        self._functions: dict[str, Callable[..., Any]] = {
+            schema["function"]["name"]: getattr(self, name) for name, schema in zip(marked, self.tools, strict=True)
+        }
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        return Start(problem.messages, self.tools)
+
+    async def step(self, turn: Turn) -> Step:
+        metrics = {f"tools/{name}/{what}": 0.0 for name in self._functions for what in ("calls", "errors", "seconds")}
+        metrics |= {"tools/invalid": 0.0, "tools/truncated": 0.0}
+        if not turn.calls:
+            return Step(done=True, metrics=metrics)
+        invalid = [call for call in turn.calls if call.error is not None]
+        is_cut = turn.finish_reason == "length" and turn.calls[-1].error is not None
+        metrics["tools/invalid"] = float(len(invalid) - is_cut)  # the turn's length broke the last one, not the policy
+        self._invalid_turns = self._invalid_turns + 1 if len(invalid) == len(turn.calls) else 0
+        messages = await asyncio.gather(*(self._reply(call, metrics) for call in turn.calls))
+        return Step(tuple(messages), done=self._invalid_turns >= self.max_invalid_turns, metrics=metrics)
+
+    async def close(self) -> None:
+        pass
+
+    async def _reply(self, call: ToolCall, metrics: dict[str, float]) -> Message:
+        """The message that answers a call."""
+        text = f"error: {call.error}" if call.error is not None else await self._called(call, metrics)
+        cut = cut_in_the_middle(text, self.max_reply_characters)
+        metrics["tools/truncated"] += cut != text
+        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
+
+    async def _called(self, call: ToolCall, metrics: dict[str, float]) -> str:
+        """The result of a tool as text, or its error."""
+        function = self._functions[call.name]
+        metrics[f"tools/{call.name}/calls"] += 1
+        start = time.perf_counter()
+        try:
+            async with self._waiting(function):
+                start = time.perf_counter()
+                found = await asyncio.wait_for(_begun(function, call.arguments or {}), self.tool_seconds)
+            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        except TimeoutError:
+            metrics[f"tools/{call.name}/errors"] += 1
+            return f"error: the tool took longer than {self.tool_seconds:g} seconds"
+        except Exception as error:  # a tool of the user's may raise anything
+            metrics[f"tools/{call.name}/errors"] += 1
+            return f"error: {error}" if isinstance(error, ToolError) else f"error: {type(error).__name__}: {error}"
+        finally:
+            metrics[f"tools/{call.name}/seconds"] += time.perf_counter() - start
+
+    def _waiting(self, function: Callable[..., Any]) -> contextlib.AbstractAsyncContextManager[Any]:
+        return contextlib.nullcontext() if inspect.iscoroutinefunction(function) else self._one_at_a_time
+
+
+class ToolError(Exception):
+    """An error that a tool replies with; its text is the reply's."""
+
+
+def _begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
+    """A call of a tool, begun. A function that blocks gets a thread that does not keep the process from ending."""
+    if inspect.iscoroutinefunction(function):
+        return function(**arguments)
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def settle(set_result: Callable[[Any], None], value: Any) -> None:
+        if not result.done():
+            set_result(value)
+
+    def run() -> None:
+        try:
+            value = function(**arguments)
+        except Exception as error:
+            report = (result.set_exception, error)
+        else:
+            report = (result.set_result, value)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, nobody waits
+            loop.call_soon_threadsafe(settle, *report)
+
+    threading.Thread(target=run, name=f"tool {function.__name__}", daemon=True).start()
+    return result
+
+
+def cut_in_the_middle(text: str, max_characters: int) -> str:
+    """The text, or its beginning and its end around a marker, `max_characters` together."""
+    if len(text) <= max_characters:
+        return text
+    marker = f"\n[... {len(text) - max_characters} characters and more left out ...]\n"
+    kept = max(0, max_characters - len(marker))
+    return text[: kept - kept // 2] + marker + text[len(text) - kept // 2 :]
