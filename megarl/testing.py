@@ -11,14 +11,15 @@ import operator
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
 from megarl.platform import rendezvous
+from megarl.platform.imports import uncollected
 
 _LOAD_SECONDS = 600.0
 _ENDS_OF_WORLD = (
@@ -102,7 +103,8 @@ class FunctionRunner:
             spec = importlib.util.spec_from_file_location(module_name, file)
             assert spec is not None and spec.loader is not None
             sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            with uncollected():
+                spec.loader.exec_module(module)
         self._function: Any = operator.attrgetter(qualname)(sys.modules[module_name])
 
     def run(self, args: Sequence[Any], timeout_seconds: float, world_size: int) -> Any:
@@ -123,14 +125,41 @@ class FunctionRunner:
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
         dist.barrier()  # a function that ends at once would close connections that others still make
-        result = self._function(*args)
+        gc.freeze()  # libraries stay, and need not be gone through below
+        with _no_freezing():
+            result = self._function(*args)
         for name, verb in _ENDS_OF_WORLD:
             if name in sys.modules:
                 getattr(sys.modules[name], verb)()
         if dist.is_initialized():
             dist.destroy_process_group()
-        # What lies in cycles keeps its groups alive, and each group of gloo a thread that wakes again and again. vLLM
-        # keeps what it made from the collector.
-        gc.unfreeze()
-        gc.collect()
+        _let_go_of_groups()
         return result
+
+
+@contextmanager
+def _no_freezing() -> Iterator[None]:
+    """Have vLLM, which does that at its start, keep nothing from the collector."""
+    freeze = gc.freeze
+    gc.freeze = lambda: None
+    try:
+        yield
+    finally:
+        gc.freeze = freeze
+
+
+def _let_go_of_groups() -> None:
+    """Free the process groups of a function that has ended: each of gloo has threads that wake again and again.
+
+    Megarl's and Megatron's models hold them beyond the function's end: in cycles through autograd's hooks, which the
+    collector does not see, and in a cache of Megatron's rotary embedding. So their attributes are emptied.
+    """
+    from torch.distributed import ProcessGroup
+
+    gc.collect()
+    for holder in gc.get_objects():
+        if not any(issubclass(type(held), ProcessGroup) for held in gc.get_referents(holder)):
+            continue
+        attributes = holder if type(holder) is dict else getattr(holder, "__dict__", {})
+        for name in [name for name, value in attributes.items() if issubclass(type(value), ProcessGroup)]:
+            attributes[name] = None
