@@ -262,6 +262,12 @@ class TrainConfig(Section):
     epochs_per_step: PositiveInt = 1
     """Epochs over the samples of an rl step, each of `updates_per_step` minibatches, shuffled from the second epoch on.
     Those of the critic: `critic.updates_per_step`."""
+    max_logprob_gap: PositiveFloat | None = None
+    """Largest mean distance of the trainer's log-probs from the engine's in nats (logprob_gap/mean) that the policy is
+    updated with (rl). Beyond it the step's further updates are left out, all of them where the gap is known before
+    (train/gap_exceeded); default: no limit."""
+    on_logprob_gap: Literal["stop", "skip"] = "stop"
+    """After a step whose gap was too large: save and end the run with exit code 70, or go on with the next step."""
 
     @property
     def num_updates(self) -> int:

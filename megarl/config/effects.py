@@ -264,6 +264,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "train.samples_per_prompt": (_RL,),
     "train.updates_per_step": (_RL,),
     "train.epochs_per_step": (_RL,),
+    "train.max_logprob_gap": (_RL,),
+    "train.on_logprob_gap": (_RL, _given("train.max_logprob_gap")),
     "evaluation.every_steps": _ALWAYS,
     "evaluation.max_problems": _ALWAYS,
     "evaluation.sampling": _ENGINE,

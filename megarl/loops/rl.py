@@ -13,11 +13,12 @@ from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.critic import update_critic
 from megarl.rollout.evaluate import failure_metrics
+from megarl.rollout.gap import gap_metrics_before, is_gap_exceeded, told
 from megarl.rollout.metrics import step_metrics, update_metrics
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.scores import add_model_scores, score_tokens
 from megarl.rollout.state import RLState, in_one
-from megarl.types import Problem
+from megarl.types import MegarlError, Problem
 
 
 async def train(session: Session) -> None:
@@ -57,10 +58,13 @@ async def train(session: Session) -> None:
             with phase("train"):
                 if "critic" in models:
                     step.log(await update_critic(batch, models["critic"], recipe))
-                updates = []
-                for minibatch in batch.minibatches(recipe, number, conversations_of(number)):
+                updates, gap = [], gap_metrics_before(batch, recipe.train)
+                for minibatch in () if gap else batch.minibatches(recipe, number, conversations_of(number)):
                     updates.append(await policy.update(minibatch, state.kl_coefficient))
-            step.log(update_metrics(updates))
+                    if is_gap_exceeded(updates[-1]):
+                        break
+            step.log(gap | update_metrics(updates))
+            _judge_gap(session, step)
             step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
             step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
             step.log(await session.retain_experts(state))
@@ -71,6 +75,20 @@ async def train(session: Session) -> None:
             session.write_samples(number, in_one(groups) if "reward_model" in models else buffer.sampled)
             if session.evaluates_at(number):
                 step.log(await session.evaluate(number))
+
+
+def _judge_gap(session: Session, step: Step) -> None:
+    """After a step whose gap was too large the run goes on, which is said the first time, or ends."""
+    if not step.metrics.get("train/gap_exceeded"):
+        return
+    train = session.recipe.train
+    message = told(train, step.number, step.metrics["logprob_gap/mean"])
+    if train.on_logprob_gap == "stop":
+        step.fault = MegarlError(
+            f"{message}. The state after the step is saved; go on with: megarl train {session.folder.path} --resume"
+        )
+    else:
+        session.notice_once("gap", f"{message} (train/gap_exceeded counts such steps)")
 
 
 async def _resume_or_evaluate(session: Session, state: RLState, problems: Sequence[Problem]) -> None:

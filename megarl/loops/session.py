@@ -21,7 +21,7 @@ from megarl.rollout.pool import AbandonedError
 from megarl.rollout.state import RLState
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import Problem, SamplingSettings, StoppedError, Trajectory
+from megarl.types import MegarlError, Problem, SamplingSettings, StoppedError, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -37,6 +37,8 @@ class Step:
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
     is_trained: bool = False
+    fault: MegarlError | None = None
+    """The run ends with it after this step, once the step is saved."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics, which are written at the step's end."""
@@ -61,6 +63,13 @@ class Session:
     origin: Origin
     """The checkpoint that the run was resumed from, if any."""
     stop: StopRequest
+    _noticed: set[str] = field(default_factory=set)
+
+    def notice_once(self, kind: str, text: str) -> None:
+        """Print a warning, the first of its kind in this run."""
+        if kind not in self._noticed:
+            self._noticed.add(kind)
+            self.tracker.notice(text)
 
     async def stop_if_asked(
         self,
@@ -83,13 +92,17 @@ class Session:
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
-        """A step, of RL with its `state`; at its end its metrics are written and a signal to stop takes effect."""
+        """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run."""
         step = Step(number)
         async with self.leaving_in_order(step, state):
             yield step
         self.tracker.log(number, step.metrics)
         self.folder.set_status(step=number)
         await self.checkpoints.complete()
+        if step.fault is not None:
+            await self.sleep_engines()
+            await self.checkpoints.save(number, state and state.save)
+            raise step.fault
         await self.stop_if_asked(number, state and state.save)
 
     @asynccontextmanager

@@ -49,6 +49,8 @@ class Role:
     num_updates: int
     skip_ratio: float | None = None
     """An update is skipped if the mean ratio of its tokens is above."""
+    max_logprob_gap: float | None = None
+    """An update is skipped if the mean distance of its tokens' log-probs from the engine's is above, in nats."""
     field: str = "optimizer"
     """Where the recipe has the optimizer's settings."""
 
@@ -58,7 +60,8 @@ def role_of_policy(recipe: Recipe) -> Role:
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.loop == "rl":
         updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
-        return Role(policy_objective(algorithm), recipe.optimizer, updates, algorithm.skip_ratio)
+        gap = recipe.train.max_logprob_gap
+        return Role(policy_objective(algorithm), recipe.optimizer, updates, algorithm.skip_ratio, gap)
     objective = {
         "sft": lambda: supervised,
         "preference": lambda: preference_objective(recipe.preference),
@@ -208,8 +211,9 @@ class TrainingEngine(ModelShard):
 
         `rows` as in `forward`. `kl_coefficient` weighs the KL to the reference, the recipe's algorithm.kl_coefficient
         unless given; `kto_kl` is the KL (nats an answer) that KTO compares answers with.
-        `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, or the mean ratio above
-        `algorithm.skip_ratio`. Raises MegarlError after too many updates in a row that were not finite.
+        `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, the mean ratio above
+        `algorithm.skip_ratio`, or the gap above `train.max_logprob_gap` (then `train/gap_exceeded` is 1 too). Raises
+        MegarlError after too many updates in a row that were not finite.
         """
         own = self.shared(rows)
         if kl_coefficient is None:
@@ -228,7 +232,8 @@ class TrainingEngine(ModelShard):
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         finite = self._everywhere(all(np.isfinite(part["train/loss"].number) for part in losses))
-        strayed = self._has_strayed(losses)
+        is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
+        strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
         grad_norm, applied = step_if_finite(self.optimizer, is_wanted=finite and not strayed)
         self.skipped_in_a_row = 0 if applied or (finite and strayed) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
@@ -244,6 +249,8 @@ class TrainingEngine(ModelShard):
             "train/learning_rate": Max(float(learning_rate)),
             "train/update_skipped": Max(float(not applied)),
         }
+        if self.role.max_logprob_gap is not None:
+            metrics["train/gap_exceeded"] = Max(float(is_gap_exceeded))
         return merge([metrics, *losses])
 
     def _everywhere(self, flag: bool) -> bool:
@@ -252,12 +259,12 @@ class TrainingEngine(ModelShard):
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
         return bool(flags.item())
 
-    def _has_strayed(self, losses: Sequence[Mapping[str, Metric]]) -> bool:
-        """Whether the mean ratio over the global batch is above what the recipe lets pass; the same on all ranks."""
-        if (limit := self.role.skip_ratio) is None:
+    def _is_mean_above(self, limit: float | None, losses: Sequence[Mapping[str, Metric]], name: str) -> bool:
+        """Whether a metric's mean over the global batch is above what the recipe lets pass; the same on all ranks."""
+        if limit is None:
             return False
-        ratios = [part["train/ratio"] for part in losses] if self.reports else []
-        sums = [(r.number * r.count, r.count) for r in ratios if isinstance(r, Mean)]
+        means = [part[name] for part in losses if name in part] if self.reports else []
+        sums = [(mean.number * mean.count, mean.count) for mean in means if isinstance(mean, Mean)]
         total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
         torch.distributed.all_reduce(total)
         return bool(total[0] > limit * total[1])

@@ -13,10 +13,11 @@ import torch
 
 from megarl.algorithms.importance import gap_moments
 from megarl.algorithms.turns import turn_returns
-from megarl.config import AlgorithmConfig, Recipe
+from megarl.config import AlgorithmConfig, Recipe, TrainConfig
 from megarl.data.batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.batch import RLBatch
+from megarl.rollout.gap import gap_metrics_before, known_gap
 from megarl.rollout.metrics import reward_metrics, staleness_metrics, update_metrics
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.rollout.weights import assign_token_weights
@@ -513,3 +514,18 @@ def test_a_lone_sample_and_masked_sequences_count_as_the_recipe_says() -> None:
     counted = AlgorithmConfig(aggregation="constant_length", count_masked_sequences=True)
     for algorithm, of_a_token in ((counted, 1 / 20), (AlgorithmConfig(aggregation="constant_length"), 1 / 10)):
         assert weighed(batch, algorithm, 10)[0] == pytest.approx([0, 0, of_a_token])
+
+
+def test_a_gap_is_known_before_the_update_where_all_old_logprobs_are() -> None:
+    """Three trained tokens, 0.1, 0.2 and 0.6 nats apart; a prompt's token is not among them."""
+    batch = rl_batch("-xx", "x")
+    batch.per_token["rollout_logprobs"] = np.array([-9.0, -1.0, -2.0, -3.0], np.float32)
+    assert known_gap(batch) is None
+    batch.per_token["old_logprobs"] = np.array([0.0, -1.1, -1.8, -2.4], np.float32)
+    assert known_gap(batch) == pytest.approx(0.3)
+    assert gap_metrics_before(batch, TrainConfig(max_logprob_gap=0.31)) == {}
+    expected = {"train/gap_exceeded": 1.0, "logprob_gap/mean": pytest.approx(0.3)}
+    assert gap_metrics_before(batch, TrainConfig(max_logprob_gap=0.29)) == expected
+    assert gap_metrics_before(batch, TrainConfig()) == {}
+    batch.per_token["old_logprobs"][2] = np.nan
+    assert known_gap(batch) is None

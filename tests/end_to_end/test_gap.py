@@ -1,0 +1,53 @@
+"""A gap between trainer and engine beyond its limit: the run is saved and ends, or goes on without the updates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.end_to_end.test_layouts import RECIPE, REWARD
+
+
+def test_a_step_beyond_the_limit_is_not_learnt_from(
+    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> None:
+    """Rounding alone is beyond 1e-12 nats. One update a step finds the gap in its pass, of two it is known before."""
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    (tmp_path / "gap_reward.py").write_text(REWARD)
+    recipe = RECIPE.format(model=tiny_model(), reward="gap_reward").replace(
+        "updates_per_step: 2", "updates_per_step: 1"
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    run = tmp_path / "runs/layout"
+
+    def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megarl", "train", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+
+    def metrics() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+    stopped = train("recipe.yaml", "train.max_logprob_gap=1e-12")
+    assert stopped.returncode == 70, stopped.stdout + stopped.stderr
+    cause = json.loads((run / "status.json").read_text())["cause"]
+    assert "train.max_logprob_gap" in cause and "--resume" in cause
+    assert (run / "checkpoints/latest").read_text() == "step_000001\n"
+    step = metrics()[-1]
+    assert (step["step"], step["train/gap_exceeded"], step["train/update_skipped"]) == (1, 1, 1)
+    assert 0 < step["logprob_gap/mean"] < 1e-5
+
+    skipped = train(str(run), "train.on_logprob_gap=skip", "train.updates_per_step=2", "--resume")
+    assert skipped.returncode == 0, skipped.stdout + skipped.stderr
+    step = metrics()[-1]
+    assert (step["step"], step["train/gap_exceeded"]) == (2, 1) and "train/loss" not in step
+    assert skipped.stdout.count("train/gap_exceeded counts") + skipped.stderr.count("train/gap_exceeded counts") == 1
+    # Nothing was learnt: the policy is still the model that it began as.
+    from safetensors.numpy import load_file
+
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_model(), run / "hf"))
+    assert all((before[name] == after[name]).all() for name in before)
