@@ -143,6 +143,41 @@ class SamplingConfig(Section):
         return self.top_p < 1 or self.top_k > 0
 
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Addresses that only this machine reaches."""
+
+
+class EndpointConfig(Section):
+    host: str = "127.0.0.1"
+    """Address to listen on. Any but a loopback address needs a token."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to listen on; 0: any that is free."""
+    token: str | None = None
+    """Token of this run, which a client without a session needs: ${oc.env:NAME}. Sessions have secrets of their own."""
+    max_connections: PositiveInt = 1000
+    """Connections of clients at once; further ones get the status 503, those that are there notice nothing."""
+    hold_seconds: PositiveFloat = 540.0
+    """Seconds that a request waits for its answer, while engines are busy or being updated; then it gets the status
+    503 and is told to come back, and its retry finds the same call. OpenAI's clients wait for 600 seconds."""
+
+    @model_validator(mode="after")
+    def _is_guarded(self) -> Self:
+        if self.token is None and self.host not in LOOPBACK:
+            raise PydanticCustomError("endpoint", "host is no loopback address: give rollout.endpoint.token too")
+        return self
+
+
+class AgentConfig(Section):
+    command: tuple[str, ...] = ()
+    """The program of an attempt and its arguments, a list that no shell reads. It finds OPENAI_BASE_URL and
+    OPENAI_API_KEY in its environment and the problem as JSON on its standard input (megarl.serving.agents)."""
+    timeout_seconds: PositiveFloat = 600.0
+    """Seconds that the program may take for an attempt; beyond, its process group is killed, and the attempt ended with
+    an error."""
+    max_processes: PositiveInt = 64
+    """Programs that run at once on the driver's machine."""
+
+
 class RolloutConfig(Section):
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM engine; there are ranks / tp replicas."""
@@ -152,7 +187,7 @@ class RolloutConfig(Section):
     """Completions that one engine decodes concurrently."""
     environment: str = "single_turn"
     """Environment of the attempts: single_turn (one answer to the problem), calculator and search (tools), countdown,
-    guess_number and mastermind (games), or your own as package.module:Class or path/to/file.py:Class
+    guess_number and mastermind (games), command (a program of yours that speaks to rollout.endpoint), or your own as package.module:Class or path/to/file.py:Class
     (megarl.environments.Environment, megarl.environments.tools.ToolEnvironment). Resume: a run whose loss reads no
     engine log-probs (algorithm.old_logprobs trainer, no importance_sampling) goes on bit-equal in float32; one whose
     loss reads them does so while all requests of a step fit in the engines at once, else up to rounding, since engines
@@ -164,6 +199,10 @@ class RolloutConfig(Section):
     ) = None
     """How the policy writes tool calls, for environments with tools (megarl.data.tool_calls); left out: as the chat
     template writes them, where it shows that."""
+    agent: AgentConfig = AgentConfig()
+    """The program of the environment `command`."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """The OpenAI-compatible server that it speaks to."""
     max_turns: PositiveInt = 16
     """Completions of one attempt at most. All its tokens together have room for data.max_prompt_tokens +
     rollout.sampling.max_new_tokens."""

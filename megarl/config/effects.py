@@ -101,6 +101,12 @@ _NOT_SINGLE_TURN = Needs(
     "set rollout.environment to another",
     lambda recipe: recipe.rollout.environment != "single_turn",
 )
+_COMMAND = _one_of("rollout.environment", "command")
+_NOT_COMMAND = Needs(
+    ("rollout.environment",),
+    "set rollout.environment to another",
+    lambda recipe: recipe.rollout.environment != "command",
+)
 _CORRECTION = (_RL, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(
     ("preference.loss",),
@@ -188,10 +194,12 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.sampling.top_k": (_RL,),
     "rollout.sampling.stop": _ENGINE,
     "rollout.environment": _ENGINE,
-    "rollout.environment_kwargs": (*_ENGINE, _NOT_SINGLE_TURN),
+    "rollout.environment_kwargs": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
     "rollout.tool_parser": (*_ENGINE, _NOT_SINGLE_TURN),
     "rollout.max_turns": _ENGINE,
-    "rollout.truncated_turn": _ENGINE,
+    "rollout.truncated_turn": (*_ENGINE, _NOT_COMMAND),
+    "rollout.agent": (*_ENGINE, _COMMAND),
+    "rollout.endpoint": (*_ENGINE, _COMMAND),
     "rollout.max_concurrent_requests": _ENGINE,
     "rollout.kv_cache_gib": _ENGINE,
     "rollout.vllm": _ENGINE,

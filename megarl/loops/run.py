@@ -24,13 +24,14 @@ from megarl.files.import_path import function_of
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin, Resume, find_origin
-from megarl.loops.session import Session
+from megarl.loops.session import Session, sampling_settings
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.preflight import read_problems, row_multiple
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
+from megarl.serving.agents import agent_program
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError
@@ -105,6 +106,12 @@ async def _started(
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
         folder.set_status("running")
+        pool = EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests)
+        sampling = sampling_settings(recipe.rollout.sampling)
+        agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, tracker.notice))
+        if agent is not None:
+            tracker.tell(f"endpoint at {agent.endpoint.base_url}/v1")
+        environment = recipe.rollout.environment
         session = Session(
             recipe=recipe,
             layout=layout,
@@ -114,16 +121,19 @@ async def _started(
             ranks=ranks,
             models=_models(recipe, layout, ranks),
             sampler=GroupSampler(
-                pool=EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests),
+                pool=pool,
                 dialogue=Dialogue(tokenizer, recipe.rollout.tool_parser),
                 score=rewards.score,
-                environment=recipe.rollout.environment,
-                make_environment=environment_maker(recipe.rollout.environment, recipe.rollout.environment_kwargs),
+                environment=environment,
+                make_environment=(
+                    environment_maker(environment, recipe.rollout.environment_kwargs) if agent is None else None
+                ),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
                 max_turns=recipe.rollout.max_turns,
                 truncated_turn=recipe.rollout.truncated_turn,
                 is_abandoned=lambda: bool(stop),
                 notice=tracker.notice,
+                agent=agent.attempt if agent is not None else None,
             ),
             validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
             checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +21,15 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if not recipe.has_engine:
         return
     name = recipe.rollout.environment
-    try:
-        tools = _tools(recipe)
-    except MegarlError as error:
-        yield str(error)
-        return
+    if name == "command":
+        tools: Sequence[Mapping[str, Any]] = ()
+        yield from _command(recipe.rollout.agent.command)
+    else:
+        try:
+            tools = _tools(recipe)
+        except MegarlError as error:
+            yield str(error)
+            return
     if name == "single_turn" or not has_model:
         return
     dialogue = Dialogue(load_tokenizer(recipe.model.path), recipe.rollout.tool_parser)
@@ -81,3 +86,11 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
                 f"rollout.environment = {name!r}: the chat template writes no tools, the policy would not know them; "
                 "give the model folder one that does, or take an environment without tools"
             )
+
+
+def _command(command: Sequence[str]) -> Iterator[str]:
+    """Faults of the program of an attempt."""
+    if not command:
+        yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
+    elif shutil.which(command[0]) is None:
+        yield f"rollout.agent.command = {list(command)!r}: there is no program {command[0]!r}; give its path"

@@ -106,7 +106,7 @@ async def attempt(
         problem=task.problem,
         group=task.group,
         number=task.number,
-        segments=stitch(calls or [_unanswered(task.problem)]),
+        segments=stitch(calls or [unanswered(task.problem)]),
         reward=None,
         failure=failure,
         text="\n\n".join(texts),
@@ -181,7 +181,7 @@ def _turn(course: _Course, dialogue: Dialogue) -> Turn:
     return Turn(number, parsed.text, finish_reason, parsed.reasoning or "", parsed.calls)
 
 
-def _unanswered(problem: Problem) -> ModelCall:
+def unanswered(problem: Problem) -> ModelCall:
     """A call whose segment is the problem's prompt alone, fully masked."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 

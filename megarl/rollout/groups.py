@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,8 @@ from megarl.types import Problem, SamplingSettings, Trajectory
 class GroupSampler:
     """Samples and scores trajectories of problems; scoring overlaps with sampling.
 
-    `environment` is the recipe's name of what `make_environment` makes, anew for each attempt. `notice` is called with
+    `environment` is the recipe's name of what `make_environment` makes, anew for each attempt; or `agent` makes the
+    attempts. `notice` is called with
     the first failure of each kind.
     """
 
@@ -25,12 +26,13 @@ class GroupSampler:
     dialogue: Dialogue
     score: Score
     environment: str
-    make_environment: Callable[[], Environment]
+    make_environment: Callable[[], Environment] | None
     max_prompt_tokens: int
     max_turns: int = 1
     truncated_turn: Literal["end", "close"] = "end"
     is_abandoned: Callable[[], bool] = lambda: False
     notice: Callable[[str], object] = lambda text: None
+    agent: Callable[[Task, Budget], Awaitable[Trajectory]] | None = None
     _noticed: set[str] = field(default_factory=set)
 
     async def sample(
@@ -46,13 +48,19 @@ class GroupSampler:
             for group, problem in enumerate(problems)
             for number in range(samples_per_prompt)
         ]
-        attempts = [
-            attempt(task, self.make_environment(), self.pool, budget, self.dialogue, self.score) for task in tasks
-        ]
+        attempts = [self._attempt(task, budget) for task in tasks]
         trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
+        # An agent may have ended without its last answer.
+        await self.pool.drained()
         for trajectory in trajectories:
             self._tell_first(trajectory)
         return trajectories
+
+    async def _attempt(self, task: Task, budget: Budget) -> Trajectory:
+        if self.agent is not None:
+            return await self.agent(task, budget)
+        assert self.make_environment is not None
+        return await attempt(task, self.make_environment(), self.pool, budget, self.dialogue, self.score)
 
     def _tell_first(self, trajectory: Trajectory) -> None:
         if trajectory.ended != "error" or trajectory.failure is None:

@@ -104,16 +104,19 @@ def test_named_fields_are_fields_of_the_recipe() -> None:
 
 
 def test_the_recipe_is_read(tmp_path: Path) -> None:
-    recipe, functions = blocks("yaml")
+    recipe, functions, agent = blocks("yaml")
     (tmp_path / "recipe.yaml").write_text(recipe)
     assert load(tmp_path / "recipe.yaml", []).data.system_prompt == "default"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(functions)))
     names = [function.name for function in load(tmp_path / "recipe.yaml", []).reward.functions]
     assert names == ["boxed", "my/rewards.py:short_and_right"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(agent)))
+    assert load(tmp_path / "recipe.yaml", []).rollout.agent.command == ("python", "my/agent.py")
 
 
 def test_the_reward_function_is_called() -> None:
-    source, _ = blocks("python")
+    source, _, agent = blocks("python")
+    assert "OpenAI()" in agent and compile(agent, "agent.py", "exec")
     found: dict[str, object] = {}
     exec(source, found)
     [function] = [value for name, value in found.items() if name == "short_and_right"]
@@ -124,7 +127,7 @@ def test_the_reward_function_is_called() -> None:
 
 
 def test_the_environment_replies_to_a_call() -> None:
-    _, source = blocks("python")
+    _, source, _ = blocks("python")
     found: dict[str, object] = {}
     exec(source, found)
     shop = found["Shop"]()  # type: ignore[operator]

@@ -1,0 +1,225 @@
+"""Attempts by a program of the user's: an agent that talks to the endpoint, in a process group that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.config import AgentConfig, Recipe
+from megarl.data.chat import load_tokenizer
+from megarl.rewards.calling import Sample
+from megarl.rollout.attempt import Budget, Score, Task, unanswered
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stitch import stitch
+from megarl.serving.codec import Codec
+from megarl.serving.endpoint import Endpoint
+from megarl.serving.sessions import Limits, Session, Sessions
+from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
+
+COUNTS = (
+    "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
+)  # fmt: skip
+"""The counts of a session that are metrics, as `environment/NAME`."""
+_KEPT_BYTES = 1 << 16
+_SHOWN = 400
+_LEAVE_SECONDS = 2.0
+
+
+class _ProgramError(Exception):
+    """An error that ends an attempt; its text is the kind of error, a colon and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    """Runs the recipe's program once an attempt, each with a session of its own.
+
+    The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and on its standard input a JSON object
+    with the problem's `messages`, `answer`, `record` and `index`, the attempt's `number` and its `seed`. The last line
+    that it prints may be its reward, a JSON number or {"reward": number}; or it posts one to the endpoint; else the
+    recipe's reward functions score the last completion. An exit code other than 0, or no end within its time, ends the
+    attempt with an error. In any case its whole process group is killed then.
+    """
+
+    config: AgentConfig
+    endpoint: Endpoint
+    sessions: Sessions
+    score: Score
+    places: asyncio.Semaphore
+
+    async def attempt(self, task: Task, budget: Budget) -> Trajectory:
+        """Run the program against the endpoint; the trajectory of its session."""
+        async with self.places:
+            limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
+            seed = f"{task.seed} {task.problem.index} {task.number}"
+            session = self.sessions.open(task.name, seed, task.sampling, limits)
+            failure: str | None = None
+            reward: float | None = None
+            started = time.monotonic()
+            try:
+                reward = await self._run(task, session)
+            except _ProgramError as error:
+                failure = str(error)
+            finally:
+                await self.sessions.end(session)
+            seconds = time.monotonic() - started
+        trajectory = _trajectory(task, session, failure, seconds)
+        if failure is not None:
+            return trajectory
+        if (given := session.reward if session.reward is not None else reward) is not None:
+            return replace(trajectory, reward=Reward(given, format_valid=True, answer_correct=given > 0))
+        scored = await self.score(_sample(task.problem, session))
+        return replace(trajectory, reward=scored.reward, failure=scored.failure)
+
+    async def _run(self, task: Task, session: Session) -> float | None:
+        """The program's reward, if it says one. Raises _ProgramError."""
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": self.endpoint.url_of(session),
+            "OPENAI_API_KEY": session.secret,
+        }
+        try:
+            program = await asyncio.create_subprocess_exec(
+                *self.config.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _ProgramError(f"OSError: {self.config.command[0]}: {error.strerror}") from error
+        assert program.stdin and program.stdout and program.stderr
+        readers = [asyncio.create_task(_tail(stream)) for stream in (program.stdout, program.stderr)]
+        try:
+            with suppress(ConnectionError):
+                program.stdin.write(json.dumps(_told(task)).encode() + b"\n")
+                program.stdin.close()
+            async with asyncio.timeout(self.config.timeout_seconds):
+                code = await program.wait()
+        except TimeoutError:
+            text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
+            raise _ProgramError(text) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            await program.wait()
+            # A process that left the group may hold the pipes.
+            await asyncio.wait(readers, timeout=_LEAVE_SECONDS)
+            for reader in readers:
+                reader.cancel()
+        said, complaints = (reader.result() if reader.done() and not reader.cancelled() else b"" for reader in readers)
+        if code != 0:
+            shown = " ".join(complaints.decode(errors="replace").split())[-_SHOWN:]
+            raise _ProgramError(f"ExitCode: the program ended with {code}: {shown}")
+        return _reward(said)
+
+
+@asynccontextmanager
+async def agent_program(
+    recipe: Recipe, pool: EnginePool, score: Score, sampling: SamplingSettings, tell: Callable[[str], object]
+) -> AsyncIterator[AgentProgram | None]:
+    """The recipe's program, before an endpoint that is open within; None where its environment is another.
+
+    `sampling` is that of training; `tell` hears of what clients did that was not done as they asked.
+    """
+    if recipe.rollout.environment != "command":
+        yield None
+        return
+    longest = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
+    context_tokens = recipe.data.max_prompt_tokens + longest
+    codec = Codec(load_tokenizer(recipe.model.path), context_tokens, recipe.rollout.tool_parser)
+    sessions = Sessions(pool, codec)
+    endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, sampling=sampling, notice=tell)
+    try:
+        await endpoint.start()
+        config = recipe.rollout.agent
+        yield AgentProgram(config, endpoint, sessions, score, asyncio.Semaphore(config.max_processes))
+    finally:
+        await endpoint.close()
+        codec.close()
+
+
+async def _tail(stream: asyncio.StreamReader) -> bytes:
+    """The end of a stream; nobody waits for who reads it."""
+    kept = b""
+    while read := await stream.read(_KEPT_BYTES):
+        kept = (kept + read)[-_KEPT_BYTES:]
+    return kept
+
+
+def _told(task: Task) -> dict[str, Any]:
+    problem = task.problem
+    return {
+        "messages": [dict(message) for message in problem.messages],
+        "answer": problem.answer,
+        "record": dict(problem.record),
+        "index": problem.index,
+        "number": task.number,
+        "seed": task.seed,
+    }
+
+
+def _reward(said: bytes) -> float | None:
+    """The reward in the last line of an output. Raises _ProgramError for one that is no finite number."""
+    text = said.decode(errors="replace").strip().rpartition("\n")[2]
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if isinstance(found, dict):
+        if "reward" not in found:
+            return None
+        found = found["reward"]
+        if found is None:
+            return None
+    elif isinstance(found, bool) or not isinstance(found, int | float):
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < float("inf"):
+        raise _ProgramError(f"ValueError: the program's reward is {found!r:.80}, no finite number")
+    return float(found)
+
+
+def _trajectory(task: Task, session: Session, failure: str | None, seconds: float) -> Trajectory:
+    answers = session.answers
+    calls = [answer.call for answer in answers]
+    ended: Ended = "done"
+    if failure is not None:
+        ended = "error"
+    elif calls and calls[-1].completion.finish_reason == "length":
+        ended = "length"
+    counts = {name: float(session.counts[name]) for name in COUNTS}
+    return Trajectory(
+        environment=task.environment,
+        problem=task.problem,
+        group=task.group,
+        number=task.number,
+        segments=stitch(calls or [unanswered(task.problem)]),
+        reward=None,
+        failure=failure,
+        text="\n\n".join(answer.completion_text for answer in answers),
+        ended=ended,
+        metrics=counts | {"model_calls": float(len(calls)), "program_seconds": seconds},
+    )
+
+
+def _sample(problem: Problem, session: Session) -> Sample:
+    """The last completion, for reward functions."""
+    answers = session.answers
+    if not answers:
+        nothing = unanswered(problem).completion
+        return Sample.of(problem, nothing, "", prompt_messages=problem.messages, turn=1)
+    last = answers[-1]
+    return Sample.of(
+        problem,
+        last.call.completion,
+        last.text,
+        prompt_messages=last.prompt_messages or problem.messages,
+        turn=len(answers),
+    )

@@ -1,0 +1,174 @@
+"""Conversations in one canonical form, by which a history that a client sends back finds the tokens it stands for.
+
+Clients drop reasoning, add or leave out empty lists of calls, serialise arguments anew, change ids of calls and trim
+blanks around an answer. None of that is a difference; a changed word is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.environments import Message
+from megarl.serving.refusal import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as chat templates take them, and the tools that may be called.
+
+    `keys` are the messages in canonical form, without reasoning; `reasoning` is that of each message, empty where a
+    client sends none.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    keys: tuple[str, ...]
+    reasoning: tuple[str, ...]
+
+    @classmethod
+    def read(cls, messages: Any, tools: Any = None) -> Conversation:
+        """The conversation of a request. Raises RequestError for what is no list of messages with text."""
+        if not isinstance(messages, list) or not messages:
+            raise RequestError("messages: give a list of at least one message", param="messages")
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise RequestError("tools: give a list of JSON schemas", param="tools")
+        known = cls((), tuple(tools or ()), (), ())
+        return known.followed_by(_read(message, place) for place, message in enumerate(messages))
+
+    def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
+        """This conversation and further messages, which are in the form that templates take."""
+        added = tuple(messages)
+        together = (*self.messages, *added)
+        keys = [_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
+        reasoning = tuple(_reasoning(message) for message in added)
+        return Conversation(together, self.tools, tuple(keys), (*self.reasoning, *reasoning))
+
+    def digests(self) -> list[bytes]:
+        """A digest of the tools and of the messages up to each place: [messages + 1]."""
+        digest = hashlib.sha256(_json(self.tools).encode()).digest()
+        found = [digest]
+        for key in self.keys:
+            digest = hashlib.sha256(digest + key.encode()).digest()
+            found.append(digest)
+        return found
+
+    def common_messages(self, other: Conversation) -> int:
+        """How many messages two conversations have in common, from the first on; none where their tools differ."""
+        if self.tools != other.tools:
+            return 0
+        pairs = enumerate(zip(self.keys, other.keys, strict=False))
+        return next((place for place, (one, two) in pairs if one != two), min(len(self.keys), len(other.keys)))
+
+    def has_reasoning_of(self, other: Conversation) -> bool:
+        """Whether the reasoning that is given here is that of another conversation, which this one begins with."""
+        pairs = zip(self.reasoning, other.reasoning, strict=False)
+        return all(not own or own == theirs for own, theirs in pairs)
+
+
+def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, str, str]]) -> Message:
+    """An assistant's message as templates take it; `calls` are (id, name, arguments as they are sent)."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": name, "type": "function", "function": {"name": function, "arguments": _parsed(arguments)}}
+            for name, function, arguments in calls
+        ]
+    return message
+
+
+def _read(message: Any, place: int) -> Message:
+    """A message of a request as chat templates take it: text, and arguments as an object."""
+    where = f"messages.{place}"
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where}: is no object with a role and content", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role: is {role!r:.40}; give one of {', '.join(ROLES)}", param=f"{where}.role")
+    found: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": _text(message.get("content"), f"{where}.content"),
+    }
+    for name in ("name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            found[name] = message[name]
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if isinstance(reasoning, str):
+            found["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    return found
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise RequestError(f"{where}: give text, or a list of parts of type text; this model reads no other", param=where)
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    found = []
+    given: list[Any] = calls if isinstance(calls, list) else [calls]
+    for place, call in enumerate(given):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}.{place}: give an object with function.name", param=where)
+        arguments = _parsed(function.get("arguments", {}))
+        found.append(
+            {
+                "id": str(call.get("id", "")),
+                "type": "function",
+                "function": {"name": function["name"], "arguments": arguments},
+            }
+        )
+    return found
+
+
+def _parsed(arguments: Any) -> Any:
+    """The object that arguments as JSON text mean; text that means none stays."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
+    """For each message the places of the calls that were made last before it, by their ids."""
+    places: dict[str, int] = {}
+    for message in messages:
+        yield places
+        if message["role"] == "assistant":
+            places = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
+
+
+def _key(message: Message, places: Mapping[str, int]) -> str:
+    """A message in canonical form: a call is known by its place, since clients change ids."""
+    content = message["content"]
+    if message["role"] == "assistant":
+        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+        return _json(["assistant", content.strip(), calls])
+    answered = message.get("tool_call_id", "")
+    return _json([message["role"], content, places.get(answered, answered)])
+
+
+def _reasoning(message: Message) -> str:
+    return str(message.get("reasoning_content", "")).strip()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,302 @@
+"""The HTTP server: OpenAI's chat completions, completions and models, for agents that hold a session."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from megarl.config import EndpointConfig
+from megarl.serving.protocol import Asked, Reply, model, models, read_conversation, read_prompt
+from megarl.serving.refusal import RequestError
+from megarl.serving.sessions import Answer, Limits, ModelCallUnderWay, Session, Sessions
+from megarl.types import ConfigError, SamplingSettings
+
+MAX_BODY_BYTES = 32 << 20
+KEEP_ALIVE_SECONDS = 5.0
+"""How often a stream that waits for its answer is told so."""
+SESSION_HEADER = "x-megarl-session"
+_SHUTDOWN_SECONDS = 2.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Endpoint:
+    """An OpenAI-compatible server in front of engines; on loopback, or behind a token.
+
+    A request names its session by its path, `/s/SECRET/v1/...`, or by its key, `Authorization: Bearer SECRET`. With
+    `guests`, limits for sessions, those that bring none are given one, whose secret is in the answer's header; they
+    need the token, if there is one, and their own sampling parameters hold. Without, they are refused. `notice` is
+    called with the first of each kind of thing that was not done as a client asked.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        config: EndpointConfig,
+        *,
+        model: str,
+        sampling: SamplingSettings,
+        guests: Limits | None = None,
+        notice: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        self._sessions, self._config, self._model = sessions, config, model
+        self._sampling, self._guests = sampling, guests
+        self._notice = notice
+        self._noticed: set[str] = set()
+        self._admitted: set[Any] = set()
+        self._runner: web.AppRunner | None = None
+        self.base_url = ""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError where the address cannot be had."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
+        for prefix in ("", "/s/{secret}"):
+            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            app.router.add_post(f"{prefix}/v1/completions", self._complete)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one_model)
+        app.router.add_post("/sessions", self._open)
+        app.router.add_post("/sessions/{secret}/reward", self._reward)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, handle_signals=False
+        )
+        await self._runner.setup()
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"rollout.endpoint.host = {host}, port = {port}: cannot listen there ({error.strerror}); give another, "
+                "port 0 takes any that is free"
+            ) from error
+        self.base_url = f"http://{_in_url(host)}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        """End all sessions, then the server."""
+        await self._sessions.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def url_of(self, session: Session) -> str:
+        """The base URL with which any OpenAI client calls in a session."""
+        return f"{self.base_url}/s/{session.secret}/v1"
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._admit(request)
+            return await handler(request)
+        except RequestError as error:
+            response = web.json_response(error.body(), status=error.status, headers=error.headers())
+        except web.HTTPException as error:
+            refusal = RequestError(error.text or error.reason, status=error.status)
+            response = web.json_response(refusal.body(), status=error.status, headers=refusal.headers())
+        if response.status in (413, 503):
+            response.force_close()
+        return response
+
+    def _admit(self, request: web.Request) -> None:
+        """Admit a connection, whose requests then all are, or raise RequestError: there are too many."""
+        connection = request.protocol
+        if connection in self._admitted:
+            return
+        if len(self._admitted) >= self._config.max_connections:
+            assert self._runner is not None and self._runner.server is not None
+            self._admitted.intersection_update(self._runner.server.connections)
+        if len(self._admitted) >= self._config.max_connections:
+            raise RequestError(
+                f"this endpoint has {self._config.max_connections} connections "
+                "(rollout.endpoint.max_connections); come back later",
+                status=503,
+                retry_after=1,
+            )
+        self._admitted.add(connection)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        raw, body = await _read(request)
+        session, is_new = self._session(request)
+        asked = self._asked(body, session)
+        conversation = read_conversation(body)
+        call = session.chat(conversation, asked.sampling, raw, is_retry=_is_retry(request))
+        return await self._respond(request, session, call, asked, is_chat=True, is_new=is_new)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        raw, body = await _read(request)
+        session, is_new = self._session(request)
+        asked = self._asked(body, session)
+        call = session.complete(read_prompt(body), asked.sampling, raw, is_retry=_is_retry(request))
+        return await self._respond(request, session, call, asked, is_chat=False, is_new=is_new)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._check_key(request)
+        return web.json_response(models(self._model))
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        self._check_key(request)
+        if (name := request.match_info["model"]) != self._model:
+            raise RequestError(f"there is no model {name!r:.80}; there is {self._model}", status=404, code="not_found")
+        return web.json_response(model(self._model))
+
+    async def _open(self, request: web.Request) -> web.Response:
+        session = self._guest(_key(request))
+        return web.json_response({"id": session.secret, "base_url": self.url_of(session), "api_key": session.secret})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        _, body = await _read(request)
+        session = self._sessions.find(request.match_info["secret"])
+        if session is None:
+            raise _unknown_key()
+        reward = body.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
+            raise RequestError(f"reward = {reward!r:.40}: give a finite number", param="reward")
+        await self._sessions.end(session, float(reward))
+        return web.json_response({"id": session.secret, "reward": session.reward})
+
+    def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
+        asked = Asked.read(body, session.sampling, is_training=self._guests is None)
+        names = [*asked.overridden, *(["model"] if body.get("model") not in (None, self._model) else [])]
+        for name in names:
+            session.counts["overridden_fields"] += 1
+            text = f"a client of the endpoint set {name} = {body[name]!r:.40}; the recipe's value holds"
+            self._tell_once(name, f"{text} (environment/overridden_fields)")
+        return asked
+
+    def _session(self, request: web.Request) -> tuple[Session, bool]:
+        """The session of a request, and whether it was given now. Raises RequestError where it has no right to one."""
+        secret = request.match_info.get("secret") or _key(request)
+        session = self._sessions.find(secret)
+        if session is not None:
+            self._sessions.used(session)
+            return session, False
+        if "secret" in request.match_info:
+            raise _unknown_key()
+        return self._guest(secret), True
+
+    def _guest(self, key: str) -> Session:
+        """A new session for who has the token. Raises RequestError for others."""
+        if not self._is_token(key):
+            raise _unknown_key()
+        if self._guests is None:
+            raise RequestError(
+                "this request has no session: use the base URL and the key that the agent was started with "
+                "(OPENAI_BASE_URL, OPENAI_API_KEY)",
+                status=401,
+                code="no_session",
+            )
+        return self._sessions.open("guest", "guest", self._sampling, self._guests)
+
+    def _check_key(self, request: web.Request) -> None:
+        secret = request.match_info.get("secret") or _key(request)
+        if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):
+            raise _unknown_key()
+
+    def _is_token(self, key: str) -> bool:
+        token = self._config.token
+        return token is None or hmac.compare_digest(key.encode(), token.encode())
+
+    async def _respond(
+        self,
+        request: web.Request,
+        session: Session,
+        call: ModelCallUnderWay,
+        asked: Asked,
+        *,
+        is_chat: bool,
+        is_new: bool,
+    ) -> web.StreamResponse:
+        headers = {SESSION_HEADER: session.secret} if is_new else {}
+        reply = Reply.new(session.name, self._model, is_chat=is_chat)
+        with session.waiting(call):
+            if asked.is_streamed:
+                response = await self._stream(request, session, call, asked, reply, headers)
+            else:
+                answer = await session.answer(call, self._config.hold_seconds)
+                if answer is None:
+                    raise RequestError("the answer takes longer; ask for it again", status=503, retry_after=1)
+                tokens = await self._tokens(answer, asked)
+                session.deliver(call)
+                response = web.json_response(reply.whole(answer, tokens), headers=headers)
+        for text in session.fork_texts[:1]:
+            changed = "an agent changed the history that it sent before, so a new sequence begins"
+            self._tell_once("fork", f"{changed} (environment/forks): {text}")
+        return response
+
+    async def _stream(
+        self,
+        request: web.Request,
+        session: Session,
+        call: ModelCallUnderWay,
+        asked: Asked,
+        reply: Reply,
+        headers: dict[str, str],
+    ) -> web.StreamResponse:
+        """The answer as server-sent events. An error within the first seconds is told by its status."""
+        answer = await session.answer(call, KEEP_ALIVE_SECONDS)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
+        )
+        await response.prepare(request)
+        try:
+            while answer is None:
+                await response.write(b": keep-alive\n\n")
+                answer = await session.answer(call, KEEP_ALIVE_SECONDS)
+            tokens = await self._tokens(answer, asked)
+            session.deliver(call)
+            for chunk in reply.chunks(answer, tokens, has_usage=asked.has_usage_chunk):
+                await response.write(_event(chunk))
+        except RequestError as error:
+            await response.write(_event(error.body()))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _tokens(self, answer: Answer, asked: Asked) -> list[str] | None:
+        if not asked.has_logprobs:
+            return None
+        return await self._sessions.codec.tokens(answer.call.completion.token_ids)
+
+    def _tell_once(self, kind: str, text: str) -> None:
+        if kind not in self._noticed:
+            self._noticed.add(kind)
+            self._notice(text)
+
+
+async def _read(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
+    """The body of a request, as sent and as an object. Raises RequestError for one that is too large, or none."""
+    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
+        raise RequestError(f"the body has {request.content_length} bytes; {MAX_BODY_BYTES} are the limit", status=413)
+    raw = await request.read()
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body is no JSON object")
+    return raw, body
+
+
+def _key(request: web.Request) -> str:
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _is_retry(request: web.Request) -> bool:
+    """Whether the client says that it sends this request again."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
+
+
+def _unknown_key() -> RequestError:
+    return RequestError("this key belongs to no session of this endpoint", status=401, code="invalid_api_key")
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

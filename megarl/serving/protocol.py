@@ -1,0 +1,237 @@
+"""OpenAI's wire format: what a request asks for, and its answer as one object or as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.serving.conversation import Conversation
+from megarl.serving.refusal import RequestError
+from megarl.serving.sessions import Answer
+from megarl.types import SamplingSettings
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_CHUNK_CHARACTERS = 256
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "functions": ([],),
+    "chat_template_kwargs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "structured_outputs": (),
+}
+"""Fields that would change what is sampled, or ask for more answers than one, and their values that do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The sampling and the form of answer that a request asks for.
+
+    `overridden` are the fields whose values the recipe's replace.
+    """
+
+    sampling: SamplingSettings
+    overridden: tuple[str, ...]
+    is_streamed: bool
+    has_usage_chunk: bool
+    has_logprobs: bool
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool) -> Asked:
+        """Raises RequestError for a field that would change the distribution, or that has no proper value."""
+        for name, neutral in NEUTRAL.items():
+            if body.get(name) is not None and body[name] not in neutral:
+                raise RequestError(
+                    f"{name} = {body[name]!r:.80}: is not served, since it would change what is sampled; leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        sampling, overridden = _sampling(body, recipe, is_training=is_training)
+        options = body.get("stream_options")
+        return cls(
+            sampling,
+            overridden,
+            is_streamed=bool(body.get("stream")),
+            has_usage_chunk=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            has_logprobs=body.get("logprobs") not in (None, False),
+        )
+
+
+def _sampling(
+    body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool
+) -> tuple[SamplingSettings, tuple[str, ...]]:
+    """The sampling parameters of a request: limits of length and stops are the client's own, within the recipe's."""
+    found, overridden = recipe, []
+    for name, low, high in (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("top_k", -1, 10**9)):
+        if (value := body.get(name)) is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise RequestError(f"{name} = {value!r:.40}: give a number from {low:g} to {high:g}", param=name)
+        if name == "top_k":
+            value = max(int(value), 0)
+        if value != getattr(recipe, name):
+            if is_training:
+                overridden.append(name)
+            else:
+                found = replace(found, **{name: value})
+    if body.get("seed") is not None:
+        overridden.append("seed")
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    if limit is not None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise RequestError(f"max_tokens = {limit!r:.40}: give a number above 0", param="max_tokens")
+        found = replace(found, max_new_tokens=min(limit, recipe.max_new_tokens))
+    if stop := body.get("stop"):
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+            raise RequestError("stop: give a text or a list of texts", param="stop")
+        found = replace(found, stop=tuple(dict.fromkeys((*recipe.stop, *stops))))
+    return found, tuple(overridden)
+
+
+def read_conversation(body: Mapping[str, Any]) -> Conversation:
+    """The conversation of a chat request. Raises RequestError; so for one that ends with an assistant's message."""
+    tools = body.get("tools")
+    if body.get("tool_choice") == "none":
+        tools = None
+    conversation = Conversation.read(body.get("messages"), tools)
+    if conversation.messages[-1]["role"] == "assistant":
+        raise RequestError("messages: the last one is the assistant's; it must be another's", param="messages")
+    return conversation
+
+
+def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
+    """The prompt of a request for a completion: a text, or token ids [prompt]. Raises RequestError."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        [prompt] = prompt
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
+        return np.array(prompt, np.int32)
+    raise RequestError("prompt: give one text or one list of token ids, not empty", param="prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Writes the answers to one request. `tokens` are the texts of the sampled tokens where log-probs are asked for."""
+
+    name: str
+    model: str
+    is_chat: bool
+    created: int
+
+    @classmethod
+    def new(cls, name: str, model: str, *, is_chat: bool) -> Reply:
+        return cls(f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", model, is_chat, int(time.time()))
+
+    def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
+        if self.is_chat:
+            choice["message"] = _message(answer)
+        else:
+            choice["text"] = answer.text
+        choice["logprobs"] = None if tokens is None else self._logprobs(answer, tokens)
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return self._object(kind, [choice]) | {"usage": _usage(answer)}
+
+    def chunks(self, answer: Answer, tokens: Sequence[str] | None, *, has_usage: bool) -> Iterator[dict[str, Any]]:
+        """The answer as the objects of a stream; tool calls are told by name, then by arguments."""
+        logprobs = None if tokens is None else self._logprobs(answer, tokens)
+        if self.is_chat:
+            yield self._chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
+            for text in _pieces(answer.reasoning or ""):
+                yield self._chunk({"reasoning_content": text})
+            for text in _pieces(answer.text):
+                yield self._chunk({"content": text})
+            for index, (call_id, name, arguments) in enumerate(answer.calls):
+                function = {"name": name, "arguments": ""}
+                yield self._chunk(
+                    {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+                )
+                for text in _pieces(arguments):
+                    yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+            yield self._chunk({}, finish_reason=answer.finish_reason)
+        else:
+            for text in _pieces(answer.text):
+                yield self._chunk(text)
+            yield self._chunk("", finish_reason=answer.finish_reason, logprobs=logprobs)
+        if has_usage:
+            yield self._object(self._chunk_kind, []) | {"usage": _usage(answer)}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _chunk(self, delta: Any, *, finish_reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta" if self.is_chat else "text": delta, "finish_reason": finish_reason}
+        return self._object(self._chunk_kind, [choice | {"logprobs": logprobs}])
+
+    def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
+        return {"id": self.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
+        values = answer.call.completion.rollout_logprobs.tolist()
+        if not self.is_chat:
+            return {"tokens": list(tokens), "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+        return {
+            "content": [
+                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+                for token, value in zip(tokens, values, strict=True)
+            ]
+        }
+
+
+def models(name: str) -> dict[str, Any]:
+    """The list of the one model that is served."""
+    return {"object": "list", "data": [model(name)]}
+
+
+def model(name: str) -> dict[str, Any]:
+    """The model that is served."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in answer.calls
+        ]
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    return message
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces."""
+    for start in range(0, len(text), _CHUNK_CHARACTERS):
+        yield text[start : start + _CHUNK_CHARACTERS]

@@ -1,0 +1,38 @@
+"""A refusal of a client's request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RequestError(Exception):
+    """A request that is refused: an HTTP status, a message, and OpenAI's `code` and `param`.
+
+    `retry_after` are seconds after which a retry is welcome; without them the client is told not to retry.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the answer, in OpenAI's form."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer; OpenAI's clients obey `x-should-retry`."""
+        if self.retry_after:
+            return {"Retry-After": str(self.retry_after)}
+        return {"x-should-retry": "false"}

@@ -1,0 +1,351 @@
+"""Sessions: an agent's model calls, sampled and recorded as tokens, until it ends with a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megarl.data.tool_calls import ParsedTurn
+from megarl.environments import Message
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stitch import ModelCall
+from megarl.serving.codec import Codec, too_long
+from megarl.serving.conversation import Conversation, answer_message
+from megarl.serving.history import Answered, History
+from megarl.serving.refusal import RequestError
+from megarl.types import Completion, Request, SamplingSettings
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_REMEMBERED = 100_000
+"""Ended sessions whose late calls are told so; those of older ones are told that their key is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a session: tokens of a prompt and its completion together, model calls, seconds without a call."""
+
+    context_tokens: int
+    max_calls: int
+    idle_seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """An answered model call, its `number` in the order of their starts.
+
+    `text` is the answer without reasoning and calls, `completion_text` with both; `calls` are the tool calls as (id,
+    name, arguments as text).
+    """
+
+    number: int
+    call: ModelCall
+    text: str
+    completion_text: str
+    prompt_messages: tuple[Message, ...] = ()
+    reasoning: str | None = None
+    calls: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        """Why the completion ended, in OpenAI's words."""
+        if self.calls:
+            return "tool_calls"
+        return "length" if self.call.completion.finish_reason == "length" else "stop"
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of the conversation."""
+        return answer_message(self.text, self.reasoning, self.calls)
+
+
+@dataclass(slots=True, eq=False)
+class ModelCallUnderWay:
+    """A model call that some requests wait for: the first one and its retries."""
+
+    task: asyncio.Task[Answer]
+    remember: Callable[[Answer], None]
+    num_waiting: int = 0
+    is_delivered: bool = False
+
+
+class Session:
+    """The record of one agent's attempt.
+
+    `calls` are the calls whose answers reached the agent, in the order of their starts; `counts` what was dropped,
+    joined or overridden, by name.
+    """
+
+    def __init__(
+        self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: EnginePool, codec: Codec
+    ) -> None:
+        self.name = name
+        self.secret = secrets.token_urlsafe(24)
+        self.sampling = sampling
+        self.limits = limits
+        self.reward: float | None = None
+        self.counts: Counter[str] = Counter()
+        self.fork_texts: list[str] = []
+        self.ended = asyncio.Event()
+        self._seed = seed
+        self._pool, self._codec = pool, codec
+        self._history = History()
+        self._delivered: list[Answer] = []
+        self._by_body: dict[bytes, ModelCallUnderWay] = {}
+        self._under_way: set[ModelCallUnderWay] = set()
+        self._num_started = 0
+        self._times_seen: Counter[bytes] = Counter()
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The answers that reached the agent, in the order in which their calls started."""
+        return sorted(self._delivered, key=lambda answer: answer.number)
+
+    @property
+    def num_under_way(self) -> int:
+        """Model calls that are not answered yet."""
+        return sum(not call.task.done() for call in self._under_way)
+
+    def chat(
+        self, conversation: Conversation, sampling: SamplingSettings, body: bytes, *, is_retry: bool
+    ) -> ModelCallUnderWay:
+        """Begin a call that answers a conversation; a retry joins the call of the same body. Raises RequestError."""
+
+        def remember(answer: Answer) -> None:
+            whole = conversation.followed_by([answer.message])
+            self._history.add(Answered(whole, answer.call.token_ids.astype(np.int32)))
+
+        return self._begin(body, is_retry, lambda: self._chat(conversation, sampling), remember)
+
+    def complete(
+        self, prompt: str | NDArray[np.int32], sampling: SamplingSettings, body: bytes, *, is_retry: bool
+    ) -> ModelCallUnderWay:
+        """Begin a call that completes a text or token ids [prompt]; as `chat`."""
+
+        def remember(answer: Answer) -> None:
+            if isinstance(prompt, str):
+                self._history.add_text(prompt + answer.text, answer.call.token_ids.astype(np.int32))
+
+        return self._begin(body, is_retry, lambda: self._complete(prompt, sampling), remember)
+
+    @contextmanager
+    def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
+        """A request that waits for a call. Where the last one's client goes away, the call is aborted."""
+        call.num_waiting += 1
+        try:
+            yield
+        except (asyncio.CancelledError, ConnectionError):
+            if call.num_waiting == 1 and not call.task.done():
+                self.counts["abandoned_calls"] += 1
+                call.task.cancel()
+            raise
+        finally:
+            call.num_waiting -= 1
+
+    async def answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
+        """Await a call's answer, so many seconds; None: it is not there yet, and the call goes on.
+
+        Raises RequestError for a refused call, or where the session has ended.
+        """
+        await asyncio.wait({call.task}, timeout=seconds)
+        if not call.task.done():
+            return None
+        if call.task.cancelled():
+            raise ended_error()
+        return call.task.result()
+
+    def deliver(self, call: ModelCallUnderWay) -> None:
+        """Say that a call's answer reaches its client: only then is it trained, and its conversation can go on."""
+        if call.is_delivered or self.ended.is_set():
+            return
+        call.is_delivered = True
+        answer = call.task.result()
+        call.remember(answer)
+        self._delivered.append(answer)
+
+    async def end(self, reward: float | None = None) -> None:
+        """End the session, once; calls under way are aborted. The first end's reward counts."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self.reward = reward
+        tasks = [call.task for call in self._under_way if not call.task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.counts["untrained_tokens"] = sum(
+            len(call.task.result().call.completion.token_ids)
+            for call in self._under_way
+            if not call.is_delivered and not call.task.cancelled() and call.task.exception() is None
+        )
+        self._pool.forget(self.name)
+
+    def _begin(
+        self,
+        body: bytes,
+        is_retry: bool,
+        sample: Callable[[], Coroutine[Any, Any, Answer]],
+        remember: Callable[[Answer], None],
+    ) -> ModelCallUnderWay:
+        if self.ended.is_set():
+            raise ended_error()
+        key = hashlib.sha256(body).digest()
+        earlier = self._by_body.get(key)
+        if is_retry and earlier is not None and not earlier.task.cancelled():
+            self.counts["joined_retries"] += 1
+            return earlier
+        if self._num_started >= self.limits.max_calls:
+            self.counts["refused_calls"] += 1
+            text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has"
+            raise RequestError(text, code="max_turns")
+        self._num_started += 1
+        call = ModelCallUnderWay(asyncio.create_task(sample()), remember)
+        self._by_body[key] = call
+        self._under_way.add(call)
+        return call
+
+    async def _chat(self, conversation: Conversation, sampling: SamplingSettings) -> Answer:
+        number = self._num_started
+        self._codec.check_tools(conversation.tools)
+        if fork := self._history.fork(conversation):
+            self.counts["forks"] += 1
+            self.counts[f"forks/{fork.reason}"] += 1
+            self.fork_texts.append(fork.text)
+        known = self._history.find(conversation)
+        if known is None:
+            token_ids = await self._codec.opening(conversation)
+        else:
+            rest = conversation.messages[len(known.conversation.messages) :]
+            token_ids = await self._codec.continued(known.token_ids, rest, conversation.tools)
+        call = await self._sample(number, token_ids, sampling)
+        turn, whole = await self._codec.parsed(call, conversation.tools, number)
+        text = _until_stop(turn.text, call.completion, sampling)
+        return Answer(number, call, text, whole, conversation.messages, turn.reasoning, _sent_calls(turn))
+
+    async def _complete(self, prompt: str | NDArray[np.int32], sampling: SamplingSettings) -> Answer:
+        number = self._num_started
+        if not isinstance(prompt, str):
+            token_ids = prompt
+        elif (known := self._history.find_text(prompt)) is not None:
+            rest = await self._codec.encoded(prompt[len(known[0]) :])
+            token_ids = np.concatenate([known[1], rest])
+        else:
+            token_ids = await self._codec.encoded(prompt)
+        call = await self._sample(number, token_ids, sampling)
+        _, whole = await self._codec.parsed(call, (), number)
+        return Answer(number, call, _until_stop(whole, call.completion, sampling), whole)
+
+    async def _sample(self, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings) -> ModelCall:
+        room = self.limits.context_tokens - len(token_ids)
+        if room <= 0:
+            self.counts["refused_calls"] += 1
+            raise too_long(self.limits.context_tokens)
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        request = Request(f"{self.name}.{number}", token_ids, sampling, self._seed_of(token_ids))
+        completion = await self._pool.generate(request, affinity=self.name)
+        if completion.finish_reason == "error":
+            self.counts["refused_calls"] += 1
+            raise RequestError(completion.error or "the engine refuses this request")
+        return ModelCall(token_ids, completion)
+
+    def _seed_of(self, token_ids: NDArray[np.int32]) -> int:
+        """A seed of 31 bits: of the session, the prompt and how often it was seen, not of the order of calls."""
+        prompt = hashlib.sha256(token_ids.tobytes()).digest()
+        drawn = f"{self._seed} {prompt.hex()} {self._times_seen[prompt]}"
+        self._times_seen[prompt] += 1
+        return int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:4], "big") >> 1
+
+
+@dataclass(slots=True)
+class Sessions:
+    """The open sessions of an endpoint, by their secrets; one without calls for `Limits.idle_seconds` is ended."""
+
+    pool: EnginePool
+    codec: Codec
+    _open: dict[str, Session] = field(default_factory=dict)
+    _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    _timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+    _num_opened: int = 0
+
+    def open(self, name: str, seed: str, sampling: SamplingSettings, limits: Limits) -> Session:
+        """A new session; its name is made unique."""
+        self._num_opened += 1
+        session = Session(f"{name}-{self._num_opened}", seed, sampling, limits, self.pool, self.codec)
+        self._open[session.secret] = session
+        self.used(session)
+        return session
+
+    def find(self, secret: str) -> Session | None:
+        """The open session of a secret. Raises RequestError for one that has ended."""
+        if secret in self._ended:
+            raise ended_error()
+        return self._open.get(secret)
+
+    def used(self, session: Session) -> None:
+        """Begin the session's time without calls anew."""
+        self._stop_timer(session)
+        loop = asyncio.get_running_loop()
+        self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)
+
+    async def end(self, session: Session, reward: float | None = None) -> None:
+        """End a session and forget it, but that it was one."""
+        self._stop_timer(session)
+        if self._open.pop(session.secret, None) is not None:
+            self._ended[session.secret] = None
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+        await session.end(reward)
+
+    async def close(self) -> None:
+        """End all sessions."""
+        await asyncio.gather(*(self.end(session) for session in list(self._open.values())), *self._ending)
+
+    def _stop_timer(self, session: Session) -> None:
+        if timer := self._timers.pop(session.secret, None):
+            timer.cancel()
+
+    def _time_out(self, session: Session) -> None:
+        if session.num_under_way:
+            self.used(session)
+            return
+        session.counts["timed_out"] += 1
+        task = asyncio.create_task(self.end(session))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def ended_error() -> RequestError:
+    """The refusal of a call that comes after the end of its session."""
+    return RequestError("this session has ended; its agent's attempt is over", status=410, code="session_ended")
+
+
+def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
+    """Tool calls as they are sent; one that cannot be carried out has the error in place of its arguments, no JSON."""
+    return tuple(
+        (
+            call.id,
+            call.name or "invalid_call",
+            f"error: {call.error}" if call.arguments is None else json.dumps(call.arguments, ensure_ascii=False),
+        )
+        for call in turn.calls
+    )
+
+
+def _until_stop(text: str, completion: Completion, sampling: SamplingSettings) -> str:
+    """The text before the stop string that ended it: OpenAI's answers are without."""
+    if completion.finish_reason != "stop":
+        return text
+    places = [text.find(stop) for stop in sampling.stop]
+    found = [place for place in places if place >= 0]
+    return text[: min(found)] if found else text

@@ -1,0 +1,168 @@
+"""Programs of the user's that make the attempts: what they are given, how they are judged, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import AgentConfig, EndpointConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.data.chat import load_tokenizer
+from megarl.rewards.calling import Sample
+from megarl.rewards.worker import Scored
+from megarl.rollout.attempt import Budget, Task
+from megarl.rollout.pool import EnginePool
+from megarl.serving.agents import AgentProgram
+from megarl.serving.codec import Codec
+from megarl.serving.endpoint import Endpoint
+from megarl.serving.sessions import Sessions
+from megarl.types import Problem, Reward, SamplingSettings, Trajectory
+from tests.rollout.engines import CONTEXT_TOKENS
+
+SAMPLING = SamplingSettings(24, temperature=1.0)
+ASKING = """
+import json, os, sys, urllib.request
+told = json.loads(sys.stdin.readline())
+def ask(messages):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+answer = ask(told["messages"])
+"""
+
+
+async def by_length(sample: Sample) -> Scored:
+    assert sample.prompt_messages == ({"role": "user", "content": "Add."},)
+    return Scored(Reward(float(len(sample.completion_text)), True, False))
+
+
+@pytest.fixture
+def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Callable[..., Trajectory]:
+    """`attempt(command, seconds)` is the trajectory of a program."""
+
+    def make(*command: str, seconds: float = 60.0) -> Trajectory:
+        async def drive() -> Trajectory:
+            codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
+            sessions = Sessions(pool := EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8), codec)
+            endpoint = Endpoint(sessions, EndpointConfig(), model="policy", sampling=SAMPLING)
+            await endpoint.start()
+            config = AgentConfig(command=command, timeout_seconds=seconds)
+            program = AgentProgram(config, endpoint, sessions, by_length, asyncio.Semaphore(1))
+            problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", {"level": 2})
+            try:
+                task = Task("command", problem, 1, 2, "seed", SAMPLING)
+                return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4))
+            finally:
+                await endpoint.close()
+                codec.close()
+                await pool.drained()
+
+        return runner.run(drive())
+
+    return make
+
+
+def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt: Callable[..., Trajectory]) -> None:
+    checks = 'assert (told["answer"], told["record"], told["index"], told["number"]) == ("7", {"level": 2}, 3, 2)\n'
+    again = 'ask([*told["messages"], {"role": "assistant", "content": answer}, {"role": "user", "content": "On."}])\n'
+    found = attempt(sys.executable, "-c", ASKING + checks + again + 'print("so"); print(0.25)')
+    assert found.failure is None and found.reward == Reward(0.25, True, True)
+    assert (found.environment, found.group, found.number, found.num_turns) == ("command", 1, 2, 2)
+    [segment] = found.segments
+    assert found.num_sampled == int(segment.loss_mask.sum()) > 1 and found.metrics["forks"] == 0
+    # The same seed draws the same; a rewritten history is a sequence of its own.
+    rewritten = again.replace("answer}", '"No."}')
+    other = attempt(sys.executable, "-c", ASKING + rewritten + 'print(json.dumps({"reward": 0}))')
+    assert len(other.segments) == 2 and other.metrics["forks"] == 1 and other.reward == Reward(0.0, True, False)
+    first = segment.token_ids[segment.turns == 0].tolist()
+    assert other.segments[0].token_ids[other.segments[0].turns == 0].tolist() == first
+
+
+def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: Callable[..., Trajectory]) -> None:
+    found = attempt(sys.executable, "-c", ASKING + 'print("done")')
+    assert found.reward == Reward(float(len(found.text)), True, False)
+
+
+@pytest.mark.parametrize(
+    ("command", "failure"),
+    [
+        pytest.param(("sh", "-c", "echo no such file >&2; exit 3"), "ExitCode: the program ended with 3: no such file"),
+        pytest.param(("sh", "-c", "echo NaN"), "ValueError: the program's reward is nan, no finite number"),
+        pytest.param(("/no/such/program",), "OSError: /no/such/program: No such file or directory"),
+    ],
+    ids=["exit code", "no number", "no program"],
+)
+def test_a_program_that_fails_is_an_error_of_its_attempt(
+    command: tuple[str, ...], failure: str, attempt: Callable[..., Trajectory]
+) -> None:
+    found = attempt(*command)
+    assert (found.ended, found.failure, found.reward, found.num_turns) == ("error", failure, None, 0)
+
+
+def test_a_program_out_of_time_is_killed_with_what_it_started(
+    attempt: Callable[..., Trajectory], tmp_path: Path
+) -> None:
+    started = time.monotonic()
+    script = f"sleep 600 & echo $! > {tmp_path / 'child'}; echo $$ > {tmp_path / 'own'}; sleep 600"
+    found = attempt("sh", "-c", script, seconds=1.0)
+    assert found.failure == "TimeoutError: the program did not end within 1 s" and time.monotonic() - started < 60
+    for name in ("own", "child"):
+        process = Path("/proc") / (tmp_path / name).read_text().strip()
+        assert not process.exists() or "\nState:\tZ" in (process / "status").read_text()
+
+
+RECIPE = """
+name: agents
+loop: rl
+model: {model}
+data: {data}
+cluster: {{ranks_per_node: 1}}
+trainer: {{max_tokens_per_microbatch: 512}}
+optimizer: {{learning_rate: 1e-3}}
+rollout:
+  kv_cache_gib: 0.05
+  sampling: {{max_new_tokens: 24}}
+  environment: command
+  max_turns: 4
+  agent: {{command: {command}, timeout_seconds: 300}}
+  endpoint: {{hold_seconds: 300}}
+train: {{steps: 2, prompts_per_step: 2, samples_per_prompt: 2}}
+samples_every_steps: 1
+"""
+
+
+@pytest.mark.end_to_end
+def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) -> None:
+    import subprocess
+
+    problems = [{"messages": [{"role": "user", "content": f"Add {n}."}], "gt_answer": f"{n}"} for n in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    recipe = RECIPE.format(
+        model=json.dumps({"path": str(tool_model), "dtype": "float32"}),
+        data=json.dumps({"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 200}),
+        command=json.dumps([sys.executable, str(Path(__file__).parent / "agent.py")]),
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", "recipe.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [run] = (tmp_path / "runs").iterdir()
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "rollout/turns/mean" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["environment/model_calls"] >= 1 and step["rollout/ended/error"] == 0
+        assert step["logprob_gap/max"] < 1e-4 and step["environment/forks"] == 0
+    assert "endpoint at http://127.0.0.1:" in done.stdout + done.stderr
