@@ -230,6 +230,30 @@ def doctor(
         raise typer.Exit(ConfigError.exit_code)
 
 
+@app.command()
+def serve(
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or of a model.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but a loopback address needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
+    token_variable: Annotated[
+        str, typer.Option(help="Environment variable with the token that clients need, if it is set.")
+    ] = "MEGARL_SERVE_TOKEN",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one rank in GiB.")] = 1.0,
+) -> None:
+    """Serve a trained model as OpenAI's API does, until SIGINT or SIGTERM."""
+    from megarl.config import LOOPBACK, EndpointConfig, RolloutConfig
+    from megarl.serving.local_model import serve
+
+    token = os.environ.get(token_variable) or None
+    if token is None and host not in LOOPBACK:
+        raise ConfigError(f"--host {host}: is no loopback address; set {token_variable} to a token that clients need")
+    config = EndpointConfig(host=host, port=port, token=token)
+    asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))
+
+
 slurm = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(slurm)
 

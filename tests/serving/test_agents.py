@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import AgentConfig, EndpointConfig
@@ -140,8 +143,6 @@ samples_every_steps: 1
 
 @pytest.mark.end_to_end
 def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) -> None:
-    import subprocess
-
     problems = [{"messages": [{"role": "user", "content": f"Add {n}."}], "gt_answer": f"{n}"} for n in range(4)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     recipe = RECIPE.format(
@@ -166,3 +167,31 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
         assert step["environment/model_calls"] >= 1 and step["rollout/ended/error"] == 0
         assert step["logprob_gap/max"] < 1e-4 and step["environment/forks"] == 0
     assert "endpoint at http://127.0.0.1:" in done.stdout + done.stderr
+
+
+@pytest.mark.end_to_end
+def test_a_model_is_served_until_a_signal_ends_it(tool_model: Path) -> None:
+    command = [sys.executable, "-u", "-m", "megarl", "serve", str(tool_model), "--port", "0", "--kv-cache-gib", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            line = server.stdout.readline()
+            assert line.startswith("serving "), server.communicate()
+            url = line.partition(" at ")[2].partition(";")[0]
+            with OpenAI(base_url=url, api_key="any", max_retries=0) as client:
+                [model] = client.models.list()
+                asked = client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "Add."}])
+                assert asked.choices[0].finish_reason in ("stop", "length")
+            server.send_signal(signal.SIGTERM)
+            _, complaints = server.communicate(timeout=120)
+        finally:
+            server.kill()
+    assert server.returncode == 0, complaints
+
+
+def test_what_is_no_model_is_not_served(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl", "serve", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 65 and "neither a model folder nor a run" in done.stderr
+    done = subprocess.run([*command, "--host", "0.0.0.0"], capture_output=True, text=True)
+    assert done.returncode == 2 and "MEGARL_SERVE_TOKEN" in done.stderr
