@@ -328,7 +328,8 @@ def test_late_calls_of_an_ended_session_are_told_so_once(served: Any) -> None:
             async with h.post(url, json={"reward": 0.9}) as response:
                 assert response.status == 410 and session.reward == 0.5
             assert (await beside).choices[0].text == LOOP * 240
-        assert len(await s.requests()) == 2
+        # The late call may have ended before an engine saw it; neither it nor the one after it was sent again.
+        assert len(await s.requests()) in (1, 2)
 
     served(test)
 
