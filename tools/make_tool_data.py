@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl.environments.calculator import Calculator, as_text, evaluate
 
-CALLED = 0.12
+CALLED = 0.08
 """Share of demonstrations that call the calculator."""
 
 
