@@ -2,8 +2,9 @@
 
     python tools/make_tool_data.py --out runs/tiny_tools_input/data
 
-Writes `sft.jsonl` (conversations: a share calls the calculator and copies its reply, the others answer at once),
-`train.jsonl` and `heldout.jsonl` (problems). No problem is in two files.
+Writes `sft.jsonl` (conversations: in some the calculator has replied already and the answer copies that; of the others
+a small share calls it first, the rest answer at once), `train.jsonl` and `heldout.jsonl` (problems). No problem is in
+two files.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 from megarl.environments.calculator import Calculator, as_text, evaluate
 
-CALLED = 0.08
-"""Share of demonstrations that call the calculator."""
+REPLIED = 0.4
+"""Share of demonstrations in which the calculator has replied: they teach to read a reply, and nothing of calls."""
+CALLED = 0.1
+"""Share of the other demonstrations that call the calculator."""
 
 
 def expressions(count: int, generator: random.Random) -> list[str]:
@@ -33,19 +36,33 @@ def question(expression: str) -> dict[str, Any]:
     return {"role": "user", "content": f"Calculate {expression}."}
 
 
-def demonstration(expression: str, *, is_called: bool) -> list[dict[str, Any]]:
-    """A conversation: with a call and its reply, or with an answer at once that repeats the product."""
-    result = as_text(evaluate(expression))
-    answer = {"role": "assistant", "content": f"\\boxed{{{result}}}"}
-    if not is_called:
-        return [question(expression), answer | {"content": f"The product is {expression} = {answer['content']}"}]
+def at_once(expression: str) -> list[dict[str, Any]]:
+    """A conversation with an answer that repeats the product."""
+    answer = f"The product is {expression} = {boxed(expression)}"
+    return [question(expression), {"role": "assistant", "content": answer}]
+
+
+def with_reply(expression: str, *, is_called: bool) -> list[dict[str, Any]]:
+    """A conversation whose answer copies the calculator's reply, with or without the call before it."""
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
     return [
         question(expression),
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "calculator", "content": result},
-        answer,
+        *([{"role": "assistant", "content": "", "tool_calls": [call]}] if is_called else []),
+        {"role": "tool", "name": "calculator", "content": as_text(evaluate(expression))},
+        {"role": "assistant", "content": boxed(expression)},
     ]
+
+
+def boxed(expression: str) -> str:
+    return f"\\boxed{{{as_text(evaluate(expression))}}}"
+
+
+def demonstration(expression: str, called: float, generator: random.Random) -> list[dict[str, Any]]:
+    """A conversation of one of the three kinds; `called` is the share of calls where there is no reply yet."""
+    if generator.random() < REPLIED:
+        return with_reply(expression, is_called=False)
+    is_called = generator.random() < called
+    return with_reply(expression, is_called=True) if is_called else at_once(expression)
 
 
 def make_tool_data(
@@ -67,10 +84,7 @@ def make_tool_data(
     write_lines(out / "train.jsonl", problems(train))
     write_lines(
         out / "sft.jsonl",
-        (
-            {"messages": demonstration(next(drawn), is_called=generator.random() < called), "tools": tools}
-            for _ in range(sft)
-        ),
+        ({"messages": demonstration(next(drawn), called, generator), "tools": tools} for _ in range(sft)),
     )
     return out
 
@@ -87,7 +101,7 @@ def main() -> None:
     parser.add_argument("--sft", type=int, default=6000, help="fine-tuning conversations")
     parser.add_argument("--train", type=int, default=2400, help="training problems")
     parser.add_argument("--heldout", type=int, default=200, help="held-out problems")
-    parser.add_argument("--called", type=float, default=CALLED, help="share of the conversations that call the tool")
+    parser.add_argument("--called", type=float, default=CALLED, help="share of calls where there is no reply")
     parser.add_argument("--seed", type=int, default=0)
     out = make_tool_data(**vars(parser.parse_args()))
     for path in sorted(out.glob("*.jsonl")):
