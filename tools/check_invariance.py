@@ -154,6 +154,11 @@ def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
                 policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
             token_ids = random.integers(1, vocab_size, size=length)
             kept = kept_sets(token_ids, vocab_size, random) if objective == "kept sets" else None
+            if kept is not None:
+                # Over a smaller set all log-probs are higher, those of the past too.
+                raised = np.log(vocab_size / np.where(kept.counts > 0, kept.counts, vocab_size)).astype(np.float32)
+                policy["old_logprobs"] += raised
+                policy["reference_logprobs"] += raised
             sequences.append(
                 TrainingSequence(
                     token_ids=token_ids,
