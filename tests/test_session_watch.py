@@ -22,7 +22,11 @@ def start_pytest(probe: str, folder: Path, *arguments: str, **environment: str) 
     """Run pytest on a probe, with temporary files in a folder of its own."""
     for name in ("tmp", "base"):
         (folder / name).mkdir(parents=True)
-    environment |= {"TMPDIR": str(folder / "tmp"), "PYTEST_DEBUG_TEMPROOT": str(folder / "base")}
+    environment |= {
+        "TMPDIR": str(folder / "tmp"),
+        "PYTEST_DEBUG_TEMPROOT": str(folder / "base"),
+        "PYTEST_ADDOPTS": "",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PROBES / probe), *arguments]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env={**os.environ, **environment}, **pipe)

@@ -84,7 +84,8 @@ def test_every_tier_is_one_of_the_script_s(checkout: Path, tier: str) -> None:
 
 def pytest_of_the_probe(*arguments: str) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PROBE), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    environment = {**os.environ, "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
