@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import rich.console
@@ -61,6 +61,20 @@ class Terminal(Console):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, self.file.fileno())
         os.close(devnull)
+
+
+class FirstOfEachKind:
+    """Shows the first text of each kind; who tells of things counts them all where they happen."""
+
+    def __init__(self, show: Callable[[str], object]) -> None:
+        self._show = show
+        self._kinds: set[str] = set()
+
+    def tell(self, kind: str, text: str) -> None:
+        """Show a text, unless one of its kind was shown."""
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            self._show(text)
 
 
 def guard_logging() -> None:

@@ -77,10 +77,10 @@ class Dialogue:
 
         `turn` is their turn's number. Raises ConfigError where no format is given and the template does not show it.
         """
-        end_of_prompt = self._with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
+        end_of_prompt = self.text_with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
         return parse(
             self.call_format,
-            self._with_special_tokens(token_ids),
+            self.text_with_special_tokens(token_ids),
             tools,
             turn=turn,
             in_reasoning=True if end_of_prompt.endswith(REASONING_OPENINGS) else None,
@@ -97,7 +97,8 @@ class Dialogue:
             )
         return found
 
-    def _with_special_tokens(self, token_ids: NDArray[Any]) -> str:
+    def text_with_special_tokens(self, token_ids: NDArray[Any]) -> str:
+        """The text of token ids [tokens], special tokens by their names."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         assert isinstance(decoded, str)
         return decoded

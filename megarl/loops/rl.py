@@ -88,7 +88,7 @@ def _judge_gap(session: Session, step: Step) -> None:
             f"{message}. The state after the step is saved; go on with: megarl train {session.folder.path} --resume"
         )
     else:
-        session.notice_once("gap", f"{message} (train/gap_exceeded counts such steps)")
+        session.tracker.notice_once("gap", f"{message} (train/gap_exceeded counts such steps)")
 
 
 async def _resume_or_evaluate(session: Session, state: RLState, problems: Sequence[Problem]) -> None:

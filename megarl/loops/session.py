@@ -63,13 +63,6 @@ class Session:
     origin: Origin
     """The checkpoint that the run was resumed from, if any."""
     stop: StopRequest
-    _noticed: set[str] = field(default_factory=set)
-
-    def notice_once(self, kind: str, text: str) -> None:
-        """Print a warning, the first of its kind in this run."""
-        if kind not in self._noticed:
-            self._noticed.add(kind)
-            self.tracker.notice(text)
 
     async def stop_if_asked(
         self,
@@ -85,8 +78,7 @@ class Session:
             return
         saved = "there is nothing to save yet"
         if step > 0:
-            await self.sleep_engines()
-            await self.checkpoints.save(step, save_driver, unlogged)
+            await self._save(step, save_driver, unlogged)
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
@@ -100,8 +92,7 @@ class Session:
         self.folder.set_status(step=number)
         await self.checkpoints.complete()
         if step.fault is not None:
-            await self.sleep_engines()
-            await self.checkpoints.save(number, state and state.save)
+            await self._save(number, state and state.save)
             raise step.fault
         await self.stop_if_asked(number, state and state.save)
 
@@ -123,6 +114,16 @@ class Session:
                     state.forget_step()
                 await self.stop_if_asked(step.number - 1, save_driver)
             raise
+
+    async def _save(
+        self,
+        step: int,
+        save_driver: Callable[[Path], None] | None,
+        unlogged: Mapping[str, float] | None = None,
+    ) -> None:
+        """Save a checkpoint out of turn, with the engines asleep."""
+        await self.sleep_engines()
+        await self.checkpoints.save(step, save_driver, unlogged)
 
     async def sleep_engines(self) -> None:
         """Free the engines' memory for the trainer until the next reshard."""

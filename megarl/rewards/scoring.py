@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Failure, RewardWorker, Scored, WorkerSettings
+from megarl.rewards.worker import RewardWorker, Scored, WorkerSettings
+from megarl.terminal import FirstOfEachKind
 
 
 class Scorer(Protocol):
@@ -51,8 +52,7 @@ class RewardPool:
         notice: Callable[[str], object] = lambda text: None,
         make_worker: MakeScorer = RewardWorker,
     ) -> None:
-        self._notice = notice
-        self._noticed: set[Failure] = set()
+        self._notices = FirstOfEachKind(notice)
         logs = [str(log_folder.absolute() / f"reward_{n:04d}.log") if log_folder else None for n in range(num_workers)]
         self._workers = [make_worker(settings, log) for log in logs]
         self._idle: queue.SimpleQueue[Scorer] = queue.SimpleQueue()
@@ -68,11 +68,11 @@ class RewardPool:
         """
         loop = asyncio.get_running_loop()
         scored = await loop.run_in_executor(self._threads, self._score, sample)
-        if scored.failure and scored.failure not in self._noticed:
-            self._noticed.add(scored.failure)
-            self._notice(
+        if scored.failure:
+            self._notices.tell(
+                scored.failure,
                 f"a completion could not be scored and gets zero (the first of reward/{scored.failure}s, more are only "
-                f"counted): {scored.detail}"
+                f"counted): {scored.detail}",
             )
         return scored
 

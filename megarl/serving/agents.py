@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import AgentConfig, Recipe
 from megarl.data.chat import load_tokenizer
@@ -19,9 +19,11 @@ from megarl.rollout.attempt import Budget, Score, Task, unanswered
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
 from megarl.serving.codec import Codec
-from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Limits, Session, Sessions
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
+
+if TYPE_CHECKING:
+    from megarl.serving.endpoint import Endpoint
 
 COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
@@ -132,6 +134,9 @@ async def agent_program(
     if recipe.rollout.environment != "command":
         yield None
         return
+    # Its web server takes a while to import, and few runs need it.
+    from megarl.serving.endpoint import Endpoint
+
     longest = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     context_tokens = recipe.data.max_prompt_tokens + longest
     codec = Codec(load_tokenizer(recipe.model.path), context_tokens, recipe.rollout.tool_parser)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -68,7 +68,8 @@ class Codec:
 
     async def tokens(self, token_ids: NDArray[np.int64]) -> list[str]:
         """The text of each token by itself."""
-        return await self._in_thread(lambda: [self._decoded(token_ids[i : i + 1]) for i in range(len(token_ids))])
+        each = [token_ids[place : place + 1] for place in range(len(token_ids))]
+        return await self._in_thread(lambda: [self._dialogue.text_with_special_tokens(token) for token in each])
 
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
         """Raise RequestError for tools that are no JSON schemas, or whose calls could not be read."""
@@ -96,11 +97,6 @@ class Codec:
             return await asyncio.get_running_loop().run_in_executor(self._thread, checked)
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error
-
-    def _decoded(self, token_ids: Any) -> str:
-        text = self._dialogue.tokenizer.decode(token_ids, skip_special_tokens=False)
-        assert isinstance(text, str)
-        return text
 
 
 def too_long(context_tokens: int) -> RequestError:

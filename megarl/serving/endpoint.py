@@ -13,6 +13,7 @@ from megarl.config import EndpointConfig
 from megarl.serving.protocol import Asked, Reply, model, models, read_conversation, read_prompt
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer, Limits, ModelCallUnderWay, Session, Sessions
+from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError, SamplingSettings
 
 MAX_BODY_BYTES = 32 << 20
@@ -45,8 +46,7 @@ class Endpoint:
     ) -> None:
         self._sessions, self._config, self._model = sessions, config, model
         self._sampling, self._guests = sampling, guests
-        self._notice = notice
-        self._noticed: set[str] = set()
+        self._notices = FirstOfEachKind(notice)
         self._admitted: set[Any] = set()
         self._runner: web.AppRunner | None = None
         self.base_url = ""
@@ -163,7 +163,7 @@ class Endpoint:
         for name in names:
             session.counts["overridden_fields"] += 1
             text = f"a client of the endpoint set {name} = {body[name]!r:.40}; the recipe's value holds"
-            self._tell_once(name, f"{text} (environment/overridden_fields)")
+            self._notices.tell(name, f"{text} (environment/overridden_fields)")
         return asked
 
     def _session(self, request: web.Request) -> tuple[Session, bool]:
@@ -223,7 +223,7 @@ class Endpoint:
                 response = web.json_response(reply.whole(answer, tokens), headers=headers)
         for text in session.fork_texts[:1]:
             changed = "an agent changed the history that it sent before, so a new sequence begins"
-            self._tell_once("fork", f"{changed} (environment/forks): {text}")
+            self._notices.tell("fork", f"{changed} (environment/forks): {text}")
         return response
 
     async def _stream(
@@ -259,11 +259,6 @@ class Endpoint:
         if not asked.has_logprobs:
             return None
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)
-
-    def _tell_once(self, kind: str, text: str) -> None:
-        if kind not in self._noticed:
-            self._noticed.add(kind)
-            self._notice(text)
 
 
 async def _read(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:

@@ -54,10 +54,10 @@ class History:
                     return answered
         return None
 
-    def fork(self, conversation: Conversation) -> Fork | None:
+    def fork(self, conversation: Conversation, known: Answered | None) -> Fork | None:
         """Where a conversation differs from the answered one that it has most in common with; None: it continues one.
 
-        Nor is it a fork to ask again what was answered.
+        Nor is it a fork to ask again what was answered. `known` is what `find` finds for it.
         """
         if not self._answered:
             return None
@@ -65,11 +65,10 @@ class History:
             ((conversation.common_messages(a.conversation), number) for number, a in enumerate(self._answered))
         )
         other = self._answered[nearest].conversation
-        if self.find(conversation) is None and common >= min(len(conversation.keys), len(other.keys)):
-            # The same words, but for reasoning, or the same question again.
-            return Fork("history", "reasoning differs") if len(conversation.keys) > common else None
         if common >= min(len(conversation.keys), len(other.keys)):
-            return None
+            # The same words, but for reasoning; or the same question again.
+            is_fork = known is None and len(conversation.keys) > common
+            return Fork("history", "reasoning differs") if is_fork else None
         if all(answered.conversation.tools != conversation.tools for answered in self._answered):
             return Fork("tools", "the tools are others than before")
         texts = other.keys[common], conversation.keys[common]

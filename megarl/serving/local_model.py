@@ -13,7 +13,7 @@ from megarl.cluster.local import LocalGroup
 from megarl.config import EndpointConfig, RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import load_tokenizer
-from megarl.files.model_folder import read_object
+from megarl.files.model_folder import read_object, weight_files
 from megarl.platform import device
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
@@ -45,10 +45,11 @@ class EngineRank:
 
 
 def model_folder(path: Path) -> Path:
-    """The model folder of a run, or the one that a path is. Raises DataError for any other."""
+    """The model folder of a run, or the one that a path is. Raises DataError for any other, or one without weights."""
     folder = path / "hf" if (path / "config.yaml").is_file() else path
     if not (folder / "config.json").is_file():
         raise DataError(f"{path}: is neither a model folder nor a run that has exported its model; give one of them")
+    weight_files(folder)
     return folder
 
 
@@ -95,7 +96,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open
 
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                yield name, file.get_tensor(name)
+    for name in weight_files(folder):
+        with safe_open(folder / name, "pt") as file:
+            for tensor in file.keys():  # noqa: SIM118 (no mapping)
+                yield tensor, file.get_tensor(tensor)

@@ -217,11 +217,11 @@ class Session:
     async def _chat(self, conversation: Conversation, sampling: SamplingSettings) -> Answer:
         number = self._num_started
         self._codec.check_tools(conversation.tools)
-        if fork := self._history.fork(conversation):
+        known = self._history.find(conversation)
+        if fork := self._history.fork(conversation, known):
             self.counts["forks"] += 1
             self.counts[f"forks/{fork.reason}"] += 1
             self.fork_texts.append(fork.text)
-        known = self._history.find(conversation)
         if known is None:
             token_ids = await self._codec.opening(conversation)
         else:

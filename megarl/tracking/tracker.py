@@ -14,7 +14,7 @@ import rich.console
 from rich.text import Text
 
 from megarl.files.atomic import append_whole, disk_full_named, sync
-from megarl.terminal import Terminal
+from megarl.terminal import FirstOfEachKind, Terminal
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trackers import RunTracker, start
 from megarl.types import DiskFullError
@@ -43,6 +43,7 @@ class Tracker:
         self._headlines = tuple(headlines)
         self._steps = steps
         self._console = console or Terminal(highlight=False)
+        self._notices = FirstOfEachKind(self.notice)
         append_whole(folder.metrics_file, b"")
         self._trackers: dict[str, RunTracker] = {}
         for name in trackers:
@@ -125,6 +126,10 @@ class Tracker:
     def notice(self, text: str) -> None:
         """Print a warning on the console."""
         self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+
+    def notice_once(self, kind: str, text: str) -> None:
+        """Print a warning, the first of its kind in this run."""
+        self._notices.tell(kind, text)
 
     def _give_up(self, name: str, error: Exception) -> None:
         self.notice(
