@@ -187,12 +187,12 @@ class RolloutConfig(Section):
     """Completions that one engine decodes concurrently."""
     environment: str = "single_turn"
     """Environment of the attempts: single_turn (one answer to the problem), calculator and search (tools), countdown,
-    guess_number and mastermind (games), command (a program of yours that speaks to rollout.endpoint), or your own as
-    package.module:Class or path/to/file.py:Class (megarl.environments.Environment,
-    megarl.environments.tools.ToolEnvironment). Resume: a run whose loss reads no engine log-probs
-    (algorithm.old_logprobs trainer, no importance_sampling) goes on bit-equal in float32; one whose loss reads them
-    does so while all requests of a step fit in the engines at once, else up to rounding, since engines round by what
-    they decode together."""
+    guess_number and mastermind (games), reasoning_gym and gem (other libraries'), command (a program of yours that
+    speaks to rollout.endpoint), or your own as package.module:Class or path/to/file.py:Class
+    (megarl.environments.Environment, megarl.environments.tools.ToolEnvironment). Resume: a run whose loss reads no
+    engine log-probs (algorithm.old_logprobs trainer, no importance_sampling) goes on bit-equal in float32; one whose
+    loss reads them does so while all requests of a step fit in the engines at once, else up to rounding, since engines
+    round by what they decode together."""
     environment_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class's constructor."""
     tool_parser: (
@@ -219,10 +219,11 @@ class RolloutConfig(Section):
 class DataConfig(Section):
     train: str
     """JSONL file of training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or
-    "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto)."""
+    "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto). Or
+    `environment:COUNT` (rl): so many problems that rollout.environment makes itself, each a function of its number."""
     validation: dict[Name, str] = Field(default_factory=dict)
-    """Validation sets, JSONL files by name: problems, or pairs (preference, reward_model). Metric:
-    val/NAME/accuracy."""
+    """Validation sets, JSONL files by name: problems, or pairs (preference, reward_model); or `environment:COUNT`,
+    problems of other numbers than those of training. Metric: val/NAME/accuracy."""
     validation_conversations: dict[Name, str] = Field(default_factory=dict)
     """Validation sets of conversations (sft), JSONL files by name. Metric: val/NAME/loss, nats a token."""
     ptx: str | None = None

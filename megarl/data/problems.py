@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,40 @@ from megarl.types import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+MADE = "environment:"
+"""How a data source begins whose problems the environment makes."""
+MAX_MADE = 1_000_000
+"""Problems that an environment makes for one data set."""
+FIRST_HELDOUT = 1_000_000_000
+"""Number of the first problem that an environment makes for validation: none of them is one of training."""
+
+
+def num_made(source: str) -> int | None:
+    """The count of a data source `environment:COUNT`; None for a file.
+
+    Raises ValueError where the count is none.
+    """
+    if not source.startswith(MADE):
+        return None
+    count = source.removeprefix(MADE)
+    if not re.fullmatch(r"[1-9]\d*", count) or int(count) > MAX_MADE:
+        raise ValueError(f"{count!r} is no count of problems; give one from 1 to {MAX_MADE}")
+    return int(count)
+
+
+def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None, is_heldout: bool) -> list[Problem]:
+    """Problems that the environment makes of their numbers, all alike but for these.
+
+    `record` has the `split`, train or validation; the user's message stands for what the environment asks.
+    """
+    messages: tuple[dict[str, str], ...] = ({"role": "user", "content": "(a problem of the environment)"},)
+    if system_prompt is not None:
+        messages = ({"role": "system", "content": system_prompt}, *messages)
+    prompt = tuple(encode(tokenizer, render(tokenizer, messages, generation_prompt=True)))
+    record = {"split": "validation" if is_heldout else "train"}
+    first = FIRST_HELDOUT if is_heldout else 0
+    return [Problem(first + number, messages, prompt, "", record) for number in range(count)]
 
 
 def read_problems(

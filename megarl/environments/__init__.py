@@ -25,6 +25,8 @@ ENVIRONMENTS = {
     "countdown": "megarl.environments.countdown:Countdown",
     "guess_number": "megarl.environments.guess_number:GuessNumber",
     "mastermind": "megarl.environments.mastermind:Mastermind",
+    "reasoning_gym": "megarl.environments.reasoning_gym:ReasoningGym",
+    "gem": "megarl.environments.gem:Gem",
 }
 """The environments that a recipe can name, and where their classes are."""
 
@@ -77,7 +79,10 @@ class Environment(Protocol):
     """One attempt at a problem: made fresh for it, with the recipe's `rollout.environment_kwargs`, and closed once.
 
     One whose attempts always have the same tools may say so in an attribute `tools`, as `Start` has them: they are
-    checked before a run starts. Its constructor takes settings, `reset` opens what must be closed.
+    checked before a run starts. One that makes its problems of their numbers (`Problem.index`) says so with
+    `makes_problems = True`, and takes data `environment:COUNT`; the record's `split` is then train or validation. Its
+    constructor takes settings, `reset` opens what must be closed. A method `check()`, if any, is called once before a
+    run starts, and raises what is wrong.
     """
 
     async def reset(self, problem: Problem, seed: int) -> Start:

@@ -20,6 +20,8 @@ class Countdown:
     told why, as long as there are `max_guesses`. The reward is 1 for the target, else 0. Each number may be used once.
     """
 
+    makes_problems = True
+
     def __init__(self, *, num_numbers: int = 4, max_number: int = 20, max_guesses: int = 1) -> None:
         if not 2 <= num_numbers <= 8 or max_number < 2 or max_guesses < 1:
             raise ValueError("num_numbers must be from 2 to 8, max_number 2 at least, max_guesses 1 at least")

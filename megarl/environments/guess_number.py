@@ -15,6 +15,8 @@ class GuessNumber:
     The reward is 1 for the number within `max_guesses`, else 0.
     """
 
+    makes_problems = True
+
     def __init__(self, *, max_number: int = 100, max_guesses: int = 8) -> None:
         if max_number < 2 or max_guesses < 1:
             raise ValueError("max_number must be 2 at least, max_guesses 1 at least")

@@ -19,6 +19,8 @@ class Mastermind:
     `max_guesses`, else the share of letters that the last guess had in their places, by `partial_reward` (0: none).
     """
 
+    makes_problems = True
+
     def __init__(
         self, *, length: int = 4, num_letters: int = 6, max_guesses: int = 8, partial_reward: float = 0.0
     ) -> None:

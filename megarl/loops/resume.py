@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from megarl.checkpoint.manifest import canonical_sha256, file_record
 from megarl.config import Recipe
 from megarl.config.recipe import error_page, recipe_changes
+from megarl.data.problems import num_made
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.checkpointing import Survey, survey
@@ -43,6 +44,9 @@ class Inputs:
         models = {field: _model_identity(Path(folder)) for field, folder in folders.items()}
         data = {}
         for field, path in data_paths(recipe).items():
+            if num_made(path) is not None:
+                data[field] = canonical_sha256({"source": path})
+                continue
             with storage_faults_named(Path(path)):
                 data[field] = file_record(Path(path))["sha256"]
         return cls(models, data)

@@ -19,6 +19,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
 from megarl.environments import environment_maker
+from megarl.environments.foreign import close_children
 from megarl.families.shape import read_model_shape
 from megarl.files.import_path import function_of
 from megarl.loops import preference, rl, sft
@@ -89,7 +90,7 @@ async def _started(
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = load_tokenizer(recipe.model.path)
         problems = recipe.data.validation if recipe.has_engine else {}
-        validation = {name: read_problems(recipe, tokenizer, path) for name, path in problems.items()}
+        validation = {name: read_problems(recipe, tokenizer, path, is_heldout=True) for name, path in problems.items()}
         with tracker.phase("start"):
             ranks = await start_ranks(recipe.cluster, folder.logs_folder)
             stack.push_async_callback(ranks.close)
@@ -112,6 +113,7 @@ async def _started(
         if agent is not None:
             tracker.tell(f"endpoint at {agent.endpoint.base_url}/v1")
         environment = recipe.rollout.environment
+        stack.push_async_callback(close_children)
         session = Session(
             recipe=recipe,
             layout=layout,

@@ -22,6 +22,7 @@ from megarl.preflight.environment import environment
 from megarl.preflight.files import (
     count_records,
     data_files,
+    made_sources,
     read_conversations,
     read_preferences,
     read_problems,
@@ -98,6 +99,7 @@ def _faults(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *keywords(recipe)]
+    wrong += made_sources(recipe)
     wrong += learning.trackers(recipe)
     incomplete = check_model_folder(recipe.model.path)
     broken = [*incomplete, *data_files(recipe)]

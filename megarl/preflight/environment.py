@@ -11,8 +11,10 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
+from megarl.data.problems import MADE
 from megarl.data.tool_calls import check_tools
 from megarl.environments import environment_maker
+from megarl.preflight.files import data_paths, takes_problems
 from megarl.types import ConfigError, MegarlError
 
 
@@ -50,7 +52,12 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     rollout = recipe.rollout
     make = environment_maker(rollout.environment, rollout.environment_kwargs)
     try:
-        return tuple(getattr(make(), "tools", ()))
+        made = make()
+        if not getattr(made, "makes_problems", False):
+            _refuse_made_problems(recipe)
+        if check := getattr(made, "check", None):
+            check()
+        return tuple(getattr(made, "tools", ()))
     except MegarlError as error:
         raise ConfigError(f"rollout.environment_kwargs: {rollout.environment}: {error}") from error
     except Exception as error:  # a class of the recipe's author: it may raise anything
@@ -58,6 +65,13 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
             f"rollout.environment_kwargs = {rollout.environment_kwargs}: {rollout.environment} raises "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _refuse_made_problems(recipe: Recipe) -> None:
+    """Raise ConfigError where the data are to be made by the environment, which makes none."""
+    for field, path in data_paths(recipe).items():
+        if path.startswith(MADE) and takes_problems(recipe, field):
+            raise ConfigError(f"{field} = {path}: this environment makes no problems of its own; give a JSONL file")
 
 
 def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
+from megarl.data.problems import MADE, num_made
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import SYSTEM_PROMPTS
 from megarl.types import ConfigError, DataError, Problem, TrainingSequence
@@ -40,7 +41,7 @@ def count_records(recipe: Recipe) -> dict[str, int]:
             elif path in conversations:
                 counts[name] = len(read_conversations(recipe, tokenizer, path))
             else:
-                counts[name] = len(read_problems(recipe, tokenizer, path))
+                counts[name] = len(read_problems(recipe, tokenizer, path, is_heldout=name != "train"))
         except DataError as error:
             broken.append(str(error))
     if broken:
@@ -48,10 +49,15 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     return counts
 
 
-def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Problem]:
-    """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line."""
+def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str, *, is_heldout: bool = False) -> list[Problem]:
+    """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line.
+
+    Or those that its environment makes; `is_heldout` says that they are for validation.
+    """
     from megarl.data import problems
 
+    if (count := problems.num_made(path)) is not None:
+        return problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
     return problems.read_problems(
         path,
         tokenizer,
@@ -127,7 +133,7 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
 
 
 def data_paths(recipe: Recipe) -> dict[str, str]:
-    """The recipe's data files, by the fields that name them."""
+    """The recipe's data files, or `environment:COUNT`, by the fields that name them."""
     data = recipe.data
     paths = {"data.train": data.train}
     paths |= {f"data.validation.{name}": path for name, path in data.validation.items()}
@@ -135,8 +141,29 @@ def data_paths(recipe: Recipe) -> dict[str, str]:
     return paths | ({"data.ptx": data.ptx} if data.ptx else {})
 
 
+def takes_problems(recipe: Recipe, field: str) -> bool:
+    """Whether what a field of the data names are problems to sample answers to."""
+    if recipe.loop == "rl":
+        return field == "data.train" or field.startswith("data.validation.")
+    return recipe.loop == "sft" and field.startswith("data.validation.")
+
+
+def made_sources(recipe: Recipe) -> Iterator[str]:
+    """Faults of the data that the environment is to make."""
+    for field, path in data_paths(recipe).items():
+        try:
+            is_made = num_made(path) is not None
+        except ValueError as error:
+            yield f"{field} = {path}: {error}"
+            continue
+        if is_made and not takes_problems(recipe, field):
+            yield f"{field} = {path}: an environment makes problems, which are not what this holds; give a JSONL file"
+
+
 def data_files(recipe: Recipe) -> Iterator[str]:
     for field, path in data_paths(recipe).items():
+        if path.startswith(MADE):
+            continue
         if not Path(path).is_file():
             yield f"{path}: {field} is not there; give the path of a JSONL file"
         elif not Path(path).stat().st_size:

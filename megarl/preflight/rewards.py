@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from megarl.config import Recipe, RewardFunctionConfig
 from megarl.config.recipe import error_page
+from megarl.data.problems import num_made
 from megarl.data.records import read_records
 from megarl.preflight.files import system_prompt
 from megarl.rewards.calling import Sample, expected
@@ -24,6 +25,8 @@ def check_rewards(recipe: Recipe) -> None:
     if not recipe.has_engine:
         return
     path = recipe.data.train if recipe.loop == "rl" else next(iter(recipe.data.validation.values()))
+    if num_made(path) is not None:
+        return  # there is no record to try them on
     record = next(read_records(path))
     answer = record.text(recipe.data.answer_field)
     sample = Sample(answer, answer, record.messages(system_prompt(recipe)), record.fields, num_tokens=1)

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.problems import read_problems
+from megarl.data.problems import made_problems, num_made, read_problems
 from megarl.types import DataError
 
 USER = {"role": "user", "content": "12 + 3?"}
@@ -68,3 +68,17 @@ def test_folders_without_a_usable_tokenizer(tmp_path, tiny_model):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(DataError, match="no chat template"):
         load_tokenizer(tmp_path)
+
+
+def test_problems_that_an_environment_makes(tokenizer):
+    assert num_made("environment:12") == 12
+    assert num_made("data/environment.jsonl") is num_made("environment") is None
+    for wrong in ("environment:", "environment:0", "environment:-3", "environment:1e3", "environment:1000001"):
+        with pytest.raises(ValueError, match="from 1 to 1000000"):
+            num_made(wrong)
+    train, validation = (made_problems(3, tokenizer, system_prompt="Be brief.", is_heldout=h) for h in (False, True))
+    assert [problem.index for problem in train] == [0, 1, 2]
+    assert not {problem.index for problem in train} & {problem.index for problem in validation}
+    assert (train[0].record, validation[0].record) == ({"split": "train"}, {"split": "validation"})
+    assert [message["role"] for message in train[0].messages] == ["system", "user"]
+    assert tokenizer.decode(train[0].prompt_token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")

@@ -127,6 +127,21 @@ WRONG = [
         id="a setting that the environment refuses",
     ),
     pytest.param(
+        {"data": {"train": "environment:20"}, "rollout": {"environment": "calculator"}},
+        ["data.train = environment:20", "makes no problems"],
+        id="an environment that makes no problems",
+    ),
+    pytest.param(
+        {"data": {"validation": {"more": "environment:many"}}, "rollout": {"environment": "guess_number"}},
+        ["data.validation.more = environment:many", "from 1 to 1000000"],
+        id="no count of problems",
+    ),
+    pytest.param(
+        {"rollout": {"environment": "gem", "environment_kwargs": {"name": "game:Mastermind-v0-easy"}}},
+        ["rollout.environment_kwargs", "gem-llm is missing", "environment_kwargs.python"],
+        id="the library of an environment is missing",
+    ),
+    pytest.param(
         {"rollout": {"environment": "search"}},
         ["rollout.environment_kwargs = {}: search", "'corpus'"],
         id="a setting that the environment needs",

@@ -1,0 +1,226 @@
+"""Runs episodes of a library in the interpreter that has it; started by its path, it imports nothing of megarl.
+
+    python foreign_child.py LIBRARY PARENT_PID [MEMORY_BYTES]
+
+A request is a line of JSON on standard input, its answer a line on standard output, in turn:
+
+    {"id": 1, "session": "a", "do": "reset", "settings": {...}, "index": 7, "is_heldout": null}
+    {"id": 1, "value": {"text": "...", "system": null}}
+    {"id": 2, "session": "a", "do": "step", "text": "..."}
+    {"id": 2, "value": {"text": "...", "reward": 0.5, "done": true, "correct": false}}
+    {"session": "a", "do": "close"}
+
+An exception of the library is the `error` of an answer; `close` has none. Its prints go to standard error. The first
+line that this writes is {"ready": true}, or {"refused": "..."} where the library cannot be imported.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import warnings
+
+DEATH_SIGNAL = 1
+HELD_OUT_PARTS = 64
+"""Of 256: the share of all questions that are kept for validation."""
+MAX_DRAWS = 2000
+SEED_STEP = 1_000_003
+MAX_SEED = 1 << 32
+
+
+class ReasoningGym:
+    """A problem of a task of reasoning-gym, `index` its number, scored by the task's own scorer.
+
+    `is_heldout` chooses among questions by their hash, so that no question is asked in training and in validation.
+    """
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def reset(self, index, is_heldout):
+        task, seed, config = self.settings["task"], self.settings["seed"], self.settings["config"]
+        self.dataset, self.entry = problem_of(task, json.dumps(config), seed * SEED_STEP + index, is_heldout)
+        prompt = self.settings["system"]
+        return {"text": self.entry["question"], "system": prompt and system_prompt(prompt)}
+
+    def step(self, text):
+        answer = answer_in(text, self.settings["answer"])
+        score = float(self.dataset.score_answer(answer, self.entry))
+        return {"text": "", "reward": score, "done": True, "correct": score >= 0.99}
+
+    def close(self):
+        pass
+
+
+def answer_in(text, place):
+    """The answer of a completion, or None; dumping all candidates must not score."""
+    if place == "text":
+        return text.strip()
+    pattern = r"<answer>\s*(.*?)\s*</answer>" if place == "tags" else r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
+    found = re.findall(pattern, text, re.DOTALL)
+    return found[-1] if found else None
+
+
+def system_prompt(name):
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    if name not in SYSTEM_PROMPTS:
+        raise ValueError(f"system {name!r} is no prompt of reasoning-gym: {', '.join(SYSTEM_PROMPTS)}")
+    return SYSTEM_PROMPTS[name]
+
+
+@functools.lru_cache(maxsize=256)
+def problem_of(task, config, seed, is_heldout):
+    """The dataset of one problem, and the problem. Tasks make all their problems at once, or each from its seed."""
+    import reasoning_gym
+
+    for draw in range(MAX_DRAWS):
+        dataset = reasoning_gym.create_dataset(
+            task, seed=(seed + draw * (SEED_STEP + 2)) % MAX_SEED, size=1, **json.loads(config)
+        )
+        entry = dataset[0]
+        digest = hashlib.sha256(entry["question"].encode()).digest()
+        if is_heldout is None or (digest[0] < HELD_OUT_PARTS) == is_heldout:
+            return dataset, entry
+    raise ValueError(f"{task} has too few questions to keep some for validation; use settings that make more")
+
+
+class Gem:
+    """An environment of GEM, made by `gem.make`, its seed the problem's number."""
+
+    def __init__(self, settings):
+        for module in settings["modules"]:
+            importlib.import_module(module)
+        self.seed = settings["seed"] * SEED_STEP
+        self.environment = importlib.import_module("gem").make(settings["name"], **settings["config"])
+
+    def reset(self, index, is_heldout):
+        observation, info = self.environment.reset(seed=(self.seed + index) % MAX_SEED)
+        return {"text": shown(observation, info), "system": None}
+
+    def step(self, text):
+        observation, reward, terminated, truncated, info = self.environment.step(text)
+        is_done = bool(terminated or truncated)
+        told = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
+        # A game won gives 1, a lost one may give a part of it.
+        correct = told[0] if told else float(reward) >= 1.0 if is_done else None
+        return {"text": shown(observation, info), "reward": float(reward), "done": is_done, "correct": correct}
+
+    def close(self):
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
+
+
+def shown(observation, info):
+    """An observation as the policy reads it, with what the environment says before and after it."""
+    parts = [info.get("prefix"), observation, info.get("suffix")]
+    return "\n".join(str(part).strip("\n") for part in parts if part)
+
+
+def import_reasoning_gym():
+    warnings.simplefilter("ignore")
+    importlib.import_module("reasoning_gym")
+    return ReasoningGym
+
+
+def import_gem():
+    importlib.import_module("gem")
+    return Gem
+
+
+LIBRARIES = {"reasoning_gym": import_reasoning_gym, "gem": import_gem}
+
+
+class Session:
+    """An episode, with the global random numbers as it left them: libraries draw from them, and share them."""
+
+    def __init__(self, episode):
+        self.episode = episode
+        self.states = None
+
+    def call(self, method, *given):
+        if self.states is not None:
+            set_random_states(self.states)
+        value = getattr(self.episode, method)(*given)
+        self.states = random_states()
+        return value
+
+
+def random_states():
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def set_random_states(states):
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def answer(request, sessions, library):
+    """Carry a request out; what it gives is the answer's value."""
+    name, action = request["session"], request["do"]
+    if action == "reset":
+        random.seed(request["index"])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(request["index"] % MAX_SEED)
+        sessions[name] = Session(library(request["settings"]))
+        return sessions[name].call("reset", request["index"], request["is_heldout"])
+    if action == "step":
+        return sessions[name].call("step", request["text"])
+    session = sessions.pop(name, None)
+    if session is not None:
+        session.call("close")
+    return None
+
+
+def serve(requests, answers, library):
+    sessions = {}
+    for line in requests:
+        request = json.loads(line)
+        told = {"id": request.get("id")}
+        try:
+            told["value"] = answer(request, sessions, library)
+            text = json.dumps(told, allow_nan=False)
+        except Exception as error:
+            told.pop("value", None)
+            told["error"] = f"{type(error).__name__}: {error}"[:2000]
+            text = json.dumps(told)
+        if "id" in request:
+            print(text, file=answers, flush=True)
+
+
+def main():
+    library, parent = sys.argv[1], int(sys.argv[2])
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    if len(sys.argv) > 3:
+        resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]), resource.RLIM_INFINITY))
+    # Modules beside this file have the names of libraries; those of the user are in the current folder.
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here] + [os.getcwd()]
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    try:
+        found = LIBRARIES[library]()
+    except Exception as error:
+        print(json.dumps({"refused": f"{type(error).__name__}: {error}"[:2000]}), file=answers, flush=True)
+        return
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    serve(requests, answers, found)
+
+
+if __name__ == "__main__":
+    main()
