@@ -7,6 +7,7 @@ so entry 0 is never trained.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Ended = Literal["done", "length", "turns", "error"]
-"""Why a trajectory ended: the environment was done; the limit of tokens or of turns was reached; the environment
-raised or the engine refused a request."""
+Ended = Literal["done", "length", "turns", "calls", "invalid_calls", "seconds", "error"]
+"""Why a trajectory ended: the environment was done; the limit of tokens, of turns, of tool calls, of invalid calls in a
+row or of time was reached; the environment raised or hung, or the engine refused a request."""
 
 
 class MegarlError(Exception):
@@ -232,6 +233,8 @@ class Trajectory:
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    restarts: int = 0
+    """How often the attempt was begun anew, since the environment could not be had."""
 
     @property
     def num_sampled(self) -> int:
@@ -242,6 +245,12 @@ class Trajectory:
     def num_turns(self) -> int:
         """Number of completions, one per model call."""
         return max((int(segment.turns.max()) + 1 for segment in self.segments), default=0)
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """Number of tokens of each completion that has any."""
+        turns = [segment.turns[segment.loss_mask].tolist() for segment in self.segments]
+        return list(Counter(turn for of_segment in turns for turn in of_segment).values())
 
     @property
     def oldest_version(self) -> int:

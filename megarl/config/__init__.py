@@ -178,6 +178,28 @@ class AgentConfig(Section):
     """Programs that run at once on the driver's machine."""
 
 
+class BudgetConfig(Section):
+    """Limits of an attempt of several turns beside `rollout.max_turns`, which environments may spend in any order."""
+
+    sampled_tokens: PositiveInt | None = None
+    """Tokens that the policy samples in an attempt, in all turns together; then it has ended with `length`. Default:
+    what fits beside prompts and observations."""
+    tool_calls: PositiveInt | None = None
+    """Tool calls of an attempt; at the turn that makes more, it has ended with `calls`."""
+    invalid_calls: PositiveInt = 8
+    """Tool calls in a row that cannot be read, are of no tool or have wrong arguments; then the attempt has ended with
+    `invalid_calls`. Each is replied to with its error. One that the limit of its turn's length cut does not count."""
+    step_seconds: PositiveFloat | None = 600.0
+    """Seconds that the environment may take to begin or to answer a turn; then the attempt has ended with `error`,
+    without a reward, and is counted in rollout/errors/Timeout. null: no limit."""
+    seconds: PositiveFloat | None = None
+    """Seconds of an attempt by the clock, waiting for engines included; then it has ended with `seconds`, and what it
+    has until then is scored. Which attempts that hits differs from run to run."""
+    attempts: PositiveInt = 1
+    """How often an attempt is begun at most where its environment raises EnvironmentUnavailableError
+    (megarl.environments): a fault that is not the policy's. Counted in rollout/restarted."""
+
+
 class RolloutConfig(Section):
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM engine; there are ranks / tp replicas."""
@@ -210,6 +232,12 @@ class RolloutConfig(Section):
     truncated_turn: Literal["end", "close"] = "end"
     """A completion that meets the limit of its length, before the attempt has used its room, ends the attempt, or is
     closed with the end of turn, untrained, and the attempt goes on."""
+    history: Literal["append", "render", "refuse"] = "append"
+    """Prompt of a later turn, where the chat template rewrites earlier ones (drops what was thought, say): the tokens
+    as they were sampled and what was observed (append); what the template writes, which makes a training sequence of
+    its own of each rewritten history (render); or such a template is an error (refuse). Told at the start."""
+    budget: BudgetConfig = BudgetConfig()
+    """Limits of an attempt of several turns."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache of one rank in GiB."""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -200,6 +200,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.truncated_turn": (*_ENGINE, _NOT_COMMAND),
     "rollout.agent": (*_ENGINE, _COMMAND),
     "rollout.endpoint": (*_ENGINE, _COMMAND),
+    "rollout.history": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
+    "rollout.budget": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
     "rollout.max_concurrent_requests": _ENGINE,
     "rollout.kv_cache_gib": _ENGINE,
     "rollout.vllm": _ENGINE,

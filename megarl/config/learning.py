@@ -225,7 +225,7 @@ class AlgorithmConfig(Section):
     """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by reward.correct_score at
     the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of max_new_tokens."""
     mask_truncated: bool = False
-    """Mask completions that hit the length limit out of the loss (DAPO's overlong filtering)."""
+    """Mask attempts that hit a limit of length or of time out of the loss (DAPO's overlong filtering)."""
     ptx_coefficient: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """PPO-ptx coefficient c: the loss is (1 - c) * rl + c * cross-entropy of the conversations of data.ptx."""
     ptx_conversations: PositiveInt = 32

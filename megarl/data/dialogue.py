@@ -46,8 +46,22 @@ class Dialogue:
 
         Raises ValueError where the template refuses them.
         """
-        text = render(self.tokenizer, messages, generation_prompt=True, tools=tools)
+        return self.encoded(self.rendered(messages, tools))
+
+    def rendered(self, messages: Messages, tools: Tools = ()) -> str:
+        """The text of messages and tools up to the opening of the assistant's turn. Raises ValueError as `opening`."""
+        return render(self.tokenizer, messages, generation_prompt=True, tools=tools)
+
+    def encoded(self, text: str) -> NDArray[np.int32]:
+        """Token ids [tokens] of rendered text."""
         return np.array(encode(self.tokenizer, text), np.int32)
+
+    def written(self, token_ids: NDArray[np.int64]) -> str:
+        """The text of a sampled turn as a template writes it, with special tokens, but without the one that ends it."""
+        decoded = self.text_with_special_tokens(token_ids)
+        special = special_tokens(self.tokenizer)
+        last = None if special is None else [*special.finditer(decoded)][-1:]
+        return decoded[: last[0].start()] if last and last[0].end() == len(decoded) else decoded
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Token ids that follow `token_ids` [tokens], which end with an assistant's turn, when `messages` answer it.

@@ -75,6 +75,13 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class EnvironmentUnavailableError(Exception):
+    """A fault that is not the policy's, such as a server that does not answer: the attempt is begun anew.
+
+    `rollout.budget.attempts` says how often; then it has no reward.
+    """
+
+
 class Environment(Protocol):
     """One attempt at a problem: made fresh for it, with the recipe's `rollout.environment_kwargs`, and closed once.
 

@@ -114,22 +114,18 @@ class ToolEnvironment:
 
     Each call of a turn gets one reply, a message of role `tool`, in the order of the calls however they finish. A call
     that cannot be carried out, a tool that raises and one that takes longer than `tool_seconds` are replied to with an
-    error. A reply longer than `max_reply_characters` loses its middle. After `max_invalid_turns` turns in a row whose
-    calls are all invalid, the attempt is done.
+    error. A reply longer than `max_reply_characters` loses its middle. The recipe's `rollout.budget.invalid_calls` says
+    after how many calls in a row that cannot be carried out the attempt ends.
 
     Metrics, means over attempts: `tools/NAME/calls`, `/errors`, `/seconds`; `tools/invalid`: calls of no tool or with
     wrong arguments; `tools/truncated`: replies that lost their middle.
     """
 
-    def __init__(
-        self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0, max_invalid_turns: int = 4
-    ) -> None:
-        if max_reply_characters < 100 or tool_seconds <= 0 or max_invalid_turns < 1:
-            raise ValueError("max_reply_characters must be 100 at least, tool_seconds and max_invalid_turns above 0")
+    def __init__(self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0) -> None:
+        if max_reply_characters < 100 or tool_seconds <= 0:
+            raise ValueError("max_reply_characters must be 100 at least, tool_seconds above 0")
         self.max_reply_characters = max_reply_characters
         self.tool_seconds = tool_seconds
-        self.max_invalid_turns = max_invalid_turns
-        self._invalid_turns = 0
         self._one_at_a_time = asyncio.Lock()
         marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), _SCHEMA)]
         self.tools: tuple[Mapping[str, Any], ...] = tuple(getattr(getattr(self, name), _SCHEMA) for name in marked)
@@ -148,9 +144,8 @@ class ToolEnvironment:
         invalid = [call for call in turn.calls if call.error is not None]
         is_cut = turn.finish_reason == "length" and turn.calls[-1].error is not None
         metrics["tools/invalid"] = float(len(invalid) - is_cut)  # the turn's length broke the last one, not the policy
-        self._invalid_turns = self._invalid_turns + 1 if len(invalid) == len(turn.calls) else 0
         messages = await asyncio.gather(*(self._reply(call, metrics) for call in turn.calls))
-        return Step(tuple(messages), done=self._invalid_turns >= self.max_invalid_turns, metrics=metrics)
+        return Step(tuple(messages), metrics=metrics)
 
     async def close(self) -> None:
         pass

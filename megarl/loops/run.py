@@ -18,6 +18,7 @@ from megarl.config.recipe import error_page
 from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
+from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker
 from megarl.environments.foreign import close_children
 from megarl.families.shape import read_model_shape
@@ -106,6 +107,9 @@ async def _started(
         stack.callback(rewards.close)
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
+        has_turns = recipe.rollout.environment not in ("single_turn", "command") and recipe.rollout.max_turns > 1
+        if recipe.has_engine and has_turns:
+            tracker.notice(history_notice(history_faults(tokenizer), recipe.rollout.history))
         folder.set_status("running")
         pool = EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests)
         sampling = sampling_settings(recipe.rollout.sampling)
@@ -133,6 +137,8 @@ async def _started(
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
                 max_turns=recipe.rollout.max_turns,
                 truncated_turn=recipe.rollout.truncated_turn,
+                history="render" if recipe.rollout.history == "render" else "append",
+                budget=recipe.rollout.budget,
                 is_abandoned=lambda: bool(stop),
                 notice=tracker.notice,
                 agent=agent.attempt if agent is not None else None,

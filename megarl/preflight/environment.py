@@ -12,6 +12,7 @@ from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
 from megarl.data.problems import MADE
+from megarl.data.template_history import REFUSES, history_faults
 from megarl.data.tool_calls import check_tools
 from megarl.environments import environment_maker
 from megarl.preflight.files import data_paths, takes_problems
@@ -35,6 +36,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "single_turn" or not has_model:
         return
     dialogue = Dialogue(load_tokenizer(recipe.model.path), recipe.rollout.tool_parser)
+    yield from _rewritten_history(recipe, dialogue)
     if tools:
         yield from _faults_with_tools(name, tools, dialogue)
         return
@@ -44,6 +46,18 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         yield (
             f"rollout.environment = {name!r}: {error}; give the model folder a chat template that goes on after an "
             "assistant's turn, or take single_turn"
+        )
+
+
+def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
+    rollout = recipe.rollout
+    if rollout.history != "refuse" or rollout.max_turns == 1:
+        return
+    faults = history_faults(dialogue.tokenizer)
+    if told := "; ".join(f"{kind}: {fault}" for kind, fault in faults.items() if fault != REFUSES):
+        yield (
+            f"rollout.history = refuse: the chat template rewrites earlier turns ({told}); give the model folder one "
+            "that only appends, or take append or render"
         )
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from megarl.data.dialogue import Dialogue
-from megarl.environments import Environment, Message, Start, Step, Turn
+from megarl.environments import Environment, EnvironmentUnavailableError, Step
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
+from megarl.rollout.course import Course, History
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
@@ -21,21 +22,32 @@ from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSe
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Result = TypeVar("Result")
 Score = Callable[[Sample], Awaitable[Scored]]
 """Scores the last completion of an attempt by the recipe's reward functions."""
 
 
+GRACE_SECONDS = 2.0
+"""How long an environment may take to end after it was cancelled, or to close; then it is left to itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of an attempt: tokens of prompt, completions and observations together, and the number of completions.
+    """Limits of an attempt: `context_tokens` of prompt, completions and observations together, and `max_turns`.
 
     `truncated_turn`: a completion that reached its limit ends the attempt, or its turn is closed and the attempt goes
-    on.
+    on. The others are those of the recipe's `rollout.budget`; None: no limit.
     """
 
     context_tokens: int
     max_turns: int = 1
     truncated_turn: Literal["end", "close"] = "end"
+    sampled_tokens: int | None = None
+    tool_calls: int | None = None
+    invalid_calls: int | None = None
+    step_seconds: float | None = None
+    seconds: float | None = None
+    attempts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,39 +78,88 @@ class _AttemptError(Exception):
 
 
 @dataclass(slots=True)
-class _Course:
-    """The course of an attempt so far: a step for each model call but perhaps the last."""
+class _Clock:
+    """The times that an attempt is held to, by the event loop's time in seconds."""
 
-    opening: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    calls: list[ModelCall] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    budget: Budget
+    now: Callable[[], float]
+    started: float
+    step_started: float | None = None
+    """When the environment began to answer; None while it is not asked."""
+    is_stopped: bool = False
+    """The attempt is over, whatever its environment still does."""
 
-    def before_last(self, texts: Sequence[str]) -> tuple[Message, ...]:
-        """The messages before the last completion; `texts` are the calls' completions."""
-        messages = list(self.opening)
-        for text, step in zip(texts[:-1], self.steps, strict=False):
-            messages += [{"role": "assistant", "content": text}, *step.messages]
-        return tuple(messages)
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the nearest limit may be reached; None: there is none."""
+        ends = [end for end in (self._attempt_ends, self._step_ends) if end is not None]
+        # An environment that is not asked now may be from now on.
+        if self._step_ends is None and self.budget.step_seconds is not None:
+            ends.append(self.now() + self.budget.step_seconds)
+        return max(0.0, min(ends) - self.now()) if ends else None
+
+    @property
+    def over(self) -> Literal["attempt", "step"] | None:
+        """Which limit is reached."""
+        now = self.now()
+        if self._attempt_ends is not None and now >= self._attempt_ends:
+            return "attempt"
+        return "step" if self._step_ends is not None and now >= self._step_ends else None
+
+    @property
+    def _attempt_ends(self) -> float | None:
+        return None if self.budget.seconds is None else self.started + self.budget.seconds
+
+    @property
+    def _step_ends(self) -> float | None:
+        limit = self.budget.step_seconds
+        return None if limit is None or self.step_started is None else self.step_started + limit
+
+    async def timed(self, method: Callable[..., Awaitable[Any]], *given: object) -> Any:
+        """Await an environment's method. Raises _AttemptError for whatever it raises, and where its time is over."""
+        self.step_started = self.now()
+        try:
+            return await method(*given)
+        except EnvironmentUnavailableError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _AttemptError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.step_started = None
+            if self.is_stopped:  # it was cancelled and went on
+                raise _AttemptError("Timeout: the attempt is over")
 
 
 async def attempt(
-    task: Task, environment: Environment, pool: EnginePool, budget: Budget, dialogue: Dialogue, score: Score
+    task: Task,
+    make_environment: Callable[[], Environment],
+    pool: EnginePool,
+    budget: Budget,
+    dialogue: Dialogue,
+    score: Score,
+    history: History = "append",
 ) -> Trajectory:
     """Start, sample, step the environment, observe, until it is done or the budget is spent; then score.
 
-    Where the environment raises or the engine refuses a request, the trajectory ended with `error`: the tokens until
-    then, no reward, and why in `failure`.
+    Where the environment raises, hangs or gives what it must not, or the engine refuses a request, the trajectory ended
+    with `error`: the tokens until then, no reward, and why in `failure`. It waits for nothing longer than the budget
+    allows, for an environment that ignores its cancellation neither.
     """
-    course = _Course(task.problem.messages)
-    failure: str | None = None
-    try:
-        ended = await _take_turns(task, environment, pool, budget, dialogue, course)
-    except _AttemptError as error:
-        ended, failure = "error", str(error)
-    finally:
-        pool.forget(task.name)
-        await environment.close()
+    now = asyncio.get_running_loop().time
+    clock = _Clock(budget, now, now())
+    restarts = 0
+    while True:
+        course = Course(dialogue, history, task.problem.messages)
+        try:
+            ended, failure = await _watched(task, make_environment, pool, course, clock)
+            break
+        except EnvironmentUnavailableError as error:
+            if restarts + 1 == budget.attempts:
+                ended, failure = "error", f"{type(error).__name__}: {error}"
+                break
+            restarts += 1
+        finally:
+            pool.forget(task.name)
     calls, steps = course.calls, course.steps
     texts = [dialogue.text(call.completion.token_ids) for call in calls]
     trajectory = Trajectory(
@@ -113,6 +174,7 @@ async def attempt(
         ended=ended,
         turn_rewards=tuple((number, step.reward) for number, step in enumerate(steps) if step.reward is not None),
         metrics=_summed([step.metrics for step in steps]),
+        restarts=restarts,
     )
     if failure is not None:
         return trajectory
@@ -129,24 +191,79 @@ async def attempt(
     return replace(trajectory, reward=scored.reward, failure=scored.failure)
 
 
-async def _take_turns(
-    task: Task,
-    environment: Environment,
-    pool: EnginePool,
-    budget: Budget,
-    dialogue: Dialogue,
-    course: _Course,
-) -> Ended:
+async def _watched(
+    task: Task, make_environment: Callable[[], Environment], pool: EnginePool, course: Course, clock: _Clock
+) -> tuple[Ended, str | None]:
+    """Take turns within the limits of time, and close the environment. Returns why it ended and the failure, if any.
+
+    A task of its own takes the turns: what waits for it can give it up. Raises EnvironmentUnavailableError.
+    """
+    try:
+        environment = make_environment()
+    except EnvironmentUnavailableError:
+        raise
+    except (Exception, SystemExit) as error:
+        return "error", f"{type(error).__name__}: {error}"
+    turns = asyncio.create_task(_take_turns(task, environment, pool, course, clock))
+    turns.add_done_callback(lambda task: task.cancelled() or task.exception())  # that of one left is of no interest
+    over: Literal["attempt", "step"] | None = None
+    try:
+        while not turns.done() and (over := clock.over) is None:
+            await asyncio.wait({turns}, timeout=clock.seconds_left)
+    finally:
+        if not turns.done():
+            clock.is_stopped = True
+        closing = await _ended_or_left(turns, environment)
+    if over == "step":
+        return "error", f"Timeout: the environment's answer took longer than {clock.budget.step_seconds:g} seconds"
+    if over == "attempt":
+        return ("error", closing) if closing else ("seconds", None)
+    try:
+        ended = turns.result()
+    except _AttemptError as error:
+        return "error", str(error)
+    except asyncio.CancelledError:
+        return "error", "CancelledError: the environment was cancelled from within"
+    return ("error", closing) if closing else (ended, None)
+
+
+async def _ended_or_left(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
+    """Cancel what takes the turns, where it still does, and close the environment; what does not end is left.
+
+    Returns what went wrong in closing.
+    """
+    if not turns.done():
+        turns.cancel()
+        await asyncio.wait({turns}, timeout=GRACE_SECONDS)
+    closing = asyncio.create_task(_closed(environment))
+    await asyncio.wait({closing}, timeout=GRACE_SECONDS)
+    if not closing.done():
+        closing.cancel()
+        return f"Timeout: the environment took longer than {GRACE_SECONDS:g} seconds to close"
+    return None if closing.cancelled() else closing.result()
+
+
+async def _closed(environment: Environment) -> str | None:
+    """Close the environment. Returns what went wrong."""
+    try:
+        await environment.close()
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+async def _take_turns(task: Task, environment: Environment, pool: EnginePool, course: Course, clock: _Clock) -> Ended:
     """Fill `course` turn by turn. Returns why there is no further turn, raises _AttemptError."""
-    start = await _answer_of(
-        environment.reset(task.problem, _seed(task.seed, task.problem.index, task.number, "reset"))
-    )
-    if not isinstance(start, Start):
-        raise _AttemptError(f"TypeError: reset gave {start!r:.80}, not a Start")
-    course.opening, course.tools = tuple(start.messages), tuple(start.tools)
-    token_ids = _opening(task, start, dialogue)
+    budget = clock.budget
+    seed = _seed(task.seed, task.problem.index, task.number, "reset")
+    start = await clock.timed(environment.reset, task.problem, seed)
+    _told(course.start, start, task.problem)
+    num_sampled = num_calls = num_invalid = 0
     for number in range(budget.max_turns):
+        token_ids = course.prompt
         room = budget.context_tokens - len(token_ids)
+        if budget.sampled_tokens is not None:
+            room = min(room, budget.sampled_tokens - num_sampled)
         if room <= 0:
             return "length"
         request = Request(
@@ -158,66 +275,37 @@ async def _take_turns(
         completion = await pool.generate(request, affinity=task.name)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: {completion.error}")
-        course.calls.append(ModelCall(token_ids, completion))
-        is_cut = completion.finish_reason == "length"
-        step = _checked(await _answer_of(environment.step(_turn(course, dialogue))))
-        course.steps.append(step)
+        turn = course.take(completion)
+        num_sampled += len(completion.token_ids)
+        num_calls += len(turn.calls)
+        if budget.tool_calls is not None and num_calls > budget.tool_calls:
+            return "calls"
+        step = _told(course.add, await clock.timed(environment.step, turn))
+        is_cut = turn.finish_reason == "length"
         if is_cut and (step.done or budget.truncated_turn == "end"):
             return "length"
         if step.done:
             return "done"
-        token_ids = _observed(course, step, dialogue)
+        # A call that the turn's length cut is none of the policy's faults.
+        for call in turn.calls[:-1] if is_cut else turn.calls:
+            num_invalid = 0 if call.error is None else num_invalid + 1
+        if budget.invalid_calls is not None and num_invalid >= budget.invalid_calls:
+            return "invalid_calls"
+        _told(course.observe, step)
     return "turns"
 
 
-def _turn(course: _Course, dialogue: Dialogue) -> Turn:
-    """The last completion as the environment takes it. Raises ConfigError where its calls' format is not known."""
-    number, call = len(course.calls) - 1, course.calls[-1]
-    completion = call.completion
-    finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
-    if not course.tools:
-        return Turn(number, dialogue.text(completion.token_ids), finish_reason)
-    parsed = dialogue.parsed(call.prompt_token_ids, completion.token_ids, course.tools, turn=number)
-    return Turn(number, parsed.text, finish_reason, parsed.reasoning or "", parsed.calls)
+def _told(part: Callable[..., Result], *given: Any) -> Result:
+    """The course takes an environment's answer. Raises _AttemptError where it is not what it must be."""
+    try:
+        return part(*given)
+    except (TypeError, ValueError) as error:
+        raise _AttemptError(f"{type(error).__name__}: {error}") from error
 
 
 def unanswered(problem: Problem) -> ModelCall:
     """A call whose segment is the problem's prompt alone, fully masked."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
-
-
-async def _answer_of(call: Awaitable[Any]) -> Any:
-    """Await an environment's method. Raises _AttemptError for whatever it raises."""
-    try:
-        return await call
-    except Exception as error:
-        raise _AttemptError(f"{type(error).__name__}: {error}") from error
-
-
-def _checked(step: Step) -> Step:
-    if not isinstance(step, Step):
-        raise _AttemptError(f"TypeError: step gave {step!r:.80}, not a Step")
-    if step.reward is not None and not math.isfinite(step.reward):
-        raise _AttemptError(f"ValueError: step gave the reward {step.reward}")
-    return step
-
-
-def _opening(task: Task, start: Start, dialogue: Dialogue) -> NDArray[np.int32]:
-    if start.messages == task.problem.messages and not start.tools:
-        return np.array(task.problem.prompt_token_ids, np.int32)  # rendered and checked when the data were read
-    try:
-        return dialogue.opening(start.messages, start.tools)
-    except ValueError as error:
-        raise _AttemptError(f"ValueError: {error}") from error
-
-
-def _observed(course: _Course, step: Step, dialogue: Dialogue) -> NDArray[np.int32]:
-    """The next prompt: the tokens of the last call, then those of the environment's messages; int32 [tokens]."""
-    token_ids = course.calls[-1].token_ids.astype(np.int32)
-    try:
-        return np.concatenate([token_ids, dialogue.observation(token_ids, step.messages, course.tools)])
-    except ValueError as error:
-        raise _AttemptError(f"ValueError: {error}") from error
 
 
 def _of_steps(steps: Sequence[Step]) -> Reward:

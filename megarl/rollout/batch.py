@@ -40,7 +40,9 @@ class RLBatch(TokenBatch):
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[Trajectory]], *, mask_truncated: bool = False) -> RLBatch:
-        """The trajectories of these groups, one per prompt; with `mask_truncated` those of full length are not trained.
+        """The trajectories of these groups, one per prompt.
+
+        With `mask_truncated` those that a limit of length or of time ended are not trained.
 
         `old_logprobs` are there where any segment has them, NaN on sampled tokens of those that do not.
         """
@@ -51,7 +53,7 @@ class RLBatch(TokenBatch):
         is_scored = np.array([reward is not None for reward in rewards])
         is_trained = is_scored.copy()
         if mask_truncated:
-            is_trained &= np.array([trajectory.ended != "length" for trajectory in trajectories])
+            is_trained &= np.array([trajectory.ended not in ("length", "seconds") for trajectory in trajectories])
         lengths = np.array([len(segment) for segment in segments])
         is_sampled = np.concatenate([segment.loss_mask for segment in segments])
         per_token = {"rollout_logprobs": np.concatenate([segment.rollout_logprobs for segment in segments])}

@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.config import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
 from megarl.rollout.attempt import Budget, Score, Task, attempt
+from megarl.rollout.course import History
 from megarl.rollout.pool import EnginePool, gather_unless_abandoned
 from megarl.types import Problem, SamplingSettings, Trajectory
 
@@ -18,8 +20,7 @@ class GroupSampler:
     """Samples and scores trajectories of problems; scoring overlaps with sampling.
 
     `environment` is the recipe's name of what `make_environment` makes, anew for each attempt; or `agent` makes the
-    attempts. `notice` is called with
-    the first failure of each kind.
+    attempts. `notice` is called with the first failure of each kind.
     """
 
     pool: EnginePool
@@ -30,6 +31,8 @@ class GroupSampler:
     max_prompt_tokens: int
     max_turns: int = 1
     truncated_turn: Literal["end", "close"] = "end"
+    history: History = "append"
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     is_abandoned: Callable[[], bool] = lambda: False
     notice: Callable[[str], object] = lambda text: None
     agent: Callable[[Task, Budget], Awaitable[Trajectory]] | None = None
@@ -42,7 +45,8 @@ class GroupSampler:
 
         Raises AbandonedError if the run is to stop; then all requests have left the engines.
         """
-        budget = Budget(self.max_prompt_tokens + sampling.max_new_tokens, self.max_turns, self.truncated_turn)
+        room = self.max_prompt_tokens + sampling.max_new_tokens
+        budget = Budget(room, self.max_turns, self.truncated_turn, **self.budget.model_dump())
         tasks = [
             Task(self.environment, problem, group, number, seed, sampling)
             for group, problem in enumerate(problems)
@@ -60,7 +64,7 @@ class GroupSampler:
         if self.agent is not None:
             return await self.agent(task, budget)
         assert self.make_environment is not None
-        return await attempt(task, self.make_environment(), self.pool, budget, self.dialogue, self.score)
+        return await attempt(task, self.make_environment, self.pool, budget, self.dialogue, self.score, self.history)
 
     def _tell_first(self, trajectory: Trajectory) -> None:
         if trajectory.ended != "error" or trajectory.failure is None:

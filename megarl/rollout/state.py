@@ -161,4 +161,5 @@ def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
         "ended": trajectory.ended,
         "turn_rewards": trajectory.turn_rewards,
         "metrics": dict(trajectory.metrics),
+        "restarts": trajectory.restarts,
     }

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import re
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import BudgetConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import encode, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
-from megarl.environments import Environment, Start, Step, Turn
+from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.attempt import Score
 from megarl.rollout.groups import GroupSampler
+from megarl.rollout.metrics import rollout_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
 from megarl.types import Problem, Reward, SamplingSettings, Segment, Trajectory
@@ -64,6 +70,82 @@ class Faulty(LongestWord):
 class NotFinite(LongestWord):
     async def step(self, turn: Turn) -> Step:
         return Step(reward=float("nan"))
+
+
+class NoMessages(LongestWord):
+    async def step(self, turn: Turn) -> Any:
+        return Step(("On!",))  # type: ignore[arg-type]
+
+
+class NotMeasured(LongestWord):
+    async def step(self, turn: Turn) -> Step:
+        return Step(metrics={"x": float("inf")}, done=True)
+
+
+class Leaving(LongestWord):
+    async def step(self, turn: Turn) -> Step:
+        raise SystemExit(3)
+
+
+class Unavailable(LongestWord):
+    async def step(self, turn: Turn) -> Step:
+        raise EnvironmentUnavailableError("no answer")
+
+
+class NotClosing(LongestWord):
+    async def step(self, turn: Turn) -> Step:
+        return Step(done=True)
+
+    async def close(self) -> None:
+        await super().close()
+        raise OSError("gone")
+
+
+class LeavingAtItsClose(NotClosing):
+    async def close(self) -> None:
+        await LongestWord.close(self)
+        raise SystemExit(3)
+
+
+class Deaf(LongestWord):
+    """At problem 2 it waits for ever, whoever cancels it."""
+
+    waiting: ClassVar[list[asyncio.Event]] = []
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        self.is_deaf = problem.index == 2
+        return await super().reset(problem, seed)
+
+    async def step(self, turn: Turn) -> Step:
+        event = asyncio.Event()
+        self.waiting.append(event)
+        while self.is_deaf and not event.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await event.wait()
+        return await super().step(turn)
+
+
+class SlowThenAway(LongestWord):
+    """The first attempt at a problem finds no server at its second turn."""
+
+    begun: ClassVar[Counter[tuple[int, int]]] = Counter()
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        self.problem = problem.index, seed
+        self.begun[self.problem] += 1
+        return await super().reset(problem, seed)
+
+    async def step(self, turn: Turn) -> Step:
+        if turn.number == 1 and self.begun[self.problem] == 1:
+            raise EnvironmentUnavailableError("no answer")
+        return await super().step(turn)
+
+
+class LongAtTwo(LongestWord):
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        if problem.index == 2:
+            return Start(({"role": "user", "content": "word " * 200},))
+        return await super().reset(problem, seed)
 
 
 class Endless(LongestWord):
@@ -135,7 +217,7 @@ def only(trajectory: Trajectory) -> Segment:
     return segment
 
 
-def test_a_game_of_two_turns_is_one_segment_of_what_the_engine_read_and_sampled(
+def test_cases_3_and_4_a_game_of_two_turns_is_one_segment_of_what_the_engine_read_and_sampled(
     sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any, tokenizer: Any
 ) -> None:
     closed = LongestWord.closed
@@ -273,6 +355,12 @@ def test_an_attempt_ends_with_its_budget(
         pytest.param(NoStart, "TypeError", 0, id="begins with no Start"),
         pytest.param(NotFinite, "ValueError", 1, id="reward is no number"),
         pytest.param(TooLong, "Refused", 0, id="the engine refuses"),
+        pytest.param(NoMessages, "TypeError", 1, id="messages are none"),
+        pytest.param(NotMeasured, "ValueError", 1, id="a metric is no number"),
+        pytest.param(Leaving, "SystemExit", 1, id="leaves the process"),
+        pytest.param(Unavailable, "EnvironmentUnavailableError", 1, id="cannot be had"),
+        pytest.param(NotClosing, "OSError", 1, id="does not close"),
+        pytest.param(LeavingAtItsClose, "SystemExit", 1, id="leaves the process at its close"),
     ],
 )
 def test_an_error_ends_its_attempt_alone_and_is_told_once(
@@ -293,6 +381,86 @@ def test_an_error_ends_its_attempt_alone_and_is_told_once(
         assert trajectory.failure is not None and trajectory.failure.startswith(f"{kind}: ")
     [text] = told
     assert f"rollout/errors/{kind}" in text
+
+
+@pytest.mark.parametrize("limit", ["step_seconds", "seconds"])
+def test_case_n8_an_environment_that_ignores_its_end_is_left_and_the_others_are_as_without_it(
+    limit: str, sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+) -> None:
+    free = runner.run(sampler(LongestWord, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s"))
+    made = sampler(Deaf, max_turns=4, truncated_turn="close", budget=BudgetConfig.model_validate({limit: 3.0}))
+    began = time.monotonic()
+    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
+    assert time.monotonic() - began < 60
+    first, deaf, last = found
+    assert [only(t).token_ids.tolist() for t in (first, last)] == [
+        only(free[place]).token_ids.tolist() for place in (0, 2)
+    ]
+    assert deaf.num_turns == 1 and only(deaf).token_ids.tolist() == only(free[1]).token_ids[: len(only(deaf))].tolist()
+    if limit == "seconds":
+        assert (deaf.ended, deaf.failure) == ("seconds", None) and deaf.reward is not None
+    else:
+        assert deaf.ended == "error" and deaf.reward is None and str(deaf.failure).startswith("Timeout: ")
+        assert rollout_metrics(found)["rollout/errors/Timeout"] == 1
+
+    async def let_go() -> None:
+        for event in Deaf.waiting:
+            event.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    runner.run(let_go())
+    Deaf.waiting.clear()
+
+
+def test_an_attempt_whose_environment_could_not_be_had_is_begun_anew_and_draws_alike(
+    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+) -> None:
+    free = runner.run(sampler(LongestWord, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s"))
+    SlowThenAway.begun.clear()
+    made = sampler(SlowThenAway, max_turns=4, truncated_turn="close", budget=BudgetConfig(attempts=2))
+    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
+    assert [only(t).token_ids.tolist() for t in found] == [only(t).token_ids.tolist() for t in free]
+    assert [t.restarts for t in found] == [1, 1, 1] and rollout_metrics(found)["rollout/restarted"] == 3
+    assert [t.reward for t in found] == [t.reward for t in free]
+
+
+def test_case_n1_a_prompt_that_does_not_fit_ends_its_attempt_and_no_other(
+    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+) -> None:
+    free, found = (
+        runner.run(sampler(kind, max_turns=4, truncated_turn="close").sample(problems, SAMPLING, seed="s"))
+        for kind in (LongestWord, LongAtTwo)
+    )
+    assert [t.ended for t in found] == [free[0].ended, "length", free[2].ended] and found[1].num_sampled == 0
+    for place in (0, 2):
+        assert only(found[place]).token_ids.tolist() == only(free[place]).token_ids.tolist()
+
+
+def test_a_history_that_the_template_rewrites_is_rendered_and_forks(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any, tokenizer: Any
+) -> None:
+    """Of two templates one shows no earlier answer; the other writes them as they are, so nothing is rendered anew."""
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content if m.role == 'user' else '...') "
+        "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    settings: dict[str, Any] = {"max_turns": 2, "truncated_turn": "close"}
+    appended = runner.run(sampler(LongestWord, **settings).sample(problems, SAMPLING, seed="s"))
+    kept = runner.run(sampler(LongestWord, history="render", **settings).sample(problems, SAMPLING, seed="s"))
+    assert [only(t).token_ids.tolist() for t in kept] == [only(t).token_ids.tolist() for t in appended]
+    made = replace(sampler(LongestWord, history="render", **settings), dialogue=Dialogue(forgetful))
+    found = runner.run(made.sample(problems, SAMPLING, seed="s"))
+    sent = {name: prompt for of_rank in runner.run(group.call("seen")) for name, prompt, _ in of_rank}
+    for place, trajectory in enumerate(found):
+        first, second = trajectory.segments
+        prompt = sent[f"{place}.0.1"]
+        assert second.token_ids[: len(prompt)].tolist() == prompt and not second.loss_mask[: len(prompt)].any()
+        assert "<|im_start|>assistant\n...<|im_end|>\n<|im_start|>user\nLonger than" in tokenizer.decode(prompt)
+        assert first.token_ids.tolist() == only(appended[place]).token_ids[: len(first)].tolist()
+        assert trajectory.num_sampled == int(first.loss_mask.sum() + second.loss_mask.sum())
+    assert rollout_metrics(found)["rollout/forks"] == 3
 
 
 def test_case_5_sampled_ids_stay_as_they_are_whatever_their_text_would_be_encoded_to(tokenizer: Any) -> None:

@@ -1,0 +1,93 @@
+"""Trials of a chat template: how it treats earlier turns, in conversations of several kinds.
+
+A template rewrites history where it drops what was thought before a new question, closes a conversation with a token of
+its own, or writes a turn's beginning otherwise than it asks for it. Then a model that is shown the tokens as they were
+sampled reads another text than the template's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.chat import render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def _calling(*numbers: int, thought: str = "") -> dict[str, Any]:
+    calls = [
+        {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
+        for number in numbers
+    ]
+    return _said("assistant", "", tool_calls=calls) | ({"reasoning_content": thought} if thought else {})
+
+
+def _reply(number: int) -> dict[str, Any]:
+    return _said("tool", f"reply {number}", tool_call_id=f"call{number:05}", name="f")
+
+
+_QUESTION, _NEXT = _said("user", "first"), _said("user", "second")
+_ANSWER, _LAST = _said("assistant", "one"), _said("assistant", "two")
+_THOUGHT = _said("assistant", "one", reasoning_content="hm")
+CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "plain": (_QUESTION, _ANSWER, _NEXT, _LAST),
+    "reasoning, then user": (_QUESTION, _THOUGHT, _NEXT, _LAST),
+    "tool chain with reasoning": (
+        _QUESTION, _calling(1, thought="hm"), _reply(1), _calling(2, thought="so"), _reply(2), _THOUGHT,
+    ),
+    "parallel tools": (_QUESTION, _calling(1, 2), _reply(1), _reply(2), _ANSWER),
+    "tools, then user": (_QUESTION, _calling(1, thought="hm"), _reply(1), _THOUGHT, _NEXT, _LAST),
+}  # fmt: skip
+"""Conversations by kind."""
+
+
+REFUSES = "refuses"
+"""The fault of a template that raises."""
+
+
+def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
+    """Kinds of `CONVERSATIONS` that a chat template does not only append to, with how.
+
+    An answer must follow the prompt that asked for it ("rewrites the answer"), and what was written up to an answer,
+    less trailing space, must begin every later prompt ("rewrites history"); "refuses" where the template raises.
+    """
+    found = {kind: _faults(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
+    return {kind: fault for kind, fault in found.items() if fault}
+
+
+def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        prompts = {place: render(tokenizer, messages[:place], generation_prompt=True) for place in answers}
+        wholes = {place: render(tokenizer, messages[: place + 1], generation_prompt=False) for place in answers}
+    except ValueError:
+        return REFUSES
+    follows = all(wholes[place].startswith(prompts[place]) for place in answers)
+    keeps = all(
+        prompts[later].startswith(wholes[place].rstrip()) for place in answers for later in answers if later > place
+    )
+    parts = [*([] if follows else ["rewrites the answer"]), *([] if keeps else ["rewrites history"])]
+    return " and ".join(parts)
+
+
+def history_notice(faults: Mapping[str, str], history: str) -> str:
+    """The meaning of `rollout.history` with a template of these faults, in a sentence for the start of a run."""
+    rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
+    refused = [kind for kind, fault in faults.items() if fault == REFUSES]
+    beside = f" It refuses: {'; '.join(refused)}." if refused else ""
+    if not rewritten:
+        return f"rollout.history = {history}: the chat template only appends, as tokens are kept.{beside}"
+    told = "; ".join(f"{kind}: {fault}" for kind, fault in rewritten.items())
+    meaning = (
+        "each rewritten history is a training sequence of its own"
+        if history == "render"
+        else "the policy is shown the tokens as they were sampled, not what the template writes; "
+        "rollout.history=render follows it"
+    )
+    return f"rollout.history = {history}: the chat template rewrites earlier turns ({told}), and {meaning}.{beside}"

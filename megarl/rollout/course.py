@@ -1,0 +1,146 @@
+"""The course of an attempt: its messages, its model calls, and the prompt of the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+
+import numpy as np
+
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Message, Start, Step, Turn
+from megarl.rollout.stitch import ModelCall
+from megarl.types import Completion, Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+History = Literal["append", "render"]
+
+
+@dataclass(slots=True)
+class Course:
+    """The course of an attempt so far: a turn for each model call, a step for each but perhaps the last.
+
+    Its prompts are tokens [prompt]: those of the last call and its observation (`append`), or what the chat template
+    writes of all messages (`render`). `render` keeps the tokens too while the template writes just what they are.
+    """
+
+    dialogue: Dialogue
+    history: History
+    opening: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    calls: list[ModelCall] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    _rendered: str = ""
+    """The text of `prompt`, where history is rendered."""
+
+    def start(self, start: object, problem: Problem) -> None:
+        """The first prompt. Raises TypeError for what is no start, ValueError where the template refuses it."""
+        start = _checked_start(start)
+        self.opening, self.tools = tuple(start.messages), tuple(start.tools)
+        if self.history == "render":
+            self._rendered = self.dialogue.rendered(self.opening, self.tools)
+        if self.opening == tuple(problem.messages) and not self.tools:
+            self.prompt = np.array(problem.prompt_token_ids, np.int32)  # rendered and checked when the data were read
+        else:
+            self.prompt = self.dialogue.opening(self.opening, self.tools)
+
+    def take(self, completion: Completion) -> Turn:
+        """The turn of a completion of `prompt`. Raises ConfigError where its calls' format is not known."""
+        self.calls.append(ModelCall(self.prompt, completion))
+        finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
+        number, token_ids = len(self.turns), completion.token_ids
+        turn = Turn(number, self.dialogue.text(token_ids), finish_reason)
+        if self.tools:
+            parsed = self.dialogue.parsed(self.prompt, token_ids, self.tools, turn=number)
+            turn = Turn(number, parsed.text, finish_reason, parsed.reasoning or "", parsed.calls)
+        self.turns.append(turn)
+        return turn
+
+    def add(self, step: object) -> Step:
+        """The environment's answer to the last turn. Raises TypeError for what is none, ValueError for its numbers."""
+        checked = _checked_step(step)
+        self.steps.append(checked)
+        return checked
+
+    def observe(self, step: Step) -> None:
+        """The prompt after the environment's messages. Raises ValueError where the template refuses them."""
+        if self.history == "render":
+            before = self._rendered
+            self._rendered = self.dialogue.rendered(self._messages(), self.tools)
+            if not self._rendered.startswith(before + self.dialogue.written(self.calls[-1].completion.token_ids)):
+                self.prompt = self.dialogue.encoded(self._rendered)
+                return
+        token_ids = self.calls[-1].token_ids.astype(np.int32)
+        self.prompt = np.concatenate([token_ids, self.dialogue.observation(token_ids, step.messages, self.tools)])
+
+    def before_last(self, texts: Sequence[str]) -> tuple[Message, ...]:
+        """The messages before the last completion; `texts` are the calls' completions."""
+        messages = list(self.opening)
+        for text, step in zip(texts[:-1], self.steps, strict=False):
+            messages += [{"role": "assistant", "content": text}, *step.messages]
+        return tuple(messages)
+
+    def _messages(self) -> tuple[Message, ...]:
+        """All messages, the policy's with reasoning and calls apart, as templates take them."""
+        messages = list(self.opening)
+        for turn, step in zip(self.turns, self.steps, strict=True):
+            messages += [_message(turn), *step.messages]
+        return tuple(messages)
+
+
+def _message(turn: Turn) -> Message:
+    """A turn of the policy as a message. Calls that cannot be carried out have no arguments there."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments or {})},
+            }
+            for call in turn.calls
+        ]
+    return message
+
+
+def _checked_start(start: object) -> Start:
+    """The start, if it is one. Raises TypeError."""
+    if not isinstance(start, Start):
+        raise TypeError(f"reset gave {start!r:.80}, not a Start")
+    _check_messages(start.messages, "reset")
+    if not _are_mappings(start.tools):
+        raise TypeError(f"reset gave the tools {start.tools!r:.80}, not JSON schemas")
+    return start
+
+
+def _checked_step(step: object) -> Step:
+    """The step, if it is one. Raises TypeError, and ValueError for numbers that are none."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step gave {step!r:.80}, not a Step")
+    _check_messages(step.messages, "step")
+    if step.reward is not None and not _is_number(step.reward):
+        raise ValueError(f"step gave the reward {step.reward!r:.80}")
+    if not isinstance(step.metrics, Mapping) or not all(map(_is_number, step.metrics.values())):
+        raise ValueError(f"step gave the metrics {step.metrics!r:.80}, not finite numbers by name")
+    return step
+
+
+def _check_messages(messages: object, method: str) -> None:
+    if not _are_mappings(messages) or not all("role" in message for message in messages):
+        raise TypeError(f"{method} gave the messages {messages!r:.80}, not mappings with a role and a content")
+
+
+def _are_mappings(values: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return isinstance(values, list | tuple) and all(isinstance(value, Mapping) for value in values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and math.isfinite(value)

@@ -1,0 +1,106 @@
+"""Limits of tool calls and tokens in attempts whose completions are typed in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Start, Step, Turn
+from megarl.rewards.calling import Sample
+from megarl.rewards.worker import Scored
+from megarl.rollout.attempt import Budget, Task, attempt
+from megarl.rollout.pool import EnginePool
+from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
+from tests.data.templates import tokenizer_of
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    },
+}
+QUESTION = ({"role": "user", "content": "Sort."},)
+GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+CUT = "<tool_call>" + "word " * 600
+BROKEN = '<tool_call>\n{"name": "f", "arguments": {"x": \n</tool_call>'
+
+
+class Answering:
+    """Answers every call, and is done with a turn that makes none."""
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        return Start(problem.messages, (TOOL,))
+
+    async def step(self, turn: Turn) -> Step:
+        replies = [{"role": "tool", "name": "f", "tool_call_id": c.id, "content": str(c.error)} for c in turn.calls]
+        return Step(tuple(replies), done=not turn.calls)
+
+    async def close(self) -> None:
+        pass
+
+
+class Policy(EnginePool):
+    """Says one text after the other; `sent` are the requests."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.tokenizer = tokenizer_of("qwen")
+        self.texts = iter(texts)
+        self.sent: list[Request] = []
+
+    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+        self.sent.append(request)
+        token_ids = self.tokenizer.encode(next(self.texts) + "<|im_end|>", add_special_tokens=False)
+        kept = np.array(token_ids[: request.sampling.max_new_tokens])
+        finish_reason = "stop" if len(kept) == len(token_ids) else "length"
+        return Completion(request.request_id, kept, np.zeros(len(kept), np.float32), finish_reason, 0)
+
+    def forget(self, affinity: str) -> None:
+        pass
+
+
+async def score(sample: Sample) -> Scored:
+    return Scored(Reward(1.0, True, True))
+
+
+def attempted(texts: list[str], **limits: Any) -> tuple[Trajectory, Policy]:
+    policy = Policy(texts)
+    problem = Problem(0, QUESTION, (1,), "7")
+    task = Task("test", problem, 0, 0, "s", SamplingSettings(500))
+    budget = Budget(9000, 20, "close", **limits)
+    return asyncio.run(attempt(task, Answering, policy, budget, Dialogue(policy.tokenizer), score)), policy
+
+
+@pytest.mark.parametrize(
+    ("texts", "limits", "ended", "num_turns"),
+    [
+        pytest.param([GOOD, GOOD, "done"], {}, "done", 3, id="no limit"),
+        pytest.param([GOOD, GOOD, "done"], {"tool_calls": 2}, "done", 3, id="as many calls as it may"),
+        pytest.param([GOOD, GOOD + GOOD, "done"], {"tool_calls": 2}, "calls", 2, id="more calls"),
+        pytest.param([BROKEN] * 5, {"invalid_calls": 3}, "invalid_calls", 3, id="broken calls in a row"),
+        pytest.param([BROKEN, BROKEN, GOOD, BROKEN, "done"], {"invalid_calls": 3}, "done", 5, id="a good one between"),
+        pytest.param([BROKEN, CUT, BROKEN, "done"], {"invalid_calls": 2}, "invalid_calls", 3, id="one cut between"),
+        pytest.param([BROKEN, CUT, "done"], {"invalid_calls": 2}, "done", 3, id="the last one cut"),
+        pytest.param([BROKEN + GOOD, BROKEN, BROKEN], {"invalid_calls": 2}, "invalid_calls", 3, id="beside a good one"),
+    ],
+)
+def test_limits_of_calls(texts: list[str], limits: dict[str, int], ended: str, num_turns: int) -> None:
+    trajectory, policy = attempted(texts, **limits)
+    assert (trajectory.ended, trajectory.num_turns) == (ended, num_turns)
+    assert trajectory.reward == Reward(1.0, True, True)
+    [segment] = trajectory.segments
+    written = policy.tokenizer.decode(segment.token_ids)
+    assert written.count("<tool_response>") == sum(text.count("<tool_call>") for text in texts[: num_turns - 1])
+
+
+def test_a_limit_of_sampled_tokens_is_of_all_turns_together() -> None:
+    free, policy = attempted([GOOD, GOOD, "done"])
+    of_turn = free.turn_tokens
+    trajectory, limited = attempted([GOOD, GOOD, "done"], sampled_tokens=of_turn[0] + 3)
+    assert (trajectory.ended, trajectory.turn_tokens) == ("length", [of_turn[0], 3])
+    assert [request.sampling.max_new_tokens for request in limited.sent] == [of_turn[0] + 3, 3]
+    assert [request.sampling.max_new_tokens for request in policy.sent] == [500] * 3
