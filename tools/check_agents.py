@@ -1,0 +1,274 @@
+"""Sample random conversations of several turns with the real engine, and check what the trainer is given of them.
+
+    python tools/check_agents.py [--trajectories 1000]
+
+Random turns, replies (users' and tools', with special tokens written out), tools, truncated turns, and histories that a
+template rewrites. Checked: every sampled token is trained in exactly one place, after exactly the prompt that the
+engine was sent (0 differ); the trainer's log-probs of sampled tokens are the engine's within 1e-5 nats in float32; and
+loss and gradient stay equal in every bit when log-probs, advantages and weights of all other tokens are scrambled.
+Exits with 1 if anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config import BudgetConfig, Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Start, Step, Turn
+from megarl.rewards.calling import Sample
+from megarl.rewards.worker import Scored
+from megarl.rollout.batch import RLBatch
+from megarl.rollout.course import History
+from megarl.rollout.groups import GroupSampler
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stitch import ModelCall
+from megarl.rollout.weights import assign_token_weights
+from megarl.testing import RankPool
+from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
+
+GAP_LIMIT = 1e-5
+MODEL: dict[str, Any] = {"num_layers": 2, "vocab_size": 433, "tie_word_embeddings": False, "initializer_range": 0.1}
+PROMPT_TOKENS, NEW_TOKENS = 900, 12
+WORDS = (
+    "sort",
+    "7",
+    "é",
+    "\u4e2d",
+    "\n\n",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "</tool_call>",
+    "  ",
+    "the answer",
+)
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{{ m.content[:2] if m.role == 'assistant' else m.content }}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Shows two characters of each earlier answer."""
+TOOL = {"type": "function", "function": {"name": "f", "description": "Of x.", "parameters": {"type": "object"}}}
+
+
+class RandomTalk:
+    """One to five turns of random replies."""
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        self._random = np.random.default_rng(seed)
+        self._num_turns = int(self._random.integers(1, 6))
+        tools = (TOOL,) if self._random.random() < 0.5 else ()
+        return Start((*problem.messages, self._said("user")), tools)
+
+    async def step(self, turn: Turn) -> Step:
+        if turn.number + 1 == self._num_turns:
+            return Step(reward=float(self._random.normal()), done=True)
+        roles = ["tool"] * int(self._random.integers(0, 3)) + ["user"] * int(self._random.integers(0, 2))
+        return Step(tuple(self._said(role) for role in roles or ["user"]))
+
+    async def close(self) -> None:
+        pass
+
+    def _said(self, role: str) -> dict[str, Any]:
+        content = " ".join(self._random.choice(WORDS, self._random.integers(1, 9)))
+        return {"role": role, "content": content} | (
+            {"name": "f", "tool_call_id": "call00000"} if role == "tool" else {}
+        )
+
+
+class RecordingPool(EnginePool):
+    """The engines, and every call of each attempt in order."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.calls: dict[str | None, list[ModelCall]] = {}
+
+    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+        completion = await super().generate(request, affinity=affinity)
+        self.calls.setdefault(affinity, []).append(ModelCall(request.prompt_token_ids, completion))
+        return completion
+
+
+def recipe_of(folder: Path) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "agents", "loop": "rl", "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
+            "rollout": {
+                "sampling": {"max_new_tokens": NEW_TOKENS}, "kv_cache_gib": 0.2, "max_concurrent_requests": 64,
+            },
+            "trainer": {"max_tokens_per_microbatch": 4096, "distributed_optimizer": False},
+            "algorithm": {"importance_sampling": "tis", "aggregation": "sequence_mean_token_mean"},
+            "optimizer": {"name": "sgd", "learning_rate": 1e-30, "clip_grad_norm": 0.0},
+        }
+    )  # fmt: skip
+
+
+async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path) -> dict[str, Any]:
+    """So many trajectories, what differs from what was sampled, and the batch with the trainer's log-probs."""
+    from megarl.cluster.launchers import start_ranks
+    from megarl.data.chat import load_tokenizer
+    from megarl.loops.run import _models
+
+    tokenizer = load_tokenizer(recipe.model.path)
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = FORGETFUL
+    async with AsyncExitStack() as stack:
+        ranks = await start_ranks(recipe.cluster, logs)
+        stack.push_async_callback(ranks.close)
+        settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
+        await ranks.construct("megarl.worker:Worker", settings)
+        await ranks.call("reshard")
+        found: list[Trajectory] = []
+        num_differing = num_sampled = 0
+        kinds: tuple[tuple[Any, History], ...] = ((tokenizer, "append"), (forgetful, "render"))
+        for of_kind, history in kinds:
+            dialogue = Dialogue(of_kind, "hermes")
+            pool = RecordingPool(ranks, layout, max_running=128)
+            sampler = GroupSampler(
+                pool=pool, dialogue=dialogue, score=unscored, environment="random", make_environment=RandomTalk,
+                max_prompt_tokens=PROMPT_TOKENS, max_turns=4, truncated_turn="close",
+                history=history, budget=BudgetConfig(sampled_tokens=4 * NEW_TOKENS - 7),
+            )  # fmt: skip
+            problems = [problem(number) for number in range((count + 1) // 2)]
+            half = await sampler.sample(problems, SamplingSettings(NEW_TOKENS), seed=history)
+            for trajectory in half:
+                calls = pool.calls.get(f"{trajectory.group}.{trajectory.number}", [])
+                num_differing += differing(trajectory, calls)
+                num_sampled += sum(len(call.completion.token_ids) for call in calls)
+            found += half
+        await ranks.call("sleep_engine")
+        batch = RLBatch.from_groups([[trajectory] for trajectory in found])
+        trained = await _models(recipe, layout, ranks)["policy"].forward(batch)
+    gap = np.abs(trained - batch.per_token["rollout_logprobs"])[batch.loss_mask]
+    return {
+        "trajectories": found, "differing": num_differing, "sampled": num_sampled,
+        "gap": float(gap.max()), "batch": batch, "trained": trained,
+    }  # fmt: skip
+
+
+async def unscored(sample: Sample) -> Scored:
+    return Scored(Reward(0.0, True, False))
+
+
+def problem(number: int) -> Problem:
+    messages = ({"role": "system", "content": f"Problem {number}."},)
+    return Problem(number, messages, (), f"{number}")
+
+
+def differing(trajectory: Trajectory, calls: Sequence[ModelCall]) -> int:
+    """Tokens that were sent or sampled and are not so in the one place where their call is trained."""
+    wrong = abs(trajectory.num_sampled - sum(len(call.completion.token_ids) for call in calls))
+    for number, call in enumerate(calls):
+        start, end = len(call.prompt_token_ids), len(call.token_ids)
+        places = [(s, np.flatnonzero((s.turns == number) & s.loss_mask)) for s in trajectory.segments]
+        holding = [(segment, place) for segment, place in places if len(place)]
+        if len(holding) != 1 or not np.array_equal(holding[0][1], np.arange(start, end)):
+            wrong += end - start
+            continue
+        segment = holding[0][0]
+        wrong += int((segment.token_ids[:end] != call.token_ids).sum())
+        wrong += int((segment.rollout_logprobs[start:end] != call.completion.rollout_logprobs).sum())
+    return wrong
+
+
+def minibatches(batch: RLBatch, trained: np.ndarray, recipe: Recipe) -> list[TokenBatch]:
+    """The batch of an update, and the same with other numbers at all tokens that are not trained."""
+    random = np.random.default_rng(3)
+    size, mask = len(batch.token_ids), batch.loss_mask
+    plain = batch.with_arrays(
+        {
+            "old_logprobs": trained,
+            "rollout_logprobs": batch.per_token["rollout_logprobs"],
+            "importance_weights": np.where(mask, random.uniform(0.5, 1.5, size), 0.0).astype(np.float32),
+            "advantages": np.where(mask, random.normal(0.0, 1.0, size), 0.0).astype(np.float32),
+        }
+    )
+    assign_token_weights(plain, recipe.algorithm, NEW_TOKENS)
+    noise = {name: random.normal(0.0, 9.0, size).astype(np.float32) for name in plain.per_token}
+    scrambled = {name: np.where(mask, values, noise[name]) for name, values in plain.per_token.items()}
+    return [plain, plain.with_arrays(scrambled)]
+
+
+def gradients(recipe: Recipe, layout: ParallelConfig, batches: Sequence[TokenBatch]) -> list[Any]:
+    """On a rank: loss and gradient, by parameter, of each batch under the model folder's weights."""
+    from megarl.checkpoint import safetensors
+    from megarl.data.packing import pack
+    from megarl.families.shape import padded_vocab_size, read_model_shape
+    from megarl.reshard.layouts.megatron import megatron_layouts
+    from megarl.tracking.metrics import values
+    from megarl.training.engine import TrainingEngine
+
+    shape = read_model_shape(recipe.model.path)
+    [pieces] = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
+
+    def load(parameters: Mapping[str, Any]) -> None:
+        safetensors.load(recipe.model.path, pieces, parameters)
+
+    engine = TrainingEngine(recipe, layout, shape, load)
+    found = []
+    parameters: dict[str, Any] = engine.parameters
+    for batch in batches:
+        [packed] = pack(batch.lengths, max_tokens=recipe.trainer.max_tokens_per_microbatch, num_ranks=1)
+        metrics = values(engine.update([batch.select(row) for row in packed]))
+        gradient = {name: p.main_grad.detach().clone().numpy() for name, p in parameters.items()}
+        found.append((metrics["train/loss"], gradient))
+    return found
+
+
+def check(folder: Path, count: int, pool: RankPool, logs: Path) -> dict[str, Any]:
+    """The figures of so many trajectories; `met` says that all are within the limits."""
+    recipe, layout = recipe_of(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    made = asyncio.run(sampled(recipe, layout, count, logs))
+    [of_rank] = pool.run(gradients, recipe, layout, minibatches(made["batch"], made["trained"], recipe), world_size=1)
+    (loss, gradient), (scrambled_loss, scrambled) = of_rank
+    found: list[Trajectory] = made["trajectories"]
+    changed = sum(not np.array_equal(gradient[name], scrambled[name]) for name in gradient)
+    return {
+        "trajectories": len(found),
+        "turns": sum(t.num_turns for t in found),
+        "segments": sum(len(t.segments) for t in found),
+        "truncated": sum(t.ended == "length" for t in found),
+        "sampled": made["sampled"],
+        "differing": made["differing"],
+        "gap": made["gap"],
+        "loss": loss,
+        "gradient_norm": float(np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in gradient.values()))),
+        "changed": changed + (loss != scrambled_loss),
+        "met": made["differing"] == 0 and made["gap"] <= GAP_LIMIT and changed == 0 and loss == scrambled_loss,
+    }
+
+
+def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trajectories", type=int, default=1000)
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(Path(__file__).parent))
+    from make_tiny_model import make_tiny_model
+
+    with tempfile.TemporaryDirectory() as work, RankPool(1) as pool:
+        folder = make_tiny_model(Path(work) / "model", **MODEL)
+        found = check(folder, options.trajectories, pool, Path(work))
+    show(
+        f"{found['trajectories']} trajectories, {found['turns']} turns, {found['segments']} segments, "
+        f"{found['truncated']} truncated, {found['sampled']} tokens sampled"
+    )
+    show(f"{found['differing']} differ; largest gap of log-probs {found['gap']:.1e} nats (limit {GAP_LIMIT})")
+    show(f"{found['changed']} of loss and gradients changed by other tokens' numbers; loss {found['loss']:.4f}")
+    return 0 if found["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
