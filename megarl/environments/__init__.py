@@ -27,6 +27,7 @@ ENVIRONMENTS = {
     "mastermind": "megarl.environments.mastermind:Mastermind",
     "reasoning_gym": "megarl.environments.reasoning_gym:ReasoningGym",
     "gem": "megarl.environments.gem:Gem",
+    "openenv": "megarl.environments.openenv:OpenEnv",
 }
 """The environments that a recipe can name, and where their classes are."""
 

@@ -19,16 +19,14 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from megarl.environments import Start, Step, Turn
+from megarl.environments.shared import Tail, close_shared, shared
 from megarl.types import ConfigError, Problem
 
 _SCRIPT = Path(__file__).with_name("foreign_child.py")
 _MAX_ANSWER_BYTES = 16 << 20
-_KEPT_BYTES = 1 << 14
 _START_SECONDS = 300.0
-_SHOWN = 400
 _GIB = 1 << 30
 
 
@@ -122,14 +120,15 @@ class ForeignEnvironment:
         try:
             await self.reset(Problem(0, ({"role": "user", "content": "."},), (), ""), 0)
         finally:
-            await close_children()
+            await close_shared()
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The child's answer; where it was lost through another episode, this one is played again in a new child."""
         while True:
             try:
                 if self._child is None or self._child.has_ended:
-                    self._child = await _children(self._command).child(self._place % self._processes)
+                    children = shared(self._command, lambda: _Children(self._command))
+                    self._child = await children.child(self._place % self._processes)
                     for earlier, known in self._told:
                         if await self._child.ask(self._name, earlier, self._seconds) != known:
                             raise NotRepeatedError("the environment did not repeat itself in a new process")
@@ -172,8 +171,7 @@ class _Child:
         self._process = process
         self._lock = asyncio.Lock()
         self._numbers = itertools.count(1)
-        self._errors = asyncio.create_task(self._complaints())
-        self._complaint = b""
+        self._said = Tail(process.stderr)
         self.has_ended = False
 
     @classmethod
@@ -222,7 +220,7 @@ class _Child:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.shield(self._process.wait())
-        self._errors.cancel()
+        self._said.close()
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin
@@ -247,14 +245,8 @@ class _Child:
             if not is_whole:  # cancelled, too: what it still writes must not answer another request
                 await self.kill()
         if told is None:
-            said = " ".join(self._complaint.decode(errors="replace").split())[-_SHOWN:]
-            raise ChildError(f"the child ended with {self._process.returncode}: {said}")
+            raise ChildError(f"the child ended with {self._process.returncode}: {self._said}")
         return told
-
-    async def _complaints(self) -> None:
-        assert self._process.stderr
-        while read := await self._process.stderr.read(_KEPT_BYTES):
-            self._complaint = (self._complaint + read)[-_KEPT_BYTES:]
 
 
 class _Children:
@@ -274,17 +266,3 @@ class _Children:
     async def close(self) -> None:
         for child in self._running.values():
             await child.kill()
-
-
-_CHILDREN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Command, _Children]] = WeakKeyDictionary()
-"""Of each event loop: their connections belong to it."""
-
-
-def _children(command: _Command) -> _Children:
-    return _CHILDREN.setdefault(asyncio.get_running_loop(), {}).setdefault(command, _Children(command))
-
-
-async def close_children() -> None:
-    """Kill the children of this event loop."""
-    for children in _CHILDREN.pop(asyncio.get_running_loop(), {}).values():
-        await children.close()

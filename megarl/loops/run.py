@@ -20,7 +20,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
 from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker
-from megarl.environments.foreign import close_children
+from megarl.environments.shared import close_shared
 from megarl.families.shape import read_model_shape
 from megarl.files.import_path import function_of
 from megarl.loops import preference, rl, sft
@@ -117,7 +117,7 @@ async def _started(
         if agent is not None:
             tracker.tell(f"endpoint at {agent.endpoint.base_url}/v1")
         environment = recipe.rollout.environment
-        stack.push_async_callback(close_children)
+        stack.push_async_callback(close_shared)
         session = Session(
             recipe=recipe,
             layout=layout,

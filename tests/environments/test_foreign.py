@@ -15,11 +15,11 @@ from megarl.environments.foreign import (
     ForeignEnvironment,
     ForeignError,
     NotRepeatedError,
-    close_children,
     require,
 )
 from megarl.environments.gem import Gem
 from megarl.environments.reasoning_gym import ReasoningGym
+from megarl.environments.shared import close_shared
 from megarl.types import ConfigError, Problem
 
 TOY = """
@@ -68,7 +68,7 @@ def played(play: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await asyncio.wait_for(play(), 60)
         finally:
-            await close_children()
+            await close_shared()
 
     return asyncio.run(whole())
 

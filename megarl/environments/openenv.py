@@ -1,0 +1,313 @@
+"""An environment behind an OpenEnv server: a session of its own for each attempt, over a websocket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from megarl.environments import Message, Start, Step, Turn
+from megarl.environments.shared import Tail, close_shared, shared
+from megarl.types import ConfigError, Problem, ToolCall
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_MAX_MESSAGE_BYTES = 16 << 20
+_START_SECONDS = 120.0
+_CAPACITY_SECONDS = 0.1
+_LAUNCHER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # killed with its parent
+os.getppid() == int(sys.argv[1]) or os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+_WORDS = {"done", "reward", "metadata"}
+"""Fields of an observation that are not for the policy."""
+
+
+class ServerError(Exception):
+    """The server does not answer, or its answer is an error."""
+
+
+class OpenEnv:
+    """An environment of the OpenEnv server at `url`, or of one that `command` starts.
+
+    `command` is a program and its arguments, `{port}` among them standing for a free port. A turn's text is the field
+    `action` of the environment's action, whose other fields are `action_fields`; left out, it is the only text that
+    the server's schema needs. The observation's field `observation` is shown; left out, its only text, or else all as
+    JSON. With `tools` the policy calls the environment's tools (MCP), and a turn without a call ends the attempt. The
+    seed of `reset` is the problem's number, `reset` holds its other parameters. Of `max_sessions` attempts at once each
+    waits for the server where it takes fewer, `seconds` at most, as for any answer.
+    """
+
+    makes_problems = True
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        command: Sequence[str] | None = None,
+        action: str | None = None,
+        action_fields: Mapping[str, Any] | None = None,
+        observation: str | None = None,
+        tools: bool = False,
+        reset: Mapping[str, Any] | None = None,
+        max_sessions: int = 64,
+        seconds: float = 60.0,
+    ) -> None:
+        if (url is None) == (command is None):
+            raise ValueError("give the url of a server, or the command that starts one")
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {url!r}; it must begin with http:// or https://")
+        if command is not None and (not command or shutil.which(command[0]) is None):
+            raise ValueError(f"command is {list(command)}; there is no such program, give its path")
+        if max_sessions < 1 or seconds <= 0:
+            raise ValueError("max_sessions must be 1 at least, seconds above 0")
+        self._key = url or "", tuple(command or ()), max_sessions
+        self._action, self._action_fields = action, dict(action_fields or {})
+        self._observation, self._has_tools = observation, tools
+        self._reset, self._seconds = dict(reset or {}), seconds
+        self._connection: aiohttp.ClientWebSocketResponse | None = None
+        self._has_place = False
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        self._server = shared(self._key, lambda: _Server(*self._key))
+        await self._server.places.acquire()
+        self._has_place = True
+        async with asyncio.timeout(_START_SECONDS):
+            await self._server.start()
+        self._field = self._action or (None if self._has_tools else await self._server.text_field())
+        told = await self._connect({"type": "reset", "data": {**self._reset, "seed": problem.index}})
+        question = {"role": "user", "content": self._shown(told)}
+        messages = (*problem.messages[:-1], question)
+        if not self._has_tools:
+            return Start(messages)
+        listed = (await self._stepped({"type": "list_tools"}))["observation"].get("tools")
+        if not isinstance(listed, list):
+            raise ServerError("the environment lists no tools; leave tools out")
+        return Start(messages, tuple(_schema(tool) for tool in listed))
+
+    async def step(self, turn: Turn) -> Step:
+        if self._has_tools:
+            return await self._called(turn.calls)
+        told = await self._stepped({**self._action_fields, str(self._field): turn.text})
+        is_done = bool(told.get("done"))
+        messages = () if is_done else ({"role": "user", "content": self._shown(told)},)
+        return Step(messages, _reward(told), is_done)
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            with suppress(Exception):
+                await asyncio.wait_for(self._connection.close(), 1.0)
+        if self._has_place:
+            self._has_place = False
+            self._server.places.release()
+
+    def check(self) -> None:
+        """Begin an attempt. Raises ConfigError where that fails."""
+        try:
+            asyncio.run(self._tried())
+        except Exception as error:
+            place = self._key[0] or " ".join(self._key[1])
+            raise ConfigError(f"openenv {place}: {type(error).__name__}: {error}") from error
+
+    async def _tried(self) -> None:
+        try:
+            await self.reset(Problem(0, ({"role": "user", "content": "."},), (), ""), 0)
+        finally:
+            await self.close()
+            await close_shared()
+
+    async def _called(self, calls: Sequence[ToolCall]) -> Step:
+        """The replies to the calls of a turn, in order; the sum of their rewards."""
+        messages: list[Message] = []
+        rewards: list[float] = []
+        is_done = not calls
+        for call in calls:
+            reply = f"error: {call.error}"
+            if call.error is None and not is_done:
+                action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments or {})}
+                told = await self._stepped(action)
+                is_done = bool(told.get("done"))
+                if (reward := _reward(told)) is not None:
+                    rewards.append(reward)
+                observation = told["observation"]
+                error = observation.get("error")
+                reply = f"error: {_words(error)}" if error else _words(observation.get("result"))
+            messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply})
+        return Step(tuple(messages), sum(rewards) if rewards else None, is_done)
+
+    async def _connect(self, reset: Mapping[str, Any]) -> dict[str, Any]:
+        """A session, begun; waits for a place where the server has none."""
+        async with asyncio.timeout(self._seconds):
+            while True:
+                self._connection = await self._server.connect()
+                try:
+                    return await self._answer(reset)
+                except _FullError:
+                    await self._connection.close()
+                    await asyncio.sleep(_CAPACITY_SECONDS)
+
+    async def _stepped(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        async with asyncio.timeout(self._seconds):
+            return await self._answer({"type": "step", "data": action})
+
+    async def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The server's observation. Raises ServerError."""
+        assert self._connection is not None
+        try:
+            await self._connection.send_str(json.dumps(message))
+            told = json.loads(await self._connection.receive_str())
+        except (TypeError, ConnectionError, ValueError) as error:
+            raise ServerError(f"the server sent no answer: {error}") from None
+        data = told.get("data") if isinstance(told, dict) else None
+        if isinstance(data, dict) and told.get("type") == "error":
+            if data.get("code") == "CAPACITY_REACHED":
+                raise _FullError
+            raise ServerError(f"{data.get('code')}: {data.get('message')} {data.get('errors', '')}"[:1000])
+        if not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
+            raise ServerError(f"the answer is no observation: {told!r:.200}")
+        return data
+
+    def _shown(self, told: Mapping[str, Any]) -> str:
+        """The observation as the policy reads it."""
+        observation = told["observation"]
+        if self._observation is not None:
+            if self._observation not in observation:
+                raise ServerError(f"the observation has no field {self._observation!r}, only {', '.join(observation)}")
+            return _words(observation[self._observation])
+        parts = {name: value for name, value in observation.items() if name not in _WORDS}
+        texts = [value for value in parts.values() if isinstance(value, str)]
+        return texts[0] if len(texts) == 1 else json.dumps(parts, ensure_ascii=False)
+
+
+class _FullError(Exception):
+    """The server has as many sessions as it takes."""
+
+
+def _words(value: Any) -> str:
+    """A value as text. Tools of MCP wrap theirs: its `data`, or the texts of its `content`."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("message"), str):
+            return value["message"]
+        if "data" in value:
+            return _words(value["data"])
+        content = value.get("content")
+        if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
+            return "\n".join(str(part["text"]) for part in content)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _reward(told: Mapping[str, Any]) -> float | None:
+    reward = told.get("reward")
+    if reward is None:
+        return None
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ServerError(f"the reward is {reward!r:.80}, no finite number")
+    return float(reward)
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    """A tool of the server as chat templates take it."""
+    named = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": named}
+
+
+class _Server:
+    """A server, ours to start and to end where it has a command, and the connections to it."""
+
+    def __init__(self, url: str, command: tuple[str, ...], max_sessions: int) -> None:
+        self.places = asyncio.Semaphore(max_sessions)
+        self._url, self._command = url.rstrip("/"), command
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._client: aiohttp.ClientSession | None = None
+        self._text_field: str | None = None
+
+    async def start(self) -> None:
+        """Start the server where it is not running, and wait until it is healthy."""
+        async with self._lock:
+            if self._client is None:
+                import aiohttp
+
+                connector = aiohttp.TCPConnector(limit=0)
+                self._client = aiohttp.ClientSession(connector=connector)
+            if not self._command or (self._process is not None and self._process.returncode is None):
+                return
+            port = _free_port()
+            self._url = f"http://127.0.0.1:{port}"
+            command = [part.replace("{port}", str(port)) for part in self._command]
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command,
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+            self._said = Tail(self._process.stderr)
+            while not await self._is_healthy():
+                if self._process.returncode is not None:
+                    raise ServerError(f"{self._command[0]} ended with {self._process.returncode}: {self._said}")
+                await asyncio.sleep(0.1)
+
+    async def connect(self) -> aiohttp.ClientWebSocketResponse:
+        """A new session. Raises ServerError."""
+        assert self._client is not None
+        import aiohttp
+
+        try:
+            return await self._client.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
+        except aiohttp.ClientError as error:
+            raise ServerError(f"{self._url}: no session: {error}") from None
+
+    async def text_field(self) -> str:
+        """The only text that an action needs, by the server's schema."""
+        if self._text_field is not None:
+            return self._text_field
+        assert self._client is not None
+        import aiohttp
+
+        try:
+            async with self._client.get(f"{self._url}/schema") as answer:
+                action = (await answer.json())["action"]
+        except (aiohttp.ClientError, KeyError, ValueError) as error:
+            raise ServerError(f"{self._url}/schema: cannot be read: {error}") from None
+        needed = action.get("required", ())
+        texts = [name for name, part in action.get("properties", {}).items() if part.get("type") == "string"]
+        texts = [name for name in texts if name in needed] or texts
+        if len(texts) != 1:
+            raise ServerError(f"the action has the texts {', '.join(texts) or 'none'}; name one in action")
+        self._text_field = texts[0]
+        return texts[0]
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+            self._said.close()
+
+    async def _is_healthy(self) -> bool:
+        assert self._client is not None
+        import aiohttp
+
+        try:
+            async with self._client.get(f"{self._url}/health") as answer:
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
