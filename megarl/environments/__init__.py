@@ -49,7 +49,8 @@ class Turn:
     """A completion of the policy: its text without special tokens, and its number within the attempt, from 0.
 
     `finish_reason` is `length` where the completion met a limit of its length before it ended. `calls` are the tools
-    that it calls, in its order, and `reasoning` is what it thought before; `text` is without both.
+    that it calls, in its order, and `reasoning` is what it thought before; `text` is without both, `completion` with
+    them. `is_last` says that `rollout.max_turns` allows no further turn.
     """
 
     number: int
@@ -57,6 +58,8 @@ class Turn:
     finish_reason: Literal["stop", "length"]
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
+    completion: str = ""
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +112,26 @@ class Environment(Protocol):
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
 
 
-def find_environment(name: str) -> Callable[[], Environment]:
+def find_environment(name: str) -> Callable[..., Environment]:
     """The class that a recipe names: one of `ENVIRONMENTS`, `package.module:Class` or `path/to/file.py:Class`.
 
-    Raises ConfigError where there is none, or it has not the methods of `Environment` as coroutines.
+    Or the environment of a function `interact(messages)` (`megarl.environments.interact`). Raises ConfigError where
+    there is none, or it has not the methods of `Environment` as coroutines.
     """
+    from megarl.environments.interact import Interact, is_interact
+
     found = _CHOICES.load(name)
+    if is_interact(found):
+        return partial(Interact, found)
     methods = ("reset", "step", "close")
     if not inspect.isclass(found):
-        raise ConfigError(f"rollout.environment: {name!r}: is no class; give one with `async def` {', '.join(methods)}")
+        raise ConfigError(
+            f"rollout.environment: {name!r}: is no class; give one with `async def` {', '.join(methods)}, or "
+            "a function interact(messages)"
+        )
     if wrong := [method for method in methods if not inspect.iscoroutinefunction(getattr(found, method, None))]:
         raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
-    return cast(Callable[[], Environment], found)
+    return cast(Callable[..., Environment], found)
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:

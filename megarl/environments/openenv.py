@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from megarl.environments import Message, Start, Step, Turn
+from megarl.environments import EnvironmentUnavailableError, Message, Start, Step, Turn
 from megarl.environments.shared import Tail, close_shared, shared
 from megarl.types import ConfigError, Problem, ToolCall
 
@@ -35,7 +35,11 @@ _WORDS = {"done", "reward", "metadata"}
 
 
 class ServerError(Exception):
-    """The server does not answer, or its answer is an error."""
+    """The server's answer is an error, or none."""
+
+
+class UnreachableError(EnvironmentUnavailableError):
+    """The server cannot be reached, or left in the middle of an attempt."""
 
 
 class OpenEnv:
@@ -162,13 +166,15 @@ class OpenEnv:
             return await self._answer({"type": "step", "data": action})
 
     async def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's observation. Raises ServerError."""
+        """The server's observation. Raises ServerError, UnreachableError."""
         assert self._connection is not None
         try:
             await self._connection.send_str(json.dumps(message))
             told = json.loads(await self._connection.receive_str())
-        except (TypeError, ConnectionError, ValueError) as error:
-            raise ServerError(f"the server sent no answer: {error}") from None
+        except (TypeError, ConnectionError) as error:  # TypeError: another message than a text, such as the end
+            raise UnreachableError(f"the server left: {error}") from None
+        except ValueError as error:
+            raise ServerError(f"the server's answer is not JSON: {error}") from None
         data = told.get("data") if isinstance(told, dict) else None
         if isinstance(data, dict) and told.get("type") == "error":
             if data.get("code") == "CAPACITY_REACHED":
@@ -258,14 +264,14 @@ class _Server:
                 await asyncio.sleep(0.1)
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:
-        """A new session. Raises ServerError."""
+        """A new session. Raises UnreachableError."""
         assert self._client is not None
         import aiohttp
 
         try:
             return await self._client.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
         except aiohttp.ClientError as error:
-            raise ServerError(f"{self._url}: no session: {error}") from None
+            raise UnreachableError(f"{self._url}: no session: {error}") from None
 
     async def text_field(self) -> str:
         """The only text that an action needs, by the server's schema."""
@@ -278,7 +284,7 @@ class _Server:
             async with self._client.get(f"{self._url}/schema") as answer:
                 action = (await answer.json())["action"]
         except (aiohttp.ClientError, KeyError, ValueError) as error:
-            raise ServerError(f"{self._url}/schema: cannot be read: {error}") from None
+            raise UnreachableError(f"{self._url}/schema: cannot be read: {error}") from None
         needed = action.get("required", ())
         texts = [name for name, part in action.get("properties", {}).items() if part.get("type") == "string"]
         texts = [name for name in texts if name in needed] or texts

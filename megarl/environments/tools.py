@@ -165,7 +165,7 @@ class ToolEnvironment:
         try:
             async with self._waiting(function):
                 start = time.perf_counter()
-                found = await asyncio.wait_for(_begun(function, call.arguments or {}), self.tool_seconds)
+                found = await asyncio.wait_for(begun(function, call.arguments or {}), self.tool_seconds)
             return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
         except TimeoutError:
             metrics[f"tools/{call.name}/errors"] += 1
@@ -184,8 +184,8 @@ class ToolError(Exception):
     """An error that a tool replies with; its text is the reply's."""
 
 
-def _begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
-    """A call of a tool, begun. A function that blocks gets a thread that does not keep the process from ending."""
+def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
+    """A call of a function, begun. A function that blocks gets a thread that does not keep the process from ending."""
     if inspect.iscoroutinefunction(function):
         return function(**arguments)
     loop = asyncio.get_running_loop()
@@ -205,7 +205,7 @@ def _begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaita
         with contextlib.suppress(RuntimeError):  # the loop has ended, nobody waits
             loop.call_soon_threadsafe(settle, *report)
 
-    threading.Thread(target=run, name=f"tool {function.__name__}", daemon=True).start()
+    threading.Thread(target=run, name=f"call of {function.__name__}", daemon=True).start()
     return result
 
 

@@ -275,7 +275,7 @@ async def _take_turns(task: Task, environment: Environment, pool: EnginePool, co
         completion = await pool.generate(request, affinity=task.name)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: {completion.error}")
-        turn = course.take(completion)
+        turn = course.take(completion, is_last=number + 1 == budget.max_turns)
         num_sampled += len(completion.token_ids)
         num_calls += len(turn.calls)
         if budget.tool_calls is not None and num_calls > budget.tool_calls:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
@@ -50,15 +50,16 @@ class Course:
         else:
             self.prompt = self.dialogue.opening(self.opening, self.tools)
 
-    def take(self, completion: Completion) -> Turn:
+    def take(self, completion: Completion, *, is_last: bool = False) -> Turn:
         """The turn of a completion of `prompt`. Raises ConfigError where its calls' format is not known."""
         self.calls.append(ModelCall(self.prompt, completion))
         finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
         number, token_ids = len(self.turns), completion.token_ids
-        turn = Turn(number, self.dialogue.text(token_ids), finish_reason)
+        text = self.dialogue.text(token_ids)
+        turn = Turn(number, text, finish_reason, completion=text, is_last=is_last)
         if self.tools:
             parsed = self.dialogue.parsed(self.prompt, token_ids, self.tools, turn=number)
-            turn = Turn(number, parsed.text, finish_reason, parsed.reasoning or "", parsed.calls)
+            turn = replace(turn, text=parsed.text, reasoning=parsed.reasoning or "", calls=parsed.calls)
         self.turns.append(turn)
         return turn
 

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from megarl.environments import Step, Turn
-from megarl.environments.openenv import OpenEnv, ServerError
+from megarl.environments.openenv import OpenEnv, ServerError, UnreachableError
 from megarl.environments.shared import close_shared
 from megarl.types import ConfigError, Problem, ToolCall
 
@@ -158,7 +158,7 @@ def test_attempts_wait_for_a_server_that_is_full() -> None:
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("raise", ServerError), ("nonsense", ServerError), ("leave", ServerError), ("hang", TimeoutError)],
+    [("raise", ServerError), ("nonsense", ServerError), ("leave", UnreachableError), ("hang", TimeoutError)],
 )
 def test_a_faulty_session_fails_alone(text: str, error: type[Exception]) -> None:
     async def play(server: Server, url: str) -> None:

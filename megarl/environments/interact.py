@@ -1,0 +1,74 @@
+"""RL2's `interact(messages)`: a function that answers a conversation with new messages, or ends it.
+
+    TOOL = {"name": "price", "description": "...", "parameters": {...}}     # or a list of them; may be missing
+
+    def interact(messages):
+        called = re.search(r"<tool_call>(.*?)</tool_call>", messages[-1]["content"], re.DOTALL)
+        return [{"role": "tool", "content": answer(called[1])}] if called else []
+
+in a file is `rollout.environment: path/to/file.py:interact` in a recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megarl.environments import Message, Start, Step, Turn
+from megarl.environments.tools import begun
+from megarl.types import Problem
+
+KNOWN = ("messages", "answer", "record")
+"""Parameters by which a function is told of an attempt; others are settings."""
+
+
+def is_interact(found: object) -> bool:
+    """Whether an object is a function that takes the messages of a conversation."""
+    return inspect.isfunction(found) and "messages" in inspect.signature(found).parameters
+
+
+class Interact:
+    """The problem's messages, and after each turn those that the function returns; an empty list ends the attempt.
+
+    The function is not called after the last turn that `rollout.max_turns` allows. Its `messages` are the whole
+    conversation, the policy's turns with calls and reasoning as they were sampled; by name it may take the problem's
+    `answer` and `record`, and `settings`. It may be `async def`; others run in a thread. The policy is shown the tools
+    `TOOL` of its module. Reward functions score the last turn.
+    """
+
+    def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
+        parameters = inspect.signature(function).parameters
+        self._function, self._settings = function, settings
+        self._told = [name for name in KNOWN if name in parameters]
+        inspect.signature(function).bind(**dict.fromkeys(self._told), **settings)  # raises TypeError
+        given = getattr(sys.modules.get(function.__module__), "TOOL", None) or ()
+        self.tools = tuple(map(_schema, [given] if isinstance(given, Mapping) else given))
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        self._problem = problem
+        self._messages: list[Message] = [*problem.messages]
+        return Start(problem.messages, self.tools)
+
+    async def step(self, turn: Turn) -> Step:
+        self._messages.append({"role": "assistant", "content": turn.completion})
+        if turn.is_last:
+            return Step(done=True)
+        problem = self._problem
+        values = {"messages": self._messages, "answer": problem.answer, "record": dict(problem.record)}
+        told = copy.deepcopy({name: values[name] for name in self._told})  # it may change what it is given
+        new = await begun(self._function, told | self._settings)
+        if not isinstance(new, Sequence) or isinstance(new, str):
+            raise TypeError(f"{self._function.__name__} gave {new!r:.80}, not a list of messages")
+        self._messages += new
+        return Step(tuple(new), done=not new)
+
+    async def close(self) -> None:
+        pass
+
+
+def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool as chat templates take it."""
+    return tool if "function" in tool else {"type": "function", "function": dict(tool)}
