@@ -102,12 +102,17 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A completion to sample from exactly these prompt tokens, int32 [prompt], with a seed of its own."""
+    """A completion to sample from exactly these prompt tokens, int32 [prompt], with a seed of its own.
+
+    The last `num_kept` tokens of the prompt are the beginning of the completion, sampled before it was parked: a stop
+    string may begin in them.
+    """
 
     request_id: str
     prompt_token_ids: NDArray[np.int32]
     sampling: SamplingSettings
     seed: int
+    num_kept: int = 0
 
 
 class ExpertsHandle(NamedTuple):
@@ -137,10 +142,11 @@ class KeptSets:
 class Completion:
     """The completion of a request.
 
-    Shapes: `token_ids` and `rollout_logprobs` are [new_tokens]; log-probs, in nats, are those of the sampled tokens
-    under the sampling distribution (after temperature, top-p and top-k). The end-of-sequence token, if sampled, is the
-    last token. `weight_version` is the number of reshards before the completion began. `kept_sets`, where top-p or
-    top-k cut anything off in training, are those of the new tokens. `routed_experts`, if requested, are those of
+    Shapes: `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]; log-probs, in nats, are those of the
+    sampled tokens under the sampling distribution (after temperature, top-p and top-k). The end-of-sequence token, if
+    sampled, is the last token. `weight_versions` are the numbers of reshards before a token was sampled; they differ
+    where the completion was parked over a reshard. `kept_sets`, where top-p or top-k cut anything off in training, are
+    those of the new tokens. `routed_experts`, if requested, are those of
     every token that the model read: prompt and new tokens but the last. A refused request has no tokens, the finish
     reason `error`, and the engine's message in `error`.
     """
@@ -149,7 +155,7 @@ class Completion:
     token_ids: NDArray[np.int64]
     rollout_logprobs: NDArray[np.float32]
     finish_reason: FinishReason
-    weight_version: int
+    weight_versions: NDArray[np.int32]
     routed_experts: ExpertsHandle | None = None
     kept_sets: KeptSets | None = None
     error: str | None = None
@@ -187,8 +193,8 @@ class Segment:
     """A sequence of a trajectory's tokens: prompt, completions and the observations between them.
 
     All arrays are [tokens]. `loss_mask` is True where a token was sampled, and not in an earlier segment, of which this
-    one begins with a copy. `weight_versions` are the numbers of reshards before a token's completion began, `turns` the
-    index of the model call that sampled it.
+    one begins with a copy. `weight_versions` are the numbers of reshards before a token was sampled, `turns` the index
+    of the model call that sampled it.
     """
 
     token_ids: NDArray[np.int64]

@@ -77,7 +77,7 @@ def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Tra
             token_ids=random.integers(0, 151936, length),
             rollout_logprobs=-random.random(length, np.float32),
             finish_reason="stop",
-            weight_version=1,
+            weight_versions=np.ones(length, np.int32),
             routed_experts=ExpertsHandle(sample % ranks.layout.world_size, sample << 20),
         )
         ranks.sent["advance"] += len(pickle.dumps(request, protocol=5))

@@ -231,8 +231,10 @@ class RolloutEngine:
         try:
             internal_id = engine.add_request(request.request_id, prompt, self._recorded(sampling_params(request)))
         except VLLMClientError as error:
-            return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)), self.weight_version)]
+            return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)))]
         self._running[request.request_id] = (internal_id, self.weight_version)
+        if request.num_kept and request.sampling.stop:
+            _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_kept :].tolist())
         return []
 
     def _recorded(self, parameters: SamplingParams) -> SamplingParams:
@@ -353,6 +355,16 @@ def holds_loose_tensors(model: torch.nn.Module) -> bool:
     return any(isinstance(v, torch.Tensor) and v.numel() > 0 and not (v.is_cpu and v.dim() == 0) for _, v in attributes)
 
 
+def _continue_text(engine: LLMEngine, internal_id: str, kept: list[int]) -> None:
+    """Have a request's stop strings looked for in the text of its completion from the beginning, before the prompt's
+    end.
+
+    What a half character is decoded to does not count: the engine's own text goes on with the whole one.
+    """
+    state: Any = engine.output_processor.request_states[internal_id]
+    state.detokenizer.output_text = engine.get_tokenizer().decode(kept, skip_special_tokens=True).rstrip("\ufffd")
+
+
 def _open_channel(tp: int) -> CommandChannel:
     """This rank's command channel; a collective over the world."""
     first = dist.get_rank() // tp * tp
@@ -360,10 +372,10 @@ def _open_channel(tp: int) -> CommandChannel:
     return CommandChannel(group, tuple(range(first, first + tp)))
 
 
-def _refused(request_id: str, reason: str, version: int) -> Completion:
+def _refused(request_id: str, reason: str) -> Completion:
     nothing = np.zeros(0, np.float32)
-    token_ids = np.zeros(0, np.int64)
-    return Completion(request_id, token_ids, nothing, "error", version, error=reason[:_REASON_LENGTH])
+    token_ids, versions = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    return Completion(request_id, token_ids, nothing, "error", versions, error=reason[:_REASON_LENGTH])
 
 
 def _completion(
@@ -380,6 +392,6 @@ def _completion(
         token_ids=np.asarray(token_ids, dtype=np.int64),
         rollout_logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
         finish_reason=cast(FinishReason, finish_reason),
-        weight_version=version,
+        weight_versions=np.full(len(token_ids), version, np.int32),
         kept_sets=kept,
     )

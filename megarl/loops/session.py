@@ -126,7 +126,8 @@ class Session:
         await self.checkpoints.save(step, save_driver, unlogged)
 
     async def sleep_engines(self) -> None:
-        """Free the engines' memory for the trainer until the next reshard."""
+        """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then."""
+        await self.sampler.pool.hold()
         await self.ranks.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:
@@ -146,6 +147,7 @@ class Session:
         """
         every = self.recipe.weights.verify_every
         reports = await self.ranks.call("reshard", verify=every > 0 and step % every == 0)
+        self.sampler.pool.release()
         seconds = {
             f"time/reshard_{name}": max(r[name] for r in reports) for name in reports[0] if name.endswith("_seconds")
         }

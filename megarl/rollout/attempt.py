@@ -15,6 +15,7 @@ from megarl.environments import Environment, EnvironmentUnavailableError, Step
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.course import Course, History
+from megarl.rollout.parts import seed_of
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
@@ -69,7 +70,7 @@ class Task:
         return f"{self.group}.{self.number}"
 
 
-_UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", -1)
+_UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", np.zeros(0, np.int32))
 """The completion of an attempt that has none."""
 
 
@@ -255,7 +256,7 @@ async def _closed(environment: Environment) -> str | None:
 async def _take_turns(task: Task, environment: Environment, pool: EnginePool, course: Course, clock: _Clock) -> Ended:
     """Fill `course` turn by turn. Returns why there is no further turn, raises _AttemptError."""
     budget = clock.budget
-    seed = _seed(task.seed, task.problem.index, task.number, "reset")
+    seed = seed_of(task.seed, task.problem.index, task.number, "reset")
     start = await clock.timed(environment.reset, task.problem, seed)
     _told(course.start, start, task.problem)
     num_sampled = num_calls = num_invalid = 0
@@ -327,11 +328,6 @@ def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCal
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:
-        return _seed(*drawn)
+        return seed_of(*drawn)
     times_seen = sum(np.array_equal(call.prompt_token_ids, token_ids) for call in calls)
-    return _seed(*drawn, hashlib.sha256(token_ids.tobytes()).hexdigest(), times_seen)
-
-
-def _seed(*parts: object) -> int:
-    """A 31-bit hash of the parts."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
+    return seed_of(*drawn, hashlib.sha256(token_ids.tobytes()).hexdigest(), times_seen)

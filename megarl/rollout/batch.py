@@ -26,7 +26,7 @@ class RLBatch(TokenBatch):
     """
 
     weight_versions: NDArray[np.int32]
-    """[tokens]: the number of reshards before the completion of a token; -1 where not sampled."""
+    """[tokens]: the number of reshards before a token was sampled; -1 where not sampled."""
     turns: NDArray[np.int16]
     """[tokens]: the number of the completion that a token was sampled in, from 0; -1 where not sampled."""
     turn_rewards: NDArray[np.float64]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
+from megarl.rollout.parts import joined, num_kept, rest_of
 from megarl.types import Completion, Request
 
 BUDGET_SECONDS = 1.0
@@ -24,12 +26,22 @@ class AbandonedError(Exception):
     """Sampling was abandoned; all its requests have left the engines."""
 
 
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A completion that someone waits for: the request, what parks kept of it, and who answers it."""
+
+    request: Request
+    future: asyncio.Future[tuple[Completion, _Replica]]
+    parts: list[Completion] = field(default_factory=list)
+
+
 class _Replica:
     """The state of an engine replica: requests it runs, requests that wait for it, its pump."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
-        self.running: set[str] = set()
+        self.running: dict[str, None] = {}
+        """Ids in the order in which they were admitted."""
         self.waiting: Queue = OrderedDict()
         self.aborts: list[str] = []
         self.pump: asyncio.Task[None] | None = None
@@ -37,6 +49,10 @@ class _Replica:
     @property
     def load(self) -> int:
         return len(self.running) + len(self.waiting)
+
+    @property
+    def is_pumped(self) -> bool:
+        return self.pump is not None and not self.pump.done()
 
 
 class EnginePool:
@@ -47,6 +63,9 @@ class EnginePool:
 
     An engine runs until a sixteenth of its requests have finished, at most `budget_seconds`; the driver's other tasks,
     such as scoring, go on meanwhile. The error of a pump is raised by all requests, later ones too.
+
+    While the pool is held the engines have no request: those that ran are parked, with their tokens kept here, and go
+    on as new requests once it is released. Nobody who waits for a completion sees it.
     """
 
     def __init__(
@@ -58,12 +77,14 @@ class EnginePool:
         tp = layout.rollout_tp
         self._replicas = [_Replica(range(leader, leader + tp)) for leader in layout.leaders()]
         self._waiting: Queue = OrderedDict()
-        self._futures: dict[str, asyncio.Future[tuple[Completion, _Replica]]] = {}
+        self._pending: dict[str, _Pending] = {}
         self._homes: dict[str, _Replica] = {}
         self._failure: Exception | None = None
+        self._is_held = False
+        self._advanced = asyncio.Event()
 
     async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
-        """Sample one completion; cancelling this aborts it.
+        """Sample one completion, however often the pool is held meanwhile; cancelling this aborts it.
 
         Requests of one `affinity`, a trajectory's name, go to the replica that has its tokens in its prefix cache,
         unless that has a much higher load than another.
@@ -72,30 +93,69 @@ class EnginePool:
         """
         if self._failure is not None:
             raise self._failure
-        if request.request_id in self._futures:
+        if request.request_id in self._pending:
             raise ValueError(f"request {request.request_id} is running already")
         future: asyncio.Future[tuple[Completion, _Replica]] = asyncio.get_running_loop().create_future()
-        self._futures[request.request_id] = future
+        self._pending[request.request_id] = pending = _Pending(request, future)
         self._queue_for(affinity)[request.request_id] = request
         self._start_pumps()
         try:
             completion, replica = await future
         finally:
-            del self._futures[request.request_id]
+            del self._pending[request.request_id]
             if future.cancelled() or future.exception():
                 self._withdraw(request)
         if affinity is not None:
             self._homes[affinity] = replica
-        return completion
+        return joined([*pending.parts, completion]) if pending.parts else completion
 
     def forget(self, affinity: str) -> None:
         """Drop the affinity of a trajectory that has ended."""
         self._homes.pop(affinity, None)
 
+    async def hold(self) -> None:
+        """Bring the pumps to rest between two steps of their engines and park all requests that run.
+
+        Afterwards the engines have none. Requests wait, new ones too, until `release`. Raises a rank's error.
+        """
+        self._is_held = True
+        while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
+            await asyncio.wait(pumps)
+        await asyncio.gather(*(self._park(replica) for replica in self._replicas if replica.running))
+        # The keys and values of a trajectory's tokens do not outlive the weights.
+        self._homes.clear()
+
+    def release(self) -> None:
+        """Let the requests go on that wait since `hold`."""
+        self._is_held = False
+        self._start_pumps()
+
     async def drained(self) -> None:
         """Wait until all cancelled and finished requests have left the engines."""
-        while pumps := [r.pump for r in self._replicas if r.pump is not None and not r.pump.done()]:
-            await asyncio.wait(pumps)
+        while any(r.is_pumped and not r.running.keys() <= self._pending.keys() for r in self._replicas):
+            await self._advanced.wait()
+
+    async def _park(self, replica: _Replica) -> None:
+        """Abort what a replica runs and put the rest of it first in the queue."""
+        running = tuple(replica.running)
+        replica.running.clear()
+        replica.aborts.clear()
+        parked = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
+        for name in reversed(running):
+            pending = self._pending.get(name)
+            if pending is not None and not pending.future.done():
+                self._keep(pending, parked[name], replica)
+
+    def _keep(self, pending: _Pending, part: Completion, replica: _Replica) -> None:
+        """Keep the tokens of a parked part, and queue the request for the rest, if any is left."""
+        name = pending.request.request_id
+        if len(part.token_ids):
+            pending.parts.append(part)
+        if num_kept(pending.parts) == pending.request.sampling.max_new_tokens:
+            pending.future.set_result((replace(pending.parts.pop(), finish_reason="length"), replica))
+            return
+        self._waiting[name] = rest_of(pending.request, pending.parts)
+        self._waiting.move_to_end(name, last=False)
 
     def _queue_for(self, affinity: str | None) -> Queue:
         home = self._homes.get(affinity) if affinity is not None else None
@@ -114,14 +174,16 @@ class EnginePool:
             self._start_pumps()
 
     def _start_pumps(self) -> None:
+        if self._is_held:
+            return
         for replica in self._replicas:
-            if replica.pump is None or replica.pump.done():
+            if not replica.is_pumped:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
     async def _pump(self, replica: _Replica) -> None:
-        """Run an engine while it has requests."""
+        """Run an engine while it has requests and the pool is not held."""
         try:
-            while True:
+            while not self._is_held:
                 new = self._admitted(replica)
                 if not replica.running:
                     return
@@ -130,6 +192,8 @@ class EnginePool:
                 await asyncio.sleep(0)
         except Exception as error:
             self._fail(error)
+        finally:
+            self._tell_advance()
 
     def _admitted(self, replica: _Replica) -> tuple[Request, ...]:
         """Dequeue the requests that a replica has room for: its own, then its share of those for all."""
@@ -139,30 +203,41 @@ class EnginePool:
         new = [replica.waiting.popitem(last=False)[1] for _ in range(own)]
         room = min(self._max_running, share) - len(replica.running) - len(new)
         new += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), room))]
-        replica.running.update(request.request_id for request in new)
+        replica.running |= dict.fromkeys(request.request_id for request in new)
         return tuple(new)
 
     async def _advance(self, replica: _Replica, new: tuple[Request, ...]) -> None:
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
+        for completion in await self._ask(replica, new, aborts, self._budget_seconds):
+            replica.running.pop(completion.request_id, None)
+            pending = self._pending.get(completion.request_id)
+            if pending is not None and not pending.future.done():
+                pending.future.set_result((completion, replica))
+        self._tell_advance()
+
+    async def _ask(
+        self, replica: _Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
+    ) -> list[Completion]:
+        """Give a replica's leader requests and aborts, and let it sample; the completions that it ended with."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
         per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
         leave_after = max(1, len(replica.running) // 16)
-        budget = self._budget_seconds
         completions, *_ = await self._ranks.ask(
-            replica.ranks, "advance", per_rank, budget, leave_after, budget_seconds=budget
+            replica.ranks, "advance", per_rank, budget_seconds, leave_after, budget_seconds=budget_seconds
         )
-        for completion in completions:
-            replica.running.discard(completion.request_id)
-            future = self._futures.get(completion.request_id)
-            if future is not None and not future.done():
-                future.set_result((completion, replica))
+        return completions
+
+    def _tell_advance(self) -> None:
+        """Wake those who wait for a change of what the engines run."""
+        self._advanced.set()
+        self._advanced = asyncio.Event()
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
-        for future in self._futures.values():
-            if not future.done():
-                future.set_exception(self._failure)
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(self._failure)
 
 
 async def gather_unless_abandoned(

@@ -94,7 +94,7 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
         kept_sets += [(start - end, None), (len(call.completion.token_ids), call.completion.kept_sets)]
         end = start + len(call.completion.token_ids)
         rollout_logprobs[start:end] = call.completion.rollout_logprobs
-        weight_versions[start:end] = call.completion.weight_version
+        weight_versions[start:end] = call.completion.weight_versions
         turns[start:end] = number
     return Segment(
         token_ids=token_ids,

@@ -13,7 +13,7 @@ from megarl.types import Completion, ConfigError, Problem
 
 QUESTION = {"role": "user", "content": "2 + 3?"}
 PROBLEM = Problem(4, (QUESTION,), (7, 8), "5", {"level": 3})
-COMPLETION = Completion("0.0", np.array([1, 2, 3]), np.zeros(3, np.float32), "length", 1)
+COMPLETION = Completion("0.0", np.array([1, 2, 3]), np.zeros(3, np.float32), "length", np.ones(3, np.int32))
 SAMPLE = Sample.of(PROBLEM, COMPLETION, "It is 5", prompt_messages=[QUESTION], turn=1)
 
 

@@ -8,7 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megarl.cluster.local import LocalGroup
+from megarl.types import ExpertsHandle
 
 CONTEXT_TOKENS = 256
 
@@ -24,10 +28,32 @@ class Engines:
         from megarl.platform import device
 
         device.init_world(600.0)
-        config = RolloutConfig(tp=1, kv_cache_gib=0.05, max_concurrent_requests=32)
-        self.engine = RolloutEngine(model_path, config, max_model_len=CONTEXT_TOKENS, dtype="float32", seed=3)
-        self.engine.model.load_weights(load_file(f"{model_path}/model.safetensors").items())
+        has_experts = "num_experts" in Path(model_path, "config.json").read_text()
+        vllm = {"enable_return_routed_experts": True} if has_experts else {}
+        config = RolloutConfig(tp=1, kv_cache_gib=0.05, max_concurrent_requests=32, vllm=vllm)
+        self._experts: list[NDArray[np.integer]] = []
+        self.engine = RolloutEngine(
+            model_path, config, max_model_len=CONTEXT_TOKENS, dtype="float32", seed=3, keep_experts=self._keep_experts
+        )
+        self._weights = load_file(f"{model_path}/model.safetensors")
+        self.engine.model.load_weights(self._weights.items())
         self.log: list[tuple[str, list[int], int]] = []
+
+    def _keep_experts(self, experts: NDArray[np.integer]) -> ExpertsHandle:
+        self._experts.append(experts)
+        return ExpertsHandle(0, len(self._experts) - 1)
+
+    def experts(self, number: int) -> NDArray[np.integer]:
+        return self._experts[number]
+
+    def update(self, scale: float) -> None:
+        """Other weights, the folder's times `scale` but for the norms, as after a reshard."""
+        weights = {name: w if w.dim() == 1 else w * scale for name, w in self._weights.items()}
+        self.engine.model.load_weights(weights.items())
+        self.engine.weights_updated()
+
+    def logprobs(self, token_ids: list[int]) -> NDArray[np.float32] | None:
+        return self.engine.prompt_logprobs(np.array(token_ids, np.int64))
 
     def advance(self, work: Any, budget_seconds: float, leave_after: int) -> list[Any]:
         self.log += [(r.request_id, r.prompt_token_ids.tolist(), r.seed) for r in work[0]]

@@ -473,7 +473,9 @@ def test_case_5_sampled_ids_stay_as_they_are_whatever_their_text_would_be_encode
     word = tokenizer.encode(" number", add_special_tokens=False)
     letters = [i for letter in " number" for i in tokenizer.encode(letter, add_special_tokens=False)]
     assert letters != word and dialogue.text(np.array(letters)) == " number"
-    completion = Completion("r", np.array(letters), np.zeros(len(letters), np.float32), "stop", 0)
+    completion = Completion(
+        "r", np.array(letters), np.zeros(len(letters), np.float32), "stop", np.zeros(len(letters), np.int32)
+    )
     call = ModelCall(opening, completion)
     held = call.token_ids.astype(np.int32)
     observation = dialogue.observation(held, [{"role": "user", "content": "<|im_end|> is text."}])

@@ -37,7 +37,7 @@ def attempt(group: int, score: float, new_tokens: int, finish_reason: Any = "sto
         token_ids=np.arange(50, 50 + new_tokens),
         rollout_logprobs=-np.arange(1, 1 + new_tokens, dtype=np.float32),
         finish_reason=finish_reason,
-        weight_version=1,
+        weight_versions=np.ones(new_tokens, np.int32),
     )
     segments = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), completion)])
     ended = "length" if finish_reason == "length" else "done"

@@ -61,7 +61,8 @@ class Students:
         routed = ExpertsHandle(int(random.integers(0, 8)), int(random.integers(0, 99)) << 20)
         counts = random.integers(0, 5, size).astype(np.int32)
         kept = KeptSets(counts, random.integers(0, 99, counts.sum()).astype(np.int32)) if counts.any() else None
-        return Completion(name, random.integers(0, 99, size), logprobs, "stop", 3, routed, kept)
+        versions = np.full(size, 3, np.int32)
+        return Completion(name, random.integers(0, 99, size), logprobs, "stop", versions, routed, kept)
 
 
 @dataclass

@@ -14,8 +14,8 @@ END = 9
 
 
 def call(prompt: list[int], sampled: list[int], logprobs: list[float], version: int = 4, **more: Any) -> ModelCall:
-    token_ids = np.array(sampled, np.int64)
-    completion = Completion("r", token_ids, np.array(logprobs, np.float32), "stop", version, **more)
+    token_ids, versions = np.array(sampled, np.int64), np.full(len(sampled), version, np.int32)
+    completion = Completion("r", token_ids, np.array(logprobs, np.float32), "stop", versions, **more)
     return ModelCall(np.array(prompt, np.int32), completion)
 
 
