@@ -95,8 +95,10 @@ class RecordingPool(EnginePool):
         super().__init__(*given, **more)
         self.calls: dict[str | None, list[ModelCall]] = {}
 
-    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
-        completion = await super().generate(request, affinity=affinity)
+    async def generate(
+        self, request: Request, *, affinity: str | None = None, parts: list[Completion] | None = None
+    ) -> Completion:
+        completion = await super().generate(request, affinity=affinity, parts=parts)
         self.calls.setdefault(affinity, []).append(ModelCall(request.prompt_token_ids, completion))
         return completion
 

@@ -172,8 +172,8 @@ class AgentConfig(Section):
     """The program of an attempt and its arguments, a list that no shell reads. It finds OPENAI_BASE_URL and
     OPENAI_API_KEY in its environment and the problem as JSON on its standard input (megarl.serving.agents)."""
     timeout_seconds: PositiveFloat = 600.0
-    """Seconds that the program may take for an attempt; beyond, its process group is killed, and the attempt ended with
-    an error."""
+    """Seconds that the program may take for an attempt, those not counted in which the engines are held for an update
+    (rollout.stragglers); beyond, its process group is killed, and the attempt ended with an error."""
     max_processes: PositiveInt = 64
     """Programs that run at once on the driver's machine."""
 
@@ -193,8 +193,9 @@ class BudgetConfig(Section):
     """Seconds that the environment may take to begin or to answer a turn; then the attempt has ended with `error`,
     without a reward, and is counted in rollout/errors/Timeout. null: no limit."""
     seconds: PositiveFloat | None = None
-    """Seconds of an attempt by the clock, waiting for engines included; then it has ended with `seconds`, and what it
-    has until then is scored. Which attempts that hits differs from run to run."""
+    """Seconds of an attempt by the clock, waiting for engines included, but not while they are held for an update
+    (rollout.stragglers); then it has ended with `seconds`, and what it has until then is scored. Which attempts that
+    hits differs from run to run."""
     attempts: PositiveInt = 1
     """How often an attempt is begun at most where its environment raises EnvironmentUnavailableError
     (megarl.environments): a fault that is not the policy's. Counted in rollout/restarted."""
@@ -239,6 +240,19 @@ class RolloutConfig(Section):
     its own of each rewritten history (render); or such a template is an error (refuse). Told at the start."""
     budget: BudgetConfig = BudgetConfig()
     """Limits of an attempt of several turns."""
+    stragglers: Literal["wait", "park", "abort"] = "wait"
+    """Groups that are not complete when a step has its train.prompts_per_step of algorithm.oversampling times as many:
+    the step waits for all; or partial rollouts (park): it trains on the first that are complete, the others' requests
+    are parked with their tokens while the engines sleep and go on under the new weights, environments run meanwhile; or
+    they are given up, tokens lost (abort: biased to short answers). Under park groups train late
+    (rollout.max_staleness) and need algorithm.importance_sampling, or old_logprobs rollout and a loss that clips. What
+    is parked when depends on the clock, so two runs differ; a checkpoint has all of it. A resumed attempt is given its
+    turns anew, and begins again where its environment then is not where it was (rollout/restarted)."""
+    max_staleness: PositiveInt = 1
+    """Reshards that may lie between the oldest token of a group and the step that trains on it (park)."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """A group that may grow no older and is not complete (park): the step waits for it, or it is dropped one step later
+    and another prompt drawn (staleness/dropped; starves problems with long answers)."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache of one rank in GiB."""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -82,6 +82,15 @@ _GAE = (_RL, _one_of("algorithm.advantage", "gae"))
 _KL = (_RL, _above_zero("algorithm.kl_coefficient"))
 _LORA = (_LOGPROBS, _above_zero("lora.rank"))
 _FILTER = (_RL, _given("algorithm.dynamic_sampling"))
+_PARK = (_RL, _one_of("rollout.stragglers", "park"))
+_SURPLUS = (
+    _RL,
+    Needs(
+        ("algorithm.dynamic_sampling", "rollout.stragglers"),
+        "give algorithm.dynamic_sampling, or set rollout.stragglers to park or abort",
+        lambda recipe: recipe.algorithm.dynamic_sampling is not None or recipe.rollout.stragglers != "wait",
+    ),
+)
 _REWARD_MODEL = (_RL, _given("reward.model"))
 _TURNS = (
     _RL,
@@ -202,6 +211,9 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.endpoint": (*_ENGINE, _COMMAND),
     "rollout.history": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
     "rollout.budget": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
+    "rollout.stragglers": (_RL,),
+    "rollout.max_staleness": _PARK,
+    "rollout.on_stale": _PARK,
     "rollout.max_concurrent_requests": _ENGINE,
     "rollout.kv_cache_gib": _ENGINE,
     "rollout.vllm": _ENGINE,
@@ -251,7 +263,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.old_logprobs": (_RL,),
     "algorithm.dynamic_sampling": (_RL,),
     "algorithm.max_attempts": _FILTER,
-    "algorithm.oversampling": _FILTER,
+    "algorithm.oversampling": _SURPLUS,
     "algorithm.overlong_buffer": (_RL,),
     "algorithm.mask_truncated": (_RL,),
     "algorithm.ptx_coefficient": (_RL,),

@@ -219,8 +219,8 @@ class AlgorithmConfig(Section):
     max_attempts: PositiveInt = 10
     """Batches of prompts that a step may sample to fill itself, before the run ends."""
     oversampling: Annotated[float, Field(ge=1.0)] = 1.0
-    """Ratio of prompts sampled at once to prompts per step with dynamic sampling; surplus groups train in the next
-    step."""
+    """Ratio of prompts sampled at once to prompts per step, with dynamic sampling, whose surplus groups train in the
+    next step, or rollout.stragglers, which says what becomes of them."""
     overlong_buffer: PositiveInt | None = None
     """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by reward.correct_score at
     the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of max_new_tokens."""

@@ -81,6 +81,11 @@ COUNTERPARTS = (
     ),
     Counterpart(("gen_batch_size", "over_sampling_batch_size"), ("algorithm.oversampling",), "over prompts a step"),
     Counterpart(
+        ("partial_rollout", "rollout.partial_rollout", "async_training.partial_rollout"),
+        ("rollout.stragglers", "algorithm.oversampling"),
+        "park, and how many prompts more are sampled",
+    ),
+    Counterpart(
         ("rollout.n", "num_generations", "n_samples_per_prompt", "num_generations_per_prompt"),
         ("train.samples_per_prompt",),
     ),

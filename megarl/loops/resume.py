@@ -85,6 +85,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Ori
         refuse_other_schema(found.good)
         earlier = read_object(found.good / DRIVER)
         _refuse_other_models(earlier, recipe, inputs)
+        _refuse_other_draws(earlier, recipe)
         warnings = _data_changes(earlier, recipe, inputs)
         _tell(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
         console.print(f"resuming from {found.good}")
@@ -114,6 +115,17 @@ def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
     ]
     if wrong:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+
+
+def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """A run that waits for stragglers draws batches of prompts, another single ones: neither goes on as the other."""
+    before, now = _value_at(earlier["recipe"], "rollout.stragglers") or "wait", recipe.rollout.stragglers
+    if recipe.loop == "rl" and "wait" in (before, now) and before != now:
+        raise ConfigError(
+            f"rollout.stragglers = {now}: the run began with {before} and cannot go on so, for its position in the "
+            f"data is counted otherwise; set rollout.stragglers={before}, choose another name=NAME, or begin anew with "
+            "--restart"
+        )
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:

@@ -15,6 +15,7 @@ from megarl.rollout.critic import update_critic
 from megarl.rollout.evaluate import failure_metrics
 from megarl.rollout.gap import gap_metrics_before, is_gap_exceeded, told
 from megarl.rollout.metrics import step_metrics, update_metrics
+from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.scores import add_model_scores, score_tokens
 from megarl.rollout.state import RLState, in_one
@@ -26,18 +27,28 @@ async def train(session: Session) -> None:
 
     The version of the weights that sample for a step is its number: each step ends with a reshard.
     """
+    recipe = session.recipe
+    has_stragglers = recipe.rollout.stragglers != "wait"
+    state = RLState(recipe.algorithm, has_stragglers=has_stragglers)
+    problems = read_problems(recipe, session.tokenizer, recipe.data.train)
+    make_buffer = PartialBuffer if has_stragglers else Buffer
+    buffer = make_buffer(recipe, problems, session.sampler, sampling_settings(recipe.rollout.sampling), state)
+    await _resume_or_evaluate(session, state, problems)
+    try:
+        await _train(session, buffer, state)
+    finally:
+        await buffer.close()
+
+
+async def _train(session: Session, buffer: Buffer, state: RLState) -> None:
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy = recipe.algorithm, session.models["policy"]
-    state = RLState(algorithm)
-    problems = read_problems(recipe, session.tokenizer, recipe.data.train)
-    buffer = Buffer(recipe, problems, session.sampler, sampling_settings(recipe.rollout.sampling), state)
     conversations_of = _conversations(session)
-    await _resume_or_evaluate(session, state, problems)
 
     for number in session.steps:
         async with session.step(number, state) as step:
             with phase("rollout"):
-                groups = await buffer.take(recipe.train.prompts_per_step)
+                groups = await buffer.take(recipe.train.prompts_per_step, weight_version=number)
             step.log(buffer.metrics())
             step.log(failure_metrics(buffer.sampled, recipe.reward.max_failed_fraction, "reward/"))
             await session.sleep_engines()
@@ -53,6 +64,8 @@ async def train(session: Session) -> None:
                 raise AbandonedError
             step.log(compute_advantages(batch, recipe, state.kl_coefficient))
             step.log(compute_importance_weights(batch, algorithm))
+            if recipe.rollout.stragglers == "park":
+                batch.forget_stale_logprobs(weight_version=number)
 
             step.is_trained = True
             with phase("train"):
@@ -72,6 +85,7 @@ async def train(session: Session) -> None:
             await session.checkpoints.begin(number, state.save)
             with phase("reshard"):
                 step.log(await session.reshard(number))
+            step.log(session.sampler.pool.metrics())
             session.write_samples(number, in_one(groups) if "reward_model" in models else buffer.sampled)
             if session.evaluates_at(number):
                 step.log(await session.evaluate(number))

@@ -100,7 +100,7 @@ def _faults(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
-    wrong += learning.trackers(recipe)
+    wrong += [*learning.stragglers(recipe), *learning.trackers(recipe)]
     incomplete = check_model_folder(recipe.model.path)
     broken = [*incomplete, *data_files(recipe)]
     wrong += environment(recipe, has_model=not incomplete)

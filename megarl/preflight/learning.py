@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from math import ceil
 
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.effects import unmet
+from megarl.config.formulas import formulas
 from megarl.families.shape import ModelShape
+from megarl.files.import_path import is_import_path
 from megarl.preflight.files import system_prompt
 from megarl.types import ConfigError
 
@@ -126,6 +129,36 @@ def sampling(recipe: Recipe) -> Iterator[str]:
             f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs the sampled tokens' log-probs under "
             "the sampling distribution, processed_logprobs; leave it out"
         )
+
+
+def stragglers(recipe: Recipe) -> Iterator[str]:
+    """Of steps that do not wait for all groups that they sample."""
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    if recipe.loop != "rl" or rollout.stragglers == "wait":
+        return
+    chosen = f"rollout.stragglers = {rollout.stragglers}"
+    if ceil(algorithm.oversampling * recipe.train.prompts_per_step) == recipe.train.prompts_per_step:
+        yield f"{chosen}: a step samples no more groups than it trains on; set algorithm.oversampling=1.5, say"
+    if rollout.stragglers == "abort":
+        return
+    if algorithm.oversampling > 2:
+        yield (
+            f"algorithm.oversampling = {algorithm.oversampling}: under {chosen} a step would leave more groups to the "
+            "next than that trains on, and they would grow ever older; use at most 2"
+        )
+    is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
+    if algorithm.importance_sampling is None and not is_clipped:
+        yield (
+            f"{chosen}: tokens of earlier weights are trained on (rollout.max_staleness = {rollout.max_staleness}), "
+            "and nothing corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout "
+            "with a policy loss that clips"
+        )
+
+
+def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
+    """Fields that the policy loss takes; of the user's own, which may take any, all."""
+    name = recipe.algorithm.policy_loss
+    return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 
 
 def algorithm(recipe: Recipe) -> Iterator[str]:

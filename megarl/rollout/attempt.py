@@ -16,7 +16,7 @@ from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.course import Course, History
 from megarl.rollout.parts import seed_of
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool import Generates
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
 
@@ -30,6 +30,8 @@ Score = Callable[[Sample], Awaitable[Scored]]
 
 GRACE_SECONDS = 2.0
 """How long an environment may take to end after it was cancelled, or to close; then it is left to itself."""
+_TICK_SECONDS = 0.05
+"""Between two looks at a limit that is near: it stays where it is while the engines are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Budget:
 class Task:
     """An attempt to make. `group` and `number` identify it, `environment` is the recipe's name of its environment.
 
+    Attempts of other groups with the same numbers, at the same time, have another `prefix` of their names.
     All random numbers are a function of `seed`, the problem and `number`, not of the engine or the time.
     """
 
@@ -64,10 +67,11 @@ class Task:
     number: int
     seed: str
     sampling: SamplingSettings
+    prefix: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.group}.{self.number}"
+        return f"{self.prefix}{self.group}.{self.number}"
 
 
 _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", np.zeros(0, np.int32))
@@ -80,11 +84,16 @@ class _AttemptError(Exception):
 
 @dataclass(slots=True)
 class _Clock:
-    """The times that an attempt is held to, by the event loop's time in seconds."""
+    """The times that an attempt is held to, by the event loop's time in seconds.
+
+    The engines are no slower for being held: that time is not the attempt's.
+    """
 
     budget: Budget
     now: Callable[[], float]
     started: float
+    seconds_held: Callable[[], float] = lambda: 0.0
+    """Of the engines, since the attempt began."""
     step_started: float | None = None
     """When the environment began to answer; None while it is not asked."""
     is_stopped: bool = False
@@ -92,12 +101,12 @@ class _Clock:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the nearest limit may be reached; None: there is none."""
+        """How long to wait until the nearest limit may be reached; None: there is none."""
         ends = [end for end in (self._attempt_ends, self._step_ends) if end is not None]
         # An environment that is not asked now may be from now on.
         if self._step_ends is None and self.budget.step_seconds is not None:
             ends.append(self.now() + self.budget.step_seconds)
-        return max(0.0, min(ends) - self.now()) if ends else None
+        return max(_TICK_SECONDS, min(ends) - self.now()) if ends else None
 
     @property
     def over(self) -> Literal["attempt", "step"] | None:
@@ -109,7 +118,7 @@ class _Clock:
 
     @property
     def _attempt_ends(self) -> float | None:
-        return None if self.budget.seconds is None else self.started + self.budget.seconds
+        return None if self.budget.seconds is None else self.started + self.budget.seconds + self.seconds_held()
 
     @property
     def _step_ends(self) -> float | None:
@@ -134,7 +143,7 @@ class _Clock:
 async def attempt(
     task: Task,
     make_environment: Callable[[], Environment],
-    pool: EnginePool,
+    pool: Generates,
     budget: Budget,
     dialogue: Dialogue,
     score: Score,
@@ -147,7 +156,8 @@ async def attempt(
     allows, for an environment that ignores its cancellation neither.
     """
     now = asyncio.get_running_loop().time
-    clock = _Clock(budget, now, now())
+    held_before = pool.seconds_held
+    clock = _Clock(budget, now, now(), lambda: pool.seconds_held - held_before)
     restarts = 0
     while True:
         course = Course(dialogue, history, task.problem.messages)
@@ -193,7 +203,7 @@ async def attempt(
 
 
 async def _watched(
-    task: Task, make_environment: Callable[[], Environment], pool: EnginePool, course: Course, clock: _Clock
+    task: Task, make_environment: Callable[[], Environment], pool: Generates, course: Course, clock: _Clock
 ) -> tuple[Ended, str | None]:
     """Take turns within the limits of time, and close the environment. Returns why it ended and the failure, if any.
 
@@ -253,7 +263,7 @@ async def _closed(environment: Environment) -> str | None:
     return None
 
 
-async def _take_turns(task: Task, environment: Environment, pool: EnginePool, course: Course, clock: _Clock) -> Ended:
+async def _take_turns(task: Task, environment: Environment, pool: Generates, course: Course, clock: _Clock) -> Ended:
     """Fill `course` turn by turn. Returns why there is no further turn, raises _AttemptError."""
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")

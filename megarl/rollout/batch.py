@@ -84,10 +84,17 @@ class RLBatch(TokenBatch):
         `weight_version` is that of the trainer's weights before the update: engine and trainer are compared on tokens
         that these weights sampled, the others' `rollout_logprobs` are NaN from now on.
         """
-        rollout_logprobs = self.per_token["rollout_logprobs"]
+        self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
+        self.forget_stale_logprobs(weight_version)
+
+    def forget_stale_logprobs(self, weight_version: int) -> None:
+        """Set `rollout_logprobs` to NaN where weights before `weight_version` sampled.
+
+        From then on engine and trainer are compared on tokens of the same weights alone.
+        """
         is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
-        self.per_token["old_logprobs"] = rollout_logprobs
-        self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), rollout_logprobs)
+        found = self.per_token["rollout_logprobs"]
+        self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), found)
 
     def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
         """The minibatch of each update of a step, with the token weights of that update.

@@ -40,8 +40,10 @@ class Buffer:
             drawn = ceil(drawn * recipe.algorithm.oversampling)
         self._order = DataOrder(len(problems), drawn, recipe.seed, recipe.data.shuffle)
 
-    async def take(self, num_groups: int) -> list[Group]:
+    async def take(self, num_groups: int, weight_version: int) -> list[Group]:
         """The groups that a step is trained on, in the order in which they were drawn.
+
+        `weight_version` is that of the engines; all groups that are sampled now are complete before it changes.
 
         Raises MegarlError if `algorithm.max_attempts` batches do not fill a step, AbandonedError where the run is to
         stop: `state.forget_step` then brings back what waited.
@@ -63,6 +65,9 @@ class Buffer:
             state.waiting = state.waiting + passing
         taken, state.waiting = state.waiting[:num_groups], state.waiting[num_groups:]
         return [[replace(t, group=number) for t in group] for number, group in enumerate(taken)]
+
+    async def close(self) -> None:
+        """Give up what is under way: here nothing, between two steps."""
 
     async def _draw(self) -> list[Group]:
         """The groups of the next batch of prompts."""

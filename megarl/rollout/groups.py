@@ -11,7 +11,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
 from megarl.rollout.attempt import Budget, Score, Task, attempt
 from megarl.rollout.course import History
-from megarl.rollout.pool import EnginePool, gather_unless_abandoned
+from megarl.rollout.pool import EnginePool, Generates, gather_unless_abandoned
 from megarl.types import Problem, SamplingSettings, Trajectory
 
 
@@ -35,7 +35,7 @@ class GroupSampler:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     is_abandoned: Callable[[], bool] = lambda: False
     notice: Callable[[str], object] = lambda text: None
-    agent: Callable[[Task, Budget], Awaitable[Trajectory]] | None = None
+    agent: Callable[[Task, Budget, Generates], Awaitable[Trajectory]] | None = None
     _noticed: set[str] = field(default_factory=set)
 
     async def sample(
@@ -45,26 +45,35 @@ class GroupSampler:
 
         Raises AbandonedError if the run is to stop; then all requests have left the engines.
         """
-        room = self.max_prompt_tokens + sampling.max_new_tokens
-        budget = Budget(room, self.max_turns, self.truncated_turn, **self.budget.model_dump())
-        tasks = [
-            Task(self.environment, problem, group, number, seed, sampling)
+        attempts = [
+            self.attempt(self.task(problem, group, number, seed, sampling), self.pool)
             for group, problem in enumerate(problems)
             for number in range(samples_per_prompt)
         ]
-        attempts = [self._attempt(task, budget) for task in tasks]
         trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
         # An agent may have ended without its last answer.
         await self.pool.drained()
-        for trajectory in trajectories:
-            self._tell_first(trajectory)
         return trajectories
 
-    async def _attempt(self, task: Task, budget: Budget) -> Trajectory:
+    def task(
+        self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""
+    ) -> Task:
+        """An attempt to make in the recipe's environment."""
+        return Task(self.environment, problem, group, number, seed, sampling, prefix)
+
+    async def attempt(self, task: Task, pool: Generates) -> Trajectory:
+        """Make one attempt, with completions of `pool`."""
+        room = self.max_prompt_tokens + task.sampling.max_new_tokens
+        budget = Budget(room, self.max_turns, self.truncated_turn, **self.budget.model_dump())
         if self.agent is not None:
-            return await self.agent(task, budget)
-        assert self.make_environment is not None
-        return await attempt(task, self.make_environment, self.pool, budget, self.dialogue, self.score, self.history)
+            trajectory = await self.agent(task, budget, pool)
+        else:
+            assert self.make_environment is not None
+            trajectory = await attempt(
+                task, self.make_environment, pool, budget, self.dialogue, self.score, self.history
+            )
+        self._tell_first(trajectory)
+        return trajectory
 
     def _tell_first(self, trajectory: Trajectory) -> None:
         if trajectory.ended != "error" or trajectory.failure is None:

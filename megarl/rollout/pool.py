@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
@@ -26,13 +27,34 @@ class AbandonedError(Exception):
     """Sampling was abandoned; all its requests have left the engines."""
 
 
+class Generates(Protocol):
+    """Where an attempt has its completions from."""
+
+    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+        """As `EnginePool.generate`."""
+        ...
+
+    def forget(self, affinity: str) -> None:
+        """As `EnginePool.forget`."""
+        ...
+
+    @property
+    def seconds_held(self) -> float:
+        """As `EnginePool.seconds_held`."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A completion that someone waits for: the request, what parks kept of it, and who answers it."""
+    """A completion that someone waits for: the request, who is told, and the parts of it that parks kept."""
 
     request: Request
-    future: asyncio.Future[tuple[Completion, _Replica]]
-    parts: list[Completion] = field(default_factory=list)
+    future: asyncio.Future[tuple[Completion, _Replica | None]]
+    parts: list[Completion]
+
+    def finish(self, last: Completion, replica: _Replica | None) -> None:
+        """Tell the completion that this part ends."""
+        self.future.set_result((joined([*self.parts, last]) if self.parts else last, replica))
 
 
 class _Replica:
@@ -45,6 +67,7 @@ class _Replica:
         self.waiting: Queue = OrderedDict()
         self.aborts: list[str] = []
         self.pump: asyncio.Task[None] | None = None
+        self.busy_seconds = 0.0
 
     @property
     def load(self) -> int:
@@ -82,12 +105,17 @@ class EnginePool:
         self._failure: Exception | None = None
         self._is_held = False
         self._advanced = asyncio.Event()
+        self._held_at = self._measured_at = time.monotonic()
+        self._seconds_held = self._held_before = self._seconds_waited = 0.0
 
-    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+    async def generate(
+        self, request: Request, *, affinity: str | None = None, parts: list[Completion] | None = None
+    ) -> Completion:
         """Sample one completion, however often the pool is held meanwhile; cancelling this aborts it.
 
         Requests of one `affinity`, a trajectory's name, go to the replica that has its tokens in its prefix cache,
-        unless that has a much higher load than another.
+        unless that has a much higher load than another. `parts` are what was sampled of the completion before, if
+        anything; while it is awaited, each park adds one to the list.
 
         Raises ValueError for a request id that is in use, and the error of a pump that failed.
         """
@@ -95,9 +123,9 @@ class EnginePool:
             raise self._failure
         if request.request_id in self._pending:
             raise ValueError(f"request {request.request_id} is running already")
-        future: asyncio.Future[tuple[Completion, _Replica]] = asyncio.get_running_loop().create_future()
-        self._pending[request.request_id] = pending = _Pending(request, future)
-        self._queue_for(affinity)[request.request_id] = request
+        future: asyncio.Future[tuple[Completion, _Replica | None]] = asyncio.get_running_loop().create_future()
+        self._pending[request.request_id] = pending = _Pending(request, future, [] if parts is None else parts)
+        self._file(pending, self._queue_for(affinity))
         self._start_pumps()
         try:
             completion, replica = await future
@@ -105,9 +133,9 @@ class EnginePool:
             del self._pending[request.request_id]
             if future.cancelled() or future.exception():
                 self._withdraw(request)
-        if affinity is not None:
+        if affinity is not None and replica is not None:
             self._homes[affinity] = replica
-        return joined([*pending.parts, completion]) if pending.parts else completion
+        return completion
 
     def forget(self, affinity: str) -> None:
         """Drop the affinity of a trajectory that has ended."""
@@ -118,7 +146,8 @@ class EnginePool:
 
         Afterwards the engines have none. Requests wait, new ones too, until `release`. Raises a rank's error.
         """
-        self._is_held = True
+        if not self._is_held:
+            self._is_held, self._held_at = True, time.monotonic()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
             await asyncio.wait(pumps)
         await asyncio.gather(*(self._park(replica) for replica in self._replicas if replica.running))
@@ -127,13 +156,40 @@ class EnginePool:
 
     def release(self) -> None:
         """Let the requests go on that wait since `hold`."""
+        if self._is_held:
+            seconds = time.monotonic() - self._held_at
+            self._seconds_held += seconds
+            self._seconds_waited += seconds if self._pending else 0.0
         self._is_held = False
         self._start_pumps()
+
+    @property
+    def seconds_held(self) -> float:
+        """For how long the pool has been held so far, in all: what waits for a completion is not slow then."""
+        return self._seconds_held + (time.monotonic() - self._held_at if self._is_held else 0.0)
 
     async def drained(self) -> None:
         """Wait until all cancelled and finished requests have left the engines."""
         while any(r.is_pumped and not r.running.keys() <= self._pending.keys() for r in self._replicas):
             await self._advanced.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """Since the call before, of a pool that is not held.
+
+        `time/engines_idle`: the share of the replicas' time, but for that in which the pool was held, in which they had
+        nothing to sample; `rollout/held_seconds`: for how long the pool was held with requests that waited.
+        """
+        now = time.monotonic()
+        seconds = (now - self._measured_at - (self._seconds_held - self._held_before)) * len(self._replicas)
+        busy_seconds = sum(replica.busy_seconds for replica in self._replicas)
+        found = {
+            "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
+            "rollout/held_seconds": self._seconds_waited,
+        }
+        self._measured_at, self._held_before, self._seconds_waited = now, self._seconds_held, 0.0
+        for replica in self._replicas:
+            replica.busy_seconds = 0.0
+        return found
 
     async def _park(self, replica: _Replica) -> None:
         """Abort what a replica runs and put the rest of it first in the queue."""
@@ -144,18 +200,18 @@ class EnginePool:
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
-                self._keep(pending, parked[name], replica)
+                if len(parked[name].token_ids):
+                    pending.parts.append(parked[name])
+                self._file(pending, self._waiting, last=False)
 
-    def _keep(self, pending: _Pending, part: Completion, replica: _Replica) -> None:
-        """Keep the tokens of a parked part, and queue the request for the rest, if any is left."""
+    def _file(self, pending: _Pending, queue: Queue, *, last: bool = True) -> None:
+        """Queue the request for what is left of a completion; one of which nothing is left is told its parts."""
         name = pending.request.request_id
-        if len(part.token_ids):
-            pending.parts.append(part)
-        if num_kept(pending.parts) == pending.request.sampling.max_new_tokens:
-            pending.future.set_result((replace(pending.parts.pop(), finish_reason="length"), replica))
+        if num_kept(pending.parts) >= pending.request.sampling.max_new_tokens:
+            pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
             return
-        self._waiting[name] = rest_of(pending.request, pending.parts)
-        self._waiting.move_to_end(name, last=False)
+        queue[name] = rest_of(pending.request, pending.parts)
+        queue.move_to_end(name, last=last)
 
     def _queue_for(self, affinity: str | None) -> Queue:
         home = self._homes.get(affinity) if affinity is not None else None
@@ -209,11 +265,13 @@ class EnginePool:
     async def _advance(self, replica: _Replica, new: tuple[Request, ...]) -> None:
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
+        began = time.monotonic()
         for completion in await self._ask(replica, new, aborts, self._budget_seconds):
             replica.running.pop(completion.request_id, None)
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
-                pending.future.set_result((completion, replica))
+                pending.finish(completion, replica)
+        replica.busy_seconds += time.monotonic() - began
         self._tell_advance()
 
     async def _ask(

@@ -15,11 +15,13 @@ from safetensors.numpy import load_file, save
 
 from megarl.algorithms.kl import adapted
 from megarl.config import AlgorithmConfig
-from megarl.types import ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
+from megarl.rollout.recording import RecordedCall, StartedGroup
+from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
 
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 SEGMENT_ARRAYS = [part.name for part in fields(Segment) if part.name != "kept_sets"]
+COMPLETION_ARRAYS = ["token_ids", "rollout_logprobs", "weight_versions", "routed_experts"]
 KEPT_SETS = [part.name for part in fields(KeptSets)]
 
 
@@ -28,12 +30,16 @@ class RLState:
 
     `drawn` is the number of prompt batches drawn so far, `waiting` are groups sampled for a later step,
     `kl_coefficient` is the coefficient as adapted so far.
+
+    Where stragglers are not waited for (`has_stragglers`), `drawn` counts prompts, each group's number is that of its
+    draw, and `started` are the groups under way by that number; tokens that waited are of several weight versions.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
-        self._algorithm = algorithm
+    def __init__(self, algorithm: AlgorithmConfig, *, has_stragglers: bool = False) -> None:
+        self._algorithm, self._has_stragglers = algorithm, has_stragglers
         self.drawn = 0
         self.waiting: list[Group] = []
+        self.started: dict[int, StartedGroup] = {}
         self.kl_coefficient = algorithm.kl_coefficient
         self._before_step = self.drawn, self.waiting
 
@@ -47,9 +53,10 @@ class RLState:
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
-        """Handles of the routed experts of waiting groups, if there are any."""
+        """Handles of the routed experts of waiting groups and of those under way, if there are any."""
         segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
-        return [segment.routed_experts for segment in segments if segment.routed_experts is not None]
+        started = [handle for group in self.started.values() for handle in group.experts]
+        return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
 
     def adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> dict[str, float]:
         """Bring the KL's weight nearer to what holds algorithm.kl_target, after a step with these metrics.
@@ -66,18 +73,15 @@ class RLState:
         return {"kl/coefficient": before}
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint's folder."""
+        """Write the state into a checkpoint's folder; the pool is held where groups are under way."""
         flat = [(number, trajectory) for number, group in enumerate(self.waiting) for trajectory in group]
         arrays: dict[str, np.ndarray] = {}
         for index, (_, trajectory) in enumerate(flat):
-            for place, segment in enumerate(trajectory.segments):
-                found = {name: getattr(segment, name) for name in SEGMENT_ARRAYS}
-                if (kept := segment.kept_sets) is not None:
-                    found |= {f"kept_sets.{name}": getattr(kept, name) for name in KEPT_SETS}
-                arrays |= {f"{index}.{place}.{name}": a for name, a in found.items() if a is not None}
+            arrays |= _arrays_of(trajectory, f"{index}.")
         state = {
             "drawn": self.drawn, "kl_coefficient": self.kl_coefficient,
-            "waiting": [_plain(number, trajectory) for number, trajectory in flat],
+            "waiting": [_plain(t.group if self._has_stragglers else number, t) for number, t in flat],
+            "started": [_plain_started(group, arrays) for group in self.started.values()],
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (folder / ARRAYS).write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
@@ -96,21 +100,17 @@ class RLState:
         by_index = {problem.index: problem for problem in problems}
         trajectories: list[Trajectory] = []
         num_lacking = 0
+        is_old_kept = self._algorithm.old_logprobs == "trainer" and not self._has_stragglers
         for index, plain in enumerate(state["waiting"]):
-            num_segments = plain.pop("segments")
-            segments = tuple(_segment(arrays, f"{index}.{place}.") for place in range(num_segments))
-            reward = plain.pop("reward")
-            plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
-            trajectory = Trajectory(
-                **plain | {"problem": by_index[plain["problem"]]},
-                segments=segments,
-                reward=reward and Reward(**reward),
-            )
-            if self._algorithm.old_logprobs == "trainer" and lacks_old_logprobs(trajectory):
-                trajectory = with_old_logprobs(trajectory, iter([s.rollout_logprobs for s in segments]))
+            trajectory = _trajectory(plain, by_index, arrays, f"{index}.")
+            if is_old_kept and lacks_old_logprobs(trajectory):
+                logprobs = [segment.rollout_logprobs for segment in trajectory.segments]
+                trajectory = with_old_logprobs(trajectory, iter(logprobs))
                 num_lacking += 1
             trajectories.append(trajectory)
         self.waiting = in_groups(trajectories)
+        groups = [_started(plain, by_index, arrays) for plain in state["started"]]
+        self.started = {group.draw: group for group in groups}
         return num_lacking
 
 
@@ -138,13 +138,79 @@ def with_old_logprobs(trajectory: Trajectory, logprobs: Iterator[np.ndarray]) ->
     return replace(trajectory, segments=segments)
 
 
-def _segment(arrays: Mapping[str, np.ndarray], prefix: str) -> Segment:
-    found: dict[str, Any] = {name: arrays[prefix + name] for name in SEGMENT_ARRAYS if prefix + name in arrays}
+def _stored(record: Segment | Completion, names: Sequence[str], prefix: str) -> dict[str, np.ndarray]:
+    """These arrays of a record, and its kept sets, by names that begin so."""
+    found = {name: getattr(record, name) for name in names}
+    if (kept := record.kept_sets) is not None:
+        found |= {f"kept_sets.{name}": getattr(kept, name) for name in KEPT_SETS}
+    return {f"{prefix}{name}": np.asarray(array) for name, array in found.items() if array is not None}
+
+
+def _read(arrays: Mapping[str, np.ndarray], names: Sequence[str], prefix: str) -> dict[str, Any]:
+    """The fields of a record from the arrays that `_stored` made."""
+    found: dict[str, Any] = {name: arrays[prefix + name] for name in names if prefix + name in arrays}
     if "routed_experts" in found:
         found["routed_experts"] = ExpertsHandle(*found["routed_experts"].tolist())
     if f"{prefix}kept_sets.counts" in arrays:
         found["kept_sets"] = KeptSets(**{name: arrays[f"{prefix}kept_sets.{name}"] for name in KEPT_SETS})
-    return Segment(**found)
+    return found
+
+
+def _arrays_of(trajectory: Trajectory, prefix: str) -> dict[str, np.ndarray]:
+    """The arrays of a trajectory's segments, by names that begin so."""
+    arrays: dict[str, np.ndarray] = {}
+    for place, segment in enumerate(trajectory.segments):
+        arrays |= _stored(segment, SEGMENT_ARRAYS, f"{prefix}{place}.")
+    return arrays
+
+
+def _trajectory(
+    plain: dict[str, Any], problems: Mapping[int, Problem], arrays: Mapping[str, np.ndarray], prefix: str
+) -> Trajectory:
+    """A trajectory from its JSON values and the arrays whose names begin so."""
+    num_segments, reward = plain.pop("segments"), plain.pop("reward")
+    plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
+    plain["problem"] = problems[plain["problem"]]
+    segments = tuple(Segment(**_read(arrays, SEGMENT_ARRAYS, f"{prefix}{place}.")) for place in range(num_segments))
+    return Trajectory(**plain, segments=segments, reward=reward and Reward(**reward))
+
+
+def _plain_started(group: StartedGroup, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """A group under way as JSON values; its arrays are added to `arrays`."""
+    home = f"started.{group.draw}."
+    for number, trajectory in group.finished.items():
+        arrays |= _arrays_of(trajectory, f"{home}{number}.")
+    calls: list[dict[str, Any]] = []
+    recorded = [(number, call) for number, of_attempt in group.calls.items() for call in of_attempt]
+    for number, call in recorded:
+        prefix = f"{home}call{len(calls)}."
+        arrays[f"{prefix}prompt"] = call.prompt_token_ids
+        for place, part in enumerate(call.parts):
+            arrays |= _stored(part, COMPLETION_ARRAYS, f"{prefix}{place}.")
+        parts = [{"request_id": p.request_id, "finish_reason": p.finish_reason, "error": p.error} for p in call.parts]
+        calls.append({"number": number, "parts": parts, "is_done": call.is_done})
+    finished = [_plain(group.draw, trajectory) for trajectory in group.finished.values()]
+    return {"draw": group.draw, "problem": group.problem.index, "finished": finished, "calls": calls}
+
+
+def _started(
+    plain: Mapping[str, Any], problems: Mapping[int, Problem], arrays: Mapping[str, np.ndarray]
+) -> StartedGroup:
+    """A group under way from its JSON values and arrays, as `_plain_started` made them."""
+    home = f"started.{plain['draw']}."
+    group = StartedGroup(plain["draw"], problems[plain["problem"]])
+    for one in plain["finished"]:
+        number = one["number"]
+        group.finished[number] = _trajectory(one, problems, arrays, f"{home}{number}.")
+    for place, call in enumerate(plain["calls"]):
+        prefix = f"{home}call{place}."
+        parts = [
+            Completion(**part, **_read(arrays, COMPLETION_ARRAYS, f"{prefix}{number}."))
+            for number, part in enumerate(call["parts"])
+        ]
+        recorded = RecordedCall(arrays[f"{prefix}prompt"], parts, call["is_done"])
+        group.calls.setdefault(call["number"], []).append(recorded)
+    return group
 
 
 def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:

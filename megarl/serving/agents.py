@@ -16,7 +16,7 @@ from megarl.config import AgentConfig, Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.rewards.calling import Sample
 from megarl.rollout.attempt import Budget, Score, Task, unanswered
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool import EnginePool, Generates
 from megarl.rollout.stitch import stitch
 from megarl.serving.codec import Codec
 from megarl.serving.sessions import Limits, Session, Sessions
@@ -32,6 +32,8 @@ COUNTS = (
 _KEPT_BYTES = 1 << 16
 _SHOWN = 400
 _LEAVE_SECONDS = 2.0
+_TICK_SECONDS = 0.05
+"""Between two looks at a program's time when it is nearly over: it stands still while the engines are held."""
 
 
 class _ProgramError(Exception):
@@ -55,17 +57,17 @@ class AgentProgram:
     score: Score
     places: asyncio.Semaphore
 
-    async def attempt(self, task: Task, budget: Budget) -> Trajectory:
-        """Run the program against the endpoint; the trajectory of its session."""
+    async def attempt(self, task: Task, budget: Budget, pool: Generates) -> Trajectory:
+        """Run the program against the endpoint, which has its completions of `pool`; the trajectory of its session."""
         async with self.places:
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
             seed = f"{task.seed} {task.problem.index} {task.number}"
-            session = self.sessions.open(task.name, seed, task.sampling, limits)
+            session = self.sessions.open(task.name, seed, task.sampling, limits, pool)
             failure: str | None = None
             reward: float | None = None
             started = time.monotonic()
             try:
-                reward = await self._run(task, session)
+                reward = await self._run(task, session, pool)
             except _ProgramError as error:
                 failure = str(error)
             finally:
@@ -79,7 +81,7 @@ class AgentProgram:
         scored = await self.score(_sample(task.problem, session))
         return replace(trajectory, reward=scored.reward, failure=scored.failure)
 
-    async def _run(self, task: Task, session: Session) -> float | None:
+    async def _run(self, task: Task, session: Session, pool: Generates) -> float | None:
         """The program's reward, if it says one. Raises _ProgramError."""
         environment = {
             **os.environ,
@@ -103,8 +105,7 @@ class AgentProgram:
             with suppress(ConnectionError):
                 program.stdin.write(json.dumps(_told(task)).encode() + b"\n")
                 program.stdin.close()
-            async with asyncio.timeout(self.config.timeout_seconds):
-                code = await program.wait()
+            code = await self._ended(program, pool)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
             raise _ProgramError(text) from None
@@ -121,6 +122,20 @@ class AgentProgram:
             shown = " ".join(complaints.decode(errors="replace").split())[-_SHOWN:]
             raise _ProgramError(f"ExitCode: the program ended with {code}: {shown}")
         return _reward(said)
+
+    async def _ended(self, program: asyncio.subprocess.Process, pool: Generates) -> int:
+        """The program's exit code. Raises TimeoutError after its time, of which that of held engines is no part."""
+        ends = time.monotonic() - pool.seconds_held + self.config.timeout_seconds
+        ending = asyncio.create_task(program.wait())
+        try:
+            while not ending.done():
+                left = ends - time.monotonic() + pool.seconds_held
+                if left <= 0:
+                    raise TimeoutError
+                await asyncio.wait({ending}, timeout=max(_TICK_SECONDS, left))
+        finally:
+            ending.cancel()
+        return ending.result()
 
 
 @asynccontextmanager

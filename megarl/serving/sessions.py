@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.data.tool_calls import ParsedTurn
 from megarl.environments import Message
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool import Generates
 from megarl.rollout.stitch import ModelCall
 from megarl.serving.codec import Codec, too_long
 from megarl.serving.conversation import Conversation, answer_message
@@ -87,7 +87,7 @@ class Session:
     """
 
     def __init__(
-        self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: EnginePool, codec: Codec
+        self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: Generates, codec: Codec
     ) -> None:
         self.name = name
         self.secret = secrets.token_urlsafe(24)
@@ -270,7 +270,7 @@ class Session:
 class Sessions:
     """The open sessions of an endpoint, by their secrets; one without calls for `Limits.idle_seconds` is ended."""
 
-    pool: EnginePool
+    pool: Generates
     codec: Codec
     _open: dict[str, Session] = field(default_factory=dict)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -278,10 +278,12 @@ class Sessions:
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
     _num_opened: int = 0
 
-    def open(self, name: str, seed: str, sampling: SamplingSettings, limits: Limits) -> Session:
-        """A new session; its name is made unique."""
+    def open(
+        self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: Generates | None = None
+    ) -> Session:
+        """A new session, with completions of `pool`, if it is not that of all; its name is made unique."""
         self._num_opened += 1
-        session = Session(f"{name}-{self._num_opened}", seed, sampling, limits, self.pool, self.codec)
+        session = Session(f"{name}-{self._num_opened}", seed, sampling, limits, pool or self.pool, self.codec)
         self._open[session.secret] = session
         self.used(session)
         return session

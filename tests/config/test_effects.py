@@ -68,10 +68,17 @@ from tests.config.refusals import faults
             id="turn discount under pass@k",
         ),
         pytest.param(
+            ["rollout.max_staleness=2", "rollout.stragglers=abort"],
+            "rollout.max_staleness = 2",
+            "under rollout.stragglers=abort",
+            "set rollout.stragglers to park",
+            id="staleness of what is given up",
+        ),
+        pytest.param(
             ["algorithm.oversampling=2"],
             "algorithm.oversampling = 2.0",
-            "without algorithm.dynamic_sampling",
-            "give algorithm.dynamic_sampling",
+            "under rollout.stragglers=wait without algorithm.dynamic_sampling",
+            "give algorithm.dynamic_sampling, or set rollout.stragglers to park or abort",
             id="oversampling",
         ),
         pytest.param(

@@ -104,6 +104,21 @@ WRONG = [
         id="importance_sampling",
     ),
     pytest.param(
+        {"rollout": {"stragglers": "abort"}},
+        ["rollout.stragglers = abort", "set algorithm.oversampling=1.5"],
+        id="no surplus",
+    ),
+    pytest.param(
+        {"rollout": {"stragglers": "park"}, "algorithm": {"oversampling": 2.0}},
+        ["rollout.stragglers = park", "set algorithm.importance_sampling=tis"],
+        id="stragglers without a correction",
+    ),
+    pytest.param(
+        {"rollout": {"stragglers": "park"}, "algorithm": {"oversampling": 3.0, "importance_sampling": "tis"}},
+        ["algorithm.oversampling = 3.0", "use at most 2"],
+        id="more stragglers than a step trains on",
+    ),
+    pytest.param(
         {"algorithm": {"importance_sampling": "icepop", "importance_sampling_low": 3.0}},
         ["algorithm.importance_sampling_low = 3.0: set it below algorithm.importance_sampling_high = 2.0"],
         id="icepop",

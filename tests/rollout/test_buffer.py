@@ -74,7 +74,7 @@ class Collected:
     students: Students
 
     def take(self) -> list[Group]:
-        return asyncio.run(self.buffer.take(3))
+        return asyncio.run(self.buffer.take(3, weight_version=3))
 
     def take_with_logprobs(self, trainer: Trainer) -> list[Group]:
         return asyncio.run(self.buffer.add_old_logprobs(self.take(), trainer.forward))

@@ -57,7 +57,13 @@ class Policy(EnginePool):
         token_ids = self.tokenizer.encode(next(self.texts) + "<|im_end|>", add_special_tokens=False)
         kept = np.array(token_ids[: request.sampling.max_new_tokens])
         finish_reason = "stop" if len(kept) == len(token_ids) else "length"
-        return Completion(request.request_id, kept, np.zeros(len(kept), np.float32), finish_reason, 0)
+        return Completion(
+            request.request_id, kept, np.zeros(len(kept), np.float32), finish_reason, np.zeros(len(kept), np.int32)
+        )
+
+    @property
+    def seconds_held(self) -> float:
+        return 0.0
 
     def forget(self, affinity: str) -> None:
         pass

@@ -61,7 +61,7 @@ def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Cal
             problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", {"level": 2})
             try:
                 task = Task("command", problem, 1, 2, "seed", SAMPLING)
-                return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4))
+                return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), pool)
             finally:
                 await endpoint.close()
                 codec.close()

@@ -27,7 +27,7 @@ def test_what_is_trained_of_conversations_is_what_was_sampled(
 
 def test_a_difference_is_seen(tool: Callable[[str], ModuleType]) -> None:
     differing = tool("check_agents").differing
-    completion = Completion("r", np.array([5, 6]), np.float32([-1, -2]), "stop", 0)
+    completion = Completion("r", np.array([5, 6]), np.float32([-1, -2]), "stop", np.zeros(2, np.int32))
     call = ModelCall(np.array([1, 2, 3], np.int32), completion)
     [segment] = stitch([call])
     trajectory = Trajectory("test", Problem(0, (), (), ""), 0, 0, (segment,), None)

@@ -1,0 +1,252 @@
+"""Partial rollouts: a step trains on the first groups that are complete, those of the stragglers come later."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from math import ceil
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.data.batch import TokenBatch
+from megarl.data.sampler import DataOrder
+from megarl.rollout.buffer import Buffer, passes_filter
+from megarl.rollout.groups import GroupSampler
+from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
+from megarl.rollout.recording import RecordedPool, StartedGroup
+from megarl.rollout.state import Group, RLState, in_one
+from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
+
+_LEAVE_SECONDS = 5.0
+
+
+class PartialBuffer(Buffer):
+    """Starts `algorithm.oversampling` times the groups of a step and gives out the first that are complete.
+
+    The others go on: while the engines sleep their requests are parked and their environments run. Under
+    `rollout.stragglers` abort they are given up instead. Each group is given out once, none later than
+    `rollout.max_staleness` allows: the step waits for it, or drops it (`rollout.on_stale`).
+
+    `state.started` are the groups under way, by the number of their prompt; a checkpoint has them as they are.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        problems: Sequence[Problem],
+        sampler: GroupSampler,
+        sampling: SamplingSettings,
+        state: RLState,
+    ) -> None:
+        super().__init__(recipe, problems, sampler, sampling, state)
+        self._order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
+        self._batch: tuple[int, list[int]] = (-1, [])
+        self._num_live = ceil(recipe.train.prompts_per_step * recipe.algorithm.oversampling)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._pools: dict[int, list[RecordedPool]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._completed = asyncio.Event()
+        self._counts: dict[str, float] = {}
+
+    async def take(self, num_groups: int, weight_version: int) -> list[Group]:
+        """The groups that a step is trained on, ordered by when their prompts were drawn.
+
+        Raises MegarlError if `algorithm.max_attempts` times the groups of a step do not fill it, AbandonedError where
+        the run is to stop, and the error of an attempt.
+        """
+        state = self._state
+        self.sampled = []
+        self._num_batches = self._num_passed = 0
+        self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
+        first_draw = state.drawn
+        self._drop_stale(weight_version)
+        while True:
+            self._collect()
+            self._start_more(first_draw)
+            if (taken := self._chosen(num_groups, weight_version)) is not None:
+                break
+            is_waited_for = len(state.waiting) >= num_groups
+            began = time.monotonic()
+            await self._wait_for_a_group()
+            self._counts["staleness/waited_seconds"] += is_waited_for * (time.monotonic() - began)
+            if self._sampler.is_abandoned():
+                state.begin_step()
+                raise AbandonedError
+        # What `forget_step` goes back to has all that is drawn: nothing is sampled twice.
+        state.begin_step()
+        draws = {group[0].group for group in taken}
+        state.waiting = [group for group in state.waiting if group[0].group not in draws]
+        if self._recipe.rollout.stragglers == "abort":
+            self._abort_all()
+        self._counts |= _metrics_of_taken(taken, weight_version)
+        return [[replace(t, group=number) for t in group] for number, group in enumerate(taken)]
+
+    async def add_old_logprobs(
+        self, groups: Sequence[Group], forward: Callable[[TokenBatch], Awaitable[np.ndarray]]
+    ) -> list[Group]:
+        """As `Buffer.add_old_logprobs`, of these groups alone.
+
+        The old policy of a group that waits is the trainer's before the update that trains on it: no one's weights
+        sampled all of its tokens.
+        """
+        waiting, self._state.waiting = self._state.waiting, []
+        try:
+            return await super().add_old_logprobs(groups, forward)
+        finally:
+            self._state.waiting = waiting
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest step.
+
+        `partial/share`: the share of its trajectories that have tokens of several weight versions;
+        `partial/kept_tokens`: its tokens of earlier versions; `staleness/span/mean`, `/max`: weight versions from a
+        trajectory's oldest token to its newest; `staleness/dropped`, `rollout/aborted`: groups that were given up, for
+        their age or as surplus; `staleness/waited_seconds`: how long only groups that may not grow older were waited
+        for; `rollout/in_flight`: groups that go on; with a filter `rollout/kept`, the share of groups that passed.
+        """
+        counts = self._counts | {"rollout/in_flight": float(len(self._tasks))}
+        if self._recipe.algorithm.dynamic_sampling is not None:
+            counts["rollout/kept"] = self._num_passed / max(self._num_batches, 1)
+        return counts
+
+    async def close(self) -> None:
+        """Cancel all that is under way; an environment that does not heed it is left behind."""
+        self._leave(list(self._tasks))
+        if self._leaving:
+            await asyncio.wait(self._leaving, timeout=_LEAVE_SECONDS)
+
+    def _start_more(self, first_draw: int) -> None:
+        """Go on with the groups of a checkpoint, and start as many as are missing."""
+        state, algorithm = self._state, self._recipe.algorithm
+        for group in state.started.values():
+            if group.draw not in self._tasks:
+                self._start(group)
+        while len(state.started) + len(state.waiting) < self._num_live:
+            if algorithm.dynamic_sampling and state.drawn - first_draw == algorithm.max_attempts * self._num_live:
+                raise MegarlError(
+                    f"{state.drawn - first_draw} prompts gave {len(state.waiting)} groups whose accuracy is within "
+                    f"algorithm.dynamic_sampling {algorithm.dynamic_sampling}. Use problems of another difficulty, or "
+                    "raise algorithm.max_attempts or train.samples_per_prompt."
+                )
+            group = StartedGroup(state.drawn, self._problems[self._index(state.drawn)])
+            state.started[group.draw] = group
+            state.drawn += 1
+            self._start(group)
+
+    def _index(self, draw: int) -> int:
+        """The index of the problem of a draw."""
+        number, place = divmod(draw, self._order.batch_size)
+        if self._batch[0] != number:
+            self._batch = number, self._order.batch(number)
+        return self._batch[1][place]
+
+    def _start(self, group: StartedGroup) -> None:
+        self._pools[group.draw] = []
+        task = self._tasks[group.draw] = asyncio.create_task(self._sample(group))
+        task.add_done_callback(lambda _: self._completed.set())
+
+    async def _sample(self, group: StartedGroup) -> None:
+        """Make the attempts at a group's problem that have not ended."""
+        seed = f"{self._recipe.seed} {group.draw + 1}"
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self._recipe.train.samples_per_prompt):
+                if number not in group.finished:
+                    tasks.create_task(self._attempt(group, number, seed))
+
+    async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
+        pool = RecordedPool(self._sampler.pool, group.calls.setdefault(number, []))
+        self._pools[group.draw].append(pool)
+        task = self._sampler.task(group.problem, group.draw, number, seed, self._sampling, prefix="draw ")
+        trajectory = await self._sampler.attempt(task, pool)
+        group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
+
+    async def _wait_for_a_group(self) -> None:
+        """Wait until a group is complete or failed, but not for long: the run may be asked to stop."""
+        self._completed.clear()
+        if any(task.done() for task in self._tasks.values()):
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._completed.wait(), BUDGET_SECONDS)
+
+    def _collect(self) -> None:
+        """Move complete groups to those that wait, if they pass the filter. Raises the error of an attempt."""
+        state, recipe = self._state, self._recipe
+        for draw in [draw for draw, task in self._tasks.items() if task.done()]:
+            try:
+                self._tasks.pop(draw).result()
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            del self._pools[draw]
+            finished = state.started.pop(draw).finished
+            group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
+            self.sampled += group
+            self._num_batches += 1
+            if passes_filter(group, recipe.algorithm.dynamic_sampling):
+                self._num_passed += 1
+                state.waiting = [*state.waiting, group]
+
+    def _chosen(self, num_groups: int, weight_version: int) -> list[Group] | None:
+        """So many complete groups, those first that may not grow older; None while some are missing."""
+        rollout, state = self._recipe.rollout, self._state
+        newest = weight_version - rollout.max_staleness
+        is_awaited = any(group.oldest_version(weight_version) <= newest for group in state.started.values())
+        if len(state.waiting) < num_groups or (is_awaited and rollout.on_stale == "wait"):
+            return None
+        by_age = sorted(state.waiting, key=lambda group: _oldest(group, weight_version) > newest)
+        return sorted(by_age[:num_groups], key=lambda group: group[0].group)
+
+    def _drop_stale(self, weight_version: int) -> None:
+        """Give up the groups under way whose oldest token is older than the bound."""
+        oldest = weight_version - self._recipe.rollout.max_staleness
+        stale = [g.draw for g in self._state.started.values() if g.oldest_version(weight_version) < oldest]
+        self._counts["staleness/dropped"] += len(stale)
+        self._leave(stale)
+        for draw in stale:
+            self._state.started.pop(draw)
+
+    def _abort_all(self) -> None:
+        """Give up the surplus: what is under way, and complete groups that the step does not train on."""
+        state = self._state
+        self._counts["rollout/aborted"] += len(state.started) + len(state.waiting)
+        self._leave(list(self._tasks))
+        state.started.clear()
+        state.waiting = []
+
+    def _leave(self, draws: Sequence[int]) -> None:
+        """Cancel groups; their requests leave the engines."""
+        for draw in draws:
+            if (task := self._tasks.pop(draw, None)) is not None:
+                for pool in self._pools.pop(draw):
+                    pool.close()
+                task.cancel()
+                self._leaving.add(task)
+                task.add_done_callback(self._left)
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        if not task.cancelled():
+            task.exception()  # it was given up: nobody waits for its error
+
+
+def _oldest(group: Group, weight_version: int) -> int:
+    return min([weight_version, *(t.oldest_version for t in group if t.num_sampled)])
+
+
+def _metrics_of_taken(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
+    versions = [_versions(trajectory) for trajectory in in_one(groups) if trajectory.num_sampled]
+    spans = [int(found.max() - found.min()) for found in versions]
+    return {
+        "partial/share": float(np.mean([span > 0 for span in spans])),
+        "partial/kept_tokens": float(sum((found < weight_version).sum() for found in versions)),
+        "staleness/span/mean": float(np.mean(spans)),
+        "staleness/span/max": float(max(spans)),
+    }
+
+
+def _versions(trajectory: Trajectory) -> np.ndarray:
+    """The weight versions of a trajectory's sampled tokens, int32 [sampled]."""
+    return np.concatenate([segment.weight_versions[segment.loss_mask] for segment in trajectory.segments])
