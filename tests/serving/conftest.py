@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
-from tests.rollout.engines import engines
+from megarl.config import EndpointConfig
+from megarl.data.chat import load_tokenizer
+from megarl.rollout.pool import EnginePool
+from megarl.serving.codec import Codec
+from megarl.serving.endpoint import Endpoint
+from megarl.serving.sessions import Limits, Sessions
+from tests.rollout.engines import CONTEXT_TOKENS, engines
+from tests.serving.served import ONE, SAMPLING, Served
 from tests.serving.tool_model import make_tool_model
 
 
@@ -31,3 +39,32 @@ def group(tool_model: Path, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
     group = runner.run(context.__aenter__())
     yield group
     runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def served(
+    group: WorkerGroup, runner: asyncio.Runner, tool_model: Path
+) -> Callable[[Callable[[Served], Coroutine[Any, Any, None]]], None]:
+    """`served(test, **config)` runs a test against an endpoint of its own."""
+
+    def run(test: Callable[[Served], Coroutine[Any, Any, None]], guests: Limits | None = None, **config: Any) -> None:
+        async def drive() -> None:
+            await group.call("seen")
+            told: list[str] = []
+            codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
+            sessions = Sessions(pool := EnginePool(group, ONE, max_running=32, budget_seconds=0.05), codec)
+            endpoint = Endpoint(
+                sessions, EndpointConfig(**config), model="policy", sampling=SAMPLING, guests=guests, notice=told.append
+            )
+            await endpoint.start()
+            try:
+                await test(Served(endpoint, sessions, pool, group, told))
+            finally:
+                await endpoint.close()
+                codec.close()
+                await pool.drained()
+            assert await group.call("unfinished") == [0]
+
+        runner.run(drive())
+
+    return run

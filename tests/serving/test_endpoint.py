@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,21 +12,15 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from megarl.cluster.worker_group import WorkerGroup
-from megarl.config import EndpointConfig
-from megarl.config.parallel import ParallelConfig
-from megarl.data.chat import load_tokenizer
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
-from megarl.serving.codec import Codec
-from megarl.serving.endpoint import MAX_BODY_BYTES, Endpoint
-from megarl.serving.sessions import Limits, Session, Sessions
-from megarl.types import Request, SamplingSettings
+from megarl.serving.endpoint import MAX_BODY_BYTES
+from megarl.serving.sessions import Limits, Session
+from megarl.types import Request
 from tests.rollout.engines import CONTEXT_TOKENS
+from tests.serving.served import ONE, SAMPLING, Served
 from tests.serving.tool_model import LOOP
 
-ONE = ParallelConfig(1, 1, 1, 1)
-SAMPLING = SamplingSettings(240, temperature=1.0)
 LIMITS = Limits(CONTEXT_TOKENS, max_calls=40, idle_seconds=60.0)
 ADD = {
     "type": "function",
@@ -43,56 +34,6 @@ ADD = {
     },
 }
 QUESTION = {"role": "user", "content": "Add 2 and 3."}
-
-
-class Served:
-    """An endpoint, its sessions, and clients of it."""
-
-    def __init__(self, endpoint: Endpoint, sessions: Sessions, group: WorkerGroup, told: list[str]) -> None:
-        self.endpoint, self.sessions, self.group, self.told = endpoint, sessions, group, told
-
-    def open(self, seed: str = "s", **limits: Any) -> Session:
-        known = {"context_tokens": CONTEXT_TOKENS, "max_calls": 40, "idle_seconds": 60.0}
-        return self.sessions.open("t", seed, SAMPLING, Limits(**(known | limits)))
-
-    @asynccontextmanager
-    async def client(self, session: Session, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
-        given = {"base_url": self.endpoint.url_of(session), "api_key": "unused", "max_retries": 0} | settings
-        async with AsyncOpenAI(**given) as client:
-            yield client
-
-    async def requests(self) -> list[tuple[str, list[int], int]]:
-        [seen] = await self.group.call("seen")
-        return seen
-
-
-@pytest.fixture
-def served(
-    group: WorkerGroup, runner: asyncio.Runner, tool_model: Path
-) -> Callable[[Callable[[Served], Coroutine[Any, Any, None]]], None]:
-    """`served(test, **config)` runs a test against an endpoint of its own."""
-
-    def run(test: Callable[[Served], Coroutine[Any, Any, None]], guests: Limits | None = None, **config: Any) -> None:
-        async def drive() -> None:
-            await group.call("seen")
-            told: list[str] = []
-            codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
-            sessions = Sessions(pool := EnginePool(group, ONE, max_running=32, budget_seconds=0.05), codec)
-            endpoint = Endpoint(
-                sessions, EndpointConfig(**config), model="policy", sampling=SAMPLING, guests=guests, notice=told.append
-            )
-            await endpoint.start()
-            try:
-                await test(Served(endpoint, sessions, group, told))
-            finally:
-                await endpoint.close()
-                codec.close()
-                await pool.drained()
-            assert await group.call("unfinished") == [0]
-
-        runner.run(drive())
-
-    return run
 
 
 async def with_tools(client: AsyncOpenAI, num_turns: int = 4) -> tuple[list[Any], int]:
