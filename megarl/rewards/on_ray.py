@@ -30,14 +30,21 @@ class RayRewardWorker:
         there = NodeAffinitySchedulingStrategy(node, soft=True)
         # It takes no CPU in Ray's count: all of those may be the ranks'. What asks for no resource at all Ray places at
         # random, whatever the strategy; so it asks for a byte.
-        actor = ray.remote(RewardWorker).options(num_cpus=0, memory=1, scheduling_strategy=there, max_restarts=-1)
+        # Two calls at once: one of them interrupts the other.
+        options = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_concurrency": 2}
+        actor = ray.remote(RewardWorker).options(scheduling_strategy=there, **options)
         self._is_closed = False
         self._start_timeout_seconds = settings.start_timeout_seconds
         self._actor: Any = actor.remote(settings, log_file)
+        self._interrupting: Any = None
 
     def ask(self, sample: Sample) -> Scored:
         """See `RewardWorker.ask`. Raises PeerLostError also if the cluster has no room for the actor any more."""
         deadline = time.monotonic() + self._start_timeout_seconds
+        if self._interrupting is not None:  # it is not for this sample
+            with suppress(RayError):
+                ray.get(self._interrupting)
+            self._interrupting = None
         while True:
             try:
                 return ray.get(self._actor.ask.remote(sample))
@@ -45,6 +52,11 @@ class RayRewardWorker:
                 if self._is_closed or time.monotonic() > deadline:
                     raise PeerLostError(f"a reward worker on Ray is lost or closed: {error}") from None
                 time.sleep(1.0)
+
+    def interrupt(self) -> None:
+        """See `RewardWorker.interrupt`."""
+        with suppress(RayError):
+            self._interrupting = self._actor.interrupt.remote()
 
     def close(self) -> None:
         """Kill the actor; its reward process and all that it started end with it."""

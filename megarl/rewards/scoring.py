@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,8 +26,39 @@ class Scorer(Protocol):
         """See `RewardWorker.ask`."""
         ...
 
+    def interrupt(self) -> None:
+        """See `RewardWorker.interrupt`."""
+        ...
+
     def close(self) -> None:
         """Kill it."""
+
+
+class _Scoring:
+    """A completion that a thread scores, until nobody wants its score any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: Scorer | None = None
+        self._is_unwanted = False
+
+    def run(self, worker: Scorer, sample: Sample) -> Scored:
+        with self._lock:
+            if self._is_unwanted:
+                return Scored.failed("error", "nobody waits for this score")
+            self._worker = worker
+        try:
+            return worker.ask(sample)
+        finally:
+            with self._lock:
+                self._worker = None
+
+    def give_up(self) -> None:
+        """Have its process killed, if it is at work on it."""
+        with self._lock:
+            self._is_unwanted = True
+            if self._worker is not None:
+                self._worker.interrupt()
 
 
 MakeScorer = Callable[[WorkerSettings, str | None], Scorer]
@@ -64,10 +96,16 @@ class RewardPool:
         """The weighted sum of the functions' scores; format and answer are good if all functions that judge them agree.
 
         Any number may be awaited at once; each waits for a free process. Raises ConfigError if a function cannot be
-        imported, PeerLostError if the processes do not start or the pool is closed meanwhile.
+        imported, PeerLostError if the processes do not start or the pool is closed meanwhile. Where it is cancelled,
+        the process is killed and replaced: it does not go on with what nobody wants.
         """
         loop = asyncio.get_running_loop()
-        scored = await loop.run_in_executor(self._threads, self._score, sample)
+        scoring = _Scoring()
+        try:
+            scored = await loop.run_in_executor(self._threads, self._score, scoring, sample)
+        except asyncio.CancelledError:
+            scoring.give_up()
+            raise
         if scored.failure:
             self._notices.tell(
                 scored.failure,
@@ -82,9 +120,9 @@ class RewardPool:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _score(self, sample: Sample) -> Scored:
+    def _score(self, scoring: _Scoring, sample: Sample) -> Scored:
         worker = self._idle.get()  # never waits: there are as many threads as workers
         try:
-            return worker.ask(sample)
+            return scoring.run(worker, sample)
         finally:
             self._idle.put(worker)

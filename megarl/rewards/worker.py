@@ -99,7 +99,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 class RewardWorker:
-    """A reward process with its keeper; used by one thread at a time, but closed by any."""
+    """A reward process with its keeper; used by one thread at a time, but interrupted and closed by any."""
 
     def __init__(self, settings: WorkerSettings, log_file: str | None = None) -> None:
         """Start the process without waiting for it. What the functions print goes to `log_file`, within bounds.
@@ -110,6 +110,8 @@ class RewardWorker:
         self._log_file = log_file
         self._lock = threading.Lock()
         self._is_closed = False
+        self._asking = threading.Lock()
+        self._is_asking = self._is_interrupted = False
         self._num_requests = 0
         self._needs: frozenset[str] = frozenset()
         self._start()
@@ -147,7 +149,27 @@ class RewardWorker:
 
         Raises as `wait_until_ready`, which it waits for first; the time limits start after that.
         """
-        self.wait_until_ready()
+        with self._asking:
+            self._is_asking = True
+        try:
+            self.wait_until_ready()
+            return self._answer(sample)
+        finally:
+            with self._asking:
+                is_interrupted, self._is_asking, self._is_interrupted = self._is_interrupted, False, False
+            if is_interrupted:
+                self._restart()
+
+    def interrupt(self) -> None:
+        """End the scoring under way, if there is one: its process is killed and replaced. Does not wait for that."""
+        with self._asking:
+            if self._is_asking:
+                self._is_interrupted = True
+                with suppress(OSError):
+                    # Wakes the thread that waits for an answer.
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, sample: Sample) -> Scored:
         self._num_requests += 1
         values = sample.values(self._needs, self._settings.correct_score)
         request = {"id": self._num_requests, "values": values}
@@ -166,6 +188,8 @@ class RewardWorker:
             self._restart()
             return Scored.failed("error", f"{self._names}: the reward process sent {error}")
         except (EOFError, OSError):
+            if self._is_interrupted:
+                return Scored.failed("error", f"{self._names}: the scoring was interrupted")
             ended = self._restart(is_ending=True)
             return Scored.failed("error", f"{self._names}: the reward process {ended} while scoring")
 

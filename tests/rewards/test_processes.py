@@ -43,6 +43,25 @@ def test_what_leaves_the_process_group_is_killed_too(module, tmp_path, ending):
     assert not any(map(is_alive, pids))
 
 
+def test_a_score_that_nobody_waits_for_any_more_ends_its_process(module, tmp_path):
+    path = tmp_path / "pids"
+
+    async def drive(pool):
+        hanging = asyncio.create_task(pool.score(Sample(f"hang {path}", "answer")))
+        queued = asyncio.create_task(pool.score(Sample(f"hang {path}2", "answer")))
+        while not (path.exists() and path.read_text()):
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        queued.cancel()
+        assert await asyncio.gather(hanging, queued, return_exceptions=True)
+        return await pool.score(Sample("answer", "answer"))
+
+    with pool_of(f"{module}:act", wall_timeout_seconds=600.0) as pool:
+        assert asyncio.run(drive(pool)).failure is None
+        assert not any(is_alive(int(pid)) for pid in path.read_text().split())
+        assert not Path(f"{path}2").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "told"), [("exit", "SystemExit: 3"), ("die", "ended with exit code 3"), ("crash", "killed by SIGSEGV")]
 )

@@ -18,19 +18,23 @@ CONTEXT_TOKENS = 256
 
 
 class Engines:
-    """The worker of a rank: an engine with a model folder's weights. `log` has all requests it was given."""
+    """The worker of a rank: an engine with a model folder's weights. `log` has all requests it was given.
 
-    def __init__(self, rank: int, world_size: int, model_path: str) -> None:
+    With a `top_k` completions come with the tokens that it kept, where a request has one.
+    """
+
+    def __init__(self, rank: int, world_size: int, model_path: str, top_k: int | None = None) -> None:
         from safetensors.torch import load_file
 
-        from megarl.config import RolloutConfig
+        from megarl.config import RolloutConfig, SamplingConfig
         from megarl.engine.engine import RolloutEngine
         from megarl.platform import device
 
         device.init_world(600.0)
         has_experts = "num_experts" in Path(model_path, "config.json").read_text()
         vllm = {"enable_return_routed_experts": True} if has_experts else {}
-        config = RolloutConfig(tp=1, kv_cache_gib=0.05, max_concurrent_requests=32, vllm=vllm)
+        sampling = SamplingConfig(top_k=top_k) if top_k else SamplingConfig()
+        config = RolloutConfig(tp=1, kv_cache_gib=0.05, max_concurrent_requests=32, vllm=vllm, sampling=sampling)
         self._experts: list[NDArray[np.integer]] = []
         self.engine = RolloutEngine(
             model_path, config, max_model_len=CONTEXT_TOKENS, dtype="float32", seed=3, keep_experts=self._keep_experts
@@ -74,12 +78,12 @@ class Engines:
 
 
 @contextlib.asynccontextmanager
-async def engines(model_path: str, world_size: int) -> AsyncIterator[LocalGroup]:
-    """So many ranks, each an engine of its own."""
+async def engines(model_path: str, world_size: int, **settings: Any) -> AsyncIterator[LocalGroup]:
+    """So many ranks, each an engine of its own, with the settings of `Engines`."""
     with tempfile.TemporaryDirectory() as folder:
         group = await LocalGroup(world_size).start(
             "tests.rollout.engines:Engines",
-            {"model_path": model_path},
+            {"model_path": model_path, **settings},
             log_folder=Path(folder),
             environment={"OMP_NUM_THREADS": "1"},
         )

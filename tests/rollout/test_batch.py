@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megarl.algorithms.importance import gap_moments
+from megarl.algorithms.policy_losses import clipped
 from megarl.algorithms.turns import turn_returns
 from megarl.config import AlgorithmConfig, Recipe, TrainConfig
 from megarl.data.batch import TokenBatch
@@ -246,6 +247,29 @@ def test_corrections_weigh_tokens() -> None:
     metrics = compute_importance_weights(batch, AlgorithmConfig.model_validate({"importance_sampling": "tis"}))
     assert batch.per_token["importance_weights"].tolist() == pytest.approx([0, 0, 1.648721, 2])
     assert metrics == pytest.approx({"importance/mean": 1.824361, "importance/rejected": 0, "importance/cut": 0.5})
+
+
+def test_case_16_tokens_of_earlier_weights_are_corrected_each_by_its_own_ratio() -> None:
+    """Sampled by the weights of versions 3, 3, 4 and 5, trained at version 5."""
+    trajectory = attempt(0, 1.0, 4)
+    [segment] = trajectory.segments
+    versions = np.array([-1, -1, 3, 3, 4, 5], np.int32)
+    sampled = np.array([0, 0, -1.0, -2.0, -1.1, -0.9], np.float32)
+    trajectory = replace(trajectory, segments=(replace(segment, weight_versions=versions, rollout_logprobs=sampled),))
+    batch = batch_of([trajectory])
+    batch.per_token["old_logprobs"] = np.array([0, 0, -0.9, -0.9, -0.9, -0.9], np.float32)
+    corrected = AlgorithmConfig.model_validate({"importance_sampling": "tis", "importance_sampling_high": 2.0})
+    compute_importance_weights(batch, corrected)
+    weights = batch.per_token["importance_weights"][2:]
+    assert weights.tolist() == pytest.approx([np.exp(0.1), 2.0, np.exp(0.2), 1.0])
+    old = torch.from_numpy(batch.per_token["old_logprobs"][2:])
+    losses, _ = clipped(torch.full((4,), -0.8), old, torch.ones(4), clip_low=0.2, clip_high=0.2)
+    found = losses.numpy() * weights
+    assert found.tolist() == pytest.approx([-1.221403, -2 * np.exp(0.1), -np.exp(0.3), -np.exp(0.1)])
+    # Trainer and engine are compared where both had the same weights: on the last token alone.
+    batch.forget_stale_logprobs(weight_version=5)
+    assert np.isnan(batch.per_token["rollout_logprobs"][2:]).tolist() == [True, True, True, False]
+    assert staleness_metrics([trajectory], 5) == {"staleness/mean": 2.0, "staleness/max": 2.0}
 
 
 @pytest.mark.parametrize(

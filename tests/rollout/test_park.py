@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,13 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.chat import encode, load_tokenizer, render
-from megarl.data.dialogue import Dialogue
-from megarl.environments.single_turn import SingleTurn
-from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
-from megarl.rollout.groups import GroupSampler
-from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.parts import joined, rest_of
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.state import Group, RLState
-from megarl.types import Completion, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
+from megarl.types import Completion, KeptSets, Request, SamplingSettings
 from tests.rollout.engines import engines
 
 ONE = ParallelConfig(1, 1, 1, 1)
-SAMPLING = SamplingSettings(120, 1.0, stop=("e", "a", "t"))
-"""Lengths differ by far: each token may be the one that ends a completion."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +30,8 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 @pytest.fixture(scope="module")
 def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
-    """One engine."""
-    context = engines(model_path, 1)
+    """One engine, which tells what top-k kept."""
+    context = engines(model_path, 1, top_k=5)
     yield runner.run(context.__aenter__())
     runner.run(context.__aexit__(None, None, None))
 
@@ -225,6 +214,33 @@ def test_a_stop_string_that_a_park_cuts_in_two_ends_the_completion(
     runner.run(drive())
 
 
+def test_what_top_k_kept_is_known_of_every_token_of_a_parked_completion(
+    group: WorkerGroup, runner: asyncio.Runner
+) -> None:
+    async def drive() -> None:
+        await updated(group, 1.0)
+        asked = [replace(one, sampling=SamplingSettings(24, top_k=5)) for one in await asked_of(group, 24, 3)]
+        plain = await whole(group, asked)
+        ranks = HeldAfter(group, [10])
+        generating = [asyncio.create_task(ranks.pool.generate(one)) for one in asked]
+        await ranks.parked.wait()
+        await updated(group, 0.97)
+        ranks.pool.release()
+        found = await asyncio.gather(*generating)
+        rests = await whole(group, ranks.sent[3:])
+        for completion in found:
+            sets, before, rest = completion.kept_sets, plain[completion.request_id], rests[completion.request_id]
+            assert sets is not None and before.kept_sets is not None and rest.kept_sets is not None
+            assert completion.token_ids[10:].tolist() == rest.token_ids.tolist()
+            assert sets.counts.tolist() == [5] * len(completion.token_ids)
+            assert sets.token_ids.tolist() == [*before.kept_sets.token_ids[:50], *rest.kept_sets.token_ids]
+            assert all(
+                token in kept for token, kept in zip(completion.token_ids, sets.token_ids.reshape(-1, 5), strict=True)
+            )
+
+    runner.run(drive())
+
+
 def test_nothing_left_to_ask_for_is_length() -> None:
     asked = request("r", (1, 2), 3)
     parts = [
@@ -241,138 +257,3 @@ def test_nothing_left_to_ask_for_is_length() -> None:
     kept = KeptSets(np.array([2], np.int32), np.array([7, 9], np.int32))
     sets = joined([parts[0], replace(parts[1], kept_sets=kept)]).kept_sets
     assert sets is not None and (sets.counts.tolist(), sets.token_ids.tolist()) == ([0, 0, 2], [7, 9])
-
-
-@dataclass(slots=True)
-class Run:
-    """The rollout of a run without a trainer: a step's groups, then other weights, as after its reshard."""
-
-    group: WorkerGroup
-    sampler: GroupSampler
-    problems: Sequence[Problem]
-    recipe: Recipe
-    state: RLState
-    buffer: PartialBuffer
-    version: int
-
-    @classmethod
-    def begin(
-        cls, group: WorkerGroup, tokenizer: Any, version: int, *, stop: Sequence[bool] = (), **rollout: Any
-    ) -> Run:
-        problems = [problem_of(tokenizer, index) for index in range(30)]
-        recipe = Recipe.model_validate(
-            {
-                "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False},
-                "train": {"prompts_per_step": 3, "samples_per_prompt": 2}, "seed": 7,
-                "algorithm": {"oversampling": 2.0, "importance_sampling": "tis"},
-                "rollout": {"stragglers": "park", **rollout},
-            }
-        )  # fmt: skip
-        asked = iter(stop)
-        sampler = GroupSampler(
-            pool=EnginePool(group, ONE, max_running=32, budget_seconds=0.0),
-            dialogue=Dialogue(tokenizer),
-            score=by_length,
-            environment="single_turn",
-            make_environment=SingleTurn,
-            max_prompt_tokens=100,
-            is_abandoned=lambda: next(asked, False),
-        )
-        state = RLState(recipe.algorithm, has_stragglers=True)
-        buffer = PartialBuffer(recipe, problems, sampler, SAMPLING, state)
-        return cls(group, sampler, problems, recipe, state, buffer, version)
-
-    async def step(self) -> list[Group]:
-        """The groups of a step; afterwards the engines are held."""
-        groups = await self.buffer.take(3, self.version)
-        await self.sampler.pool.hold()
-        return groups
-
-    async def reshard(self) -> None:
-        self.version += 1
-        await updated(self.group, scale_of(self.version))
-        self.sampler.pool.release()
-
-
-def scale_of(version: int) -> float:
-    """How the weights of a version are scaled."""
-    return 1.0 - 0.01 * (version % 5)
-
-
-async def gap(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
-    """How far recorded log-probs are from those under the weights that each token's version names."""
-    found: list[float] = []
-    versions = sorted({int(v) for t in trajectories for v in t.segments[0].weight_versions if v >= 0})
-    for version in versions:
-        await updated(group, scale_of(version))
-        for trajectory in trajectories:
-            [segment] = trajectory.segments
-            of_version = segment.weight_versions == version
-            if of_version.any():
-                [logprobs] = await group.call("logprobs", segment.token_ids.tolist())
-                found.append(float(np.abs(logprobs - segment.rollout_logprobs)[of_version].max()))
-    return max(found)
-
-
-def problem_of(tokenizer: Any, index: int) -> Problem:
-    messages = ({"role": "user", "content": f"Problem {index}."},)
-    return Problem(index, messages, tuple(encode(tokenizer, render(tokenizer, messages, generation_prompt=True))), "7")
-
-
-async def by_length(sample: Sample) -> Scored:
-    return Scored(Reward(float(len(sample.completion_text)), True, False))
-
-
-async def version_of(group: WorkerGroup) -> int:
-    """The engines' weight version."""
-    pool = EnginePool(group, ONE, max_running=1)
-    return int((await pool.generate(request("version", (7, 11), 1))).weight_versions[0])
-
-
-def names(groups: Sequence[Group]) -> list[int]:
-    return [group[0].problem.index for group in groups]
-
-
-def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bound(
-    group: WorkerGroup, runner: asyncio.Runner, model_path: str, tmp_path: Path
-) -> None:
-    tokenizer = load_tokenizer(model_path)
-
-    async def drive() -> None:
-        version = await version_of(group) + 1
-        await updated(group, scale_of(version))
-        run = Run.begin(group, tokenizer, version)
-        given: list[tuple[int, Trajectory]] = []
-        num_kept = 0.0
-        for number in range(5):
-            groups = await run.step()
-            assert [[t.group for t in one] for one in groups] == [[n] * 2 for n in range(3)]
-            given += [(run.version, trajectory) for one in groups for trajectory in one]
-            metrics = run.buffer.metrics()
-            num_kept += metrics["partial/kept_tokens"]
-            assert len(run.state.started) == metrics["rollout/in_flight"]
-            assert len(run.state.started) + len(run.state.waiting) == 3
-            assert await group.call("unfinished") == [0]
-            if number == 3:
-                run.state.save(tmp_path)
-                before = RLState(run.recipe.algorithm, has_stragglers=True)
-                before.load(tmp_path, run.problems)
-                assert before.drawn == run.state.drawn == 15
-                assert before.waiting_experts == run.state.waiting_experts
-                await run.buffer.close()
-                run.buffer = PartialBuffer(run.recipe, run.problems, run.sampler, SAMPLING, before)
-                kept = {draw: (one.num_kept, len(one.finished)) for draw, one in run.state.started.items()}
-                assert {draw: (one.num_kept, len(one.finished)) for draw, one in before.started.items()} == kept
-                run.state = before
-            await run.reshard()
-        await run.buffer.close()
-        used = {(t.problem.index, t.number) for _, t in given}
-        left = {*run.state.started, *(one[0].group for one in run.state.waiting)}
-        assert len(used) == len(given) == 30 and {index for index, _ in used} | left == set(range(run.state.drawn))
-        ages = [version - trajectory.oldest_version for version, trajectory in given]
-        assert max(ages) == 1 and num_kept > 0
-        spans = [len(set(t.segments[0].weight_versions[t.segments[0].loss_mask].tolist())) for _, t in given]
-        assert max(spans) == 2
-        assert await gap(group, [trajectory for _, trajectory in given]) <= 1e-5
-
-    runner.run(drive())
