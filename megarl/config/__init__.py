@@ -210,13 +210,12 @@ class RolloutConfig(Section):
     """Completions that one engine decodes concurrently."""
     environment: str = "single_turn"
     """Environment of the attempts: single_turn (one answer to the problem), calculator and search (tools), countdown,
-    guess_number and mastermind (games), reasoning_gym, gem and openenv (other libraries'), command (a program of yours
-    that speaks to rollout.endpoint), or your own as package.module:Class or path/to/file.py:Class
+    guess_number and mastermind (games), reasoning_gym, gem, openenv and verifiers (other libraries'), command (a
+    program of yours that speaks to rollout.endpoint), or your own as package.module:Class or path/to/file.py:Class
     (megarl.environments.Environment, megarl.environments.tools.ToolEnvironment), or path/to/file.py:interact (RL2's
-    function, megarl.environments.interact). Resume: a run whose loss reads no
-    engine log-probs (algorithm.old_logprobs trainer, no importance_sampling) goes on bit-equal in float32; one whose
-    loss reads them does so while all requests of a step fit in the engines at once, else up to rounding, since engines
-    round by what they decode together."""
+    function, megarl.environments.interact). Resume: a run whose loss reads no engine log-probs (algorithm.old_logprobs
+    trainer, no importance_sampling) goes on bit-equal in float32; one whose loss reads them does so while all requests
+    of a step fit in the engines at once, else up to rounding, since engines round by what they decode together."""
     environment_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class's constructor."""
     tool_parser: (

@@ -110,7 +110,18 @@ _NOT_SINGLE_TURN = Needs(
     "set rollout.environment to another",
     lambda recipe: recipe.rollout.environment != "single_turn",
 )
-_COMMAND = _one_of("rollout.environment", "command")
+_AGENTS = ("command", "verifiers")
+"""Environments that make attempts by themselves. One's own may too, which is known only when it is imported."""
+_AGENT = Needs(
+    ("rollout.environment",),
+    f"set rollout.environment to {either(_AGENTS)}",
+    lambda recipe: recipe.rollout.environment in _AGENTS or ":" in recipe.rollout.environment,
+)
+_NOT_AGENT = Needs(
+    ("rollout.environment",),
+    "set rollout.environment to another",
+    lambda recipe: recipe.rollout.environment not in _AGENTS,
+)
 _NOT_COMMAND = Needs(
     ("rollout.environment",),
     "set rollout.environment to another",
@@ -206,11 +217,11 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.environment_kwargs": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
     "rollout.tool_parser": (*_ENGINE, _NOT_SINGLE_TURN),
     "rollout.max_turns": _ENGINE,
-    "rollout.truncated_turn": (*_ENGINE, _NOT_COMMAND),
-    "rollout.agent": (*_ENGINE, _COMMAND),
-    "rollout.endpoint": (*_ENGINE, _COMMAND),
-    "rollout.history": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
-    "rollout.budget": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
+    "rollout.truncated_turn": (*_ENGINE, _NOT_AGENT),
+    "rollout.agent": (*_ENGINE, _AGENT),
+    "rollout.endpoint": (*_ENGINE, _AGENT),
+    "rollout.history": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_AGENT),
+    "rollout.budget": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_AGENT),
     "rollout.stragglers": (_RL,),
     "rollout.max_staleness": _PARK,
     "rollout.on_stale": _PARK,

@@ -28,6 +28,7 @@ ENVIRONMENTS = {
     "reasoning_gym": "megarl.environments.reasoning_gym:ReasoningGym",
     "gem": "megarl.environments.gem:Gem",
     "openenv": "megarl.environments.openenv:OpenEnv",
+    "verifiers": "megarl.environments.verifiers:Verifiers",
 }
 """The environments that a recipe can name, and where their classes are."""
 
@@ -109,6 +110,23 @@ class Environment(Protocol):
         ...
 
 
+class Agent(Protocol):
+    """An agent that makes an attempt by itself at `rollout.endpoint`, which records it; made fresh for each."""
+
+    async def run(self, told: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
+        """Make an attempt. Returns its reward, or None: the recipe's reward functions score the last completion.
+
+        `told` is the problem, as the program of environment `command` gets it. Whatever this raises ends the attempt
+        with an error, and it is cancelled after `rollout.agent.timeout_seconds`.
+        """
+        ...
+
+
+def is_agent(name: str) -> bool:
+    """Whether a recipe's environment is a program or an `Agent`, which talk to the endpoint. Raises ConfigError."""
+    return name == "command" or inspect.iscoroutinefunction(getattr(_CHOICES.load(name), "run", None))
+
+
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
 
 
@@ -129,6 +147,8 @@ def find_environment(name: str) -> Callable[..., Environment]:
             f"rollout.environment: {name!r}: is no class; give one with `async def` {', '.join(methods)}, or "
             "a function interact(messages)"
         )
+    if inspect.iscoroutinefunction(getattr(found, "run", None)):
+        return cast(Callable[..., Environment], found)  # an Agent
     if wrong := [method for method in methods if not inspect.iscoroutinefunction(getattr(found, method, None))]:
         raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
     return cast(Callable[..., Environment], found)

@@ -19,7 +19,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
 from megarl.data.template_history import history_faults, history_notice
-from megarl.environments import environment_maker
+from megarl.environments import environment_maker, is_agent
 from megarl.environments.shared import close_shared
 from megarl.families.shape import read_model_shape
 from megarl.files.import_path import function_of
@@ -107,8 +107,9 @@ async def _started(
         stack.callback(rewards.close)
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
-        has_turns = recipe.rollout.environment not in ("single_turn", "command") and recipe.rollout.max_turns > 1
-        if recipe.has_engine and has_turns:
+        environment = recipe.rollout.environment
+        has_turns = environment != "single_turn" and recipe.rollout.max_turns > 1
+        if recipe.has_engine and has_turns and not is_agent(environment):
             tracker.notice(history_notice(history_faults(tokenizer), recipe.rollout.history))
         folder.set_status("running")
         pool = EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests)
@@ -116,7 +117,6 @@ async def _started(
         agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, tracker.notice))
         if agent is not None:
             tracker.tell(f"endpoint at {agent.endpoint.base_url}/v1")
-        environment = recipe.rollout.environment
         stack.push_async_callback(close_shared)
         session = Session(
             recipe=recipe,

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megarl.config import AgentConfig, Recipe
 from megarl.data.chat import load_tokenizer
+from megarl.environments import Agent, environment_maker, is_agent
 from megarl.rewards.calling import Sample
 from megarl.rollout.attempt import Budget, Score, Task, unanswered
 from megarl.rollout.pool import EnginePool, Generates
@@ -24,6 +25,8 @@ from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
 
 if TYPE_CHECKING:
     from megarl.serving.endpoint import Endpoint
+
+Result = TypeVar("Result")
 
 COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
@@ -42,7 +45,7 @@ class _ProgramError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    """Runs the recipe's program once an attempt, each with a session of its own.
+    """Runs the recipe's program or `Agent` once an attempt, each with a session of its own.
 
     The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and on its standard input a JSON object
     with the problem's `messages`, `answer`, `record` and `index`, the attempt's `number` and its `seed`. The last line
@@ -56,6 +59,7 @@ class AgentProgram:
     sessions: Sessions
     score: Score
     places: asyncio.Semaphore
+    make_agent: Callable[[], Agent] | None = None
 
     async def attempt(self, task: Task, budget: Budget, pool: Generates) -> Trajectory:
         """Run the program against the endpoint, which has its completions of `pool`; the trajectory of its session."""
@@ -67,7 +71,8 @@ class AgentProgram:
             reward: float | None = None
             started = time.monotonic()
             try:
-                reward = await self._run(task, session, pool)
+                run = self._run if self.make_agent is None else self._ask
+                reward = await run(task, session, pool)
             except _ProgramError as error:
                 failure = str(error)
             finally:
@@ -80,6 +85,18 @@ class AgentProgram:
             return replace(trajectory, reward=Reward(given, format_valid=True, answer_correct=given > 0))
         scored = await self.score(_sample(task.problem, session))
         return replace(trajectory, reward=scored.reward, failure=scored.failure)
+
+    async def _ask(self, task: Task, session: Session, pool: Generates) -> float | None:
+        """The reward of an `Agent`, if it gives one. Raises _ProgramError."""
+        assert self.make_agent is not None
+        try:
+            run = self.make_agent().run(_told(task), self.endpoint.url_of(session), session.secret)
+            reward = await self._ended(run, pool)
+        except TimeoutError:
+            raise _ProgramError(f"TimeoutError: it did not end within {self.config.timeout_seconds:g} s") from None
+        except Exception as error:
+            raise _ProgramError(f"{type(error).__name__}: {error}") from error
+        return None if reward is None else _checked(reward)
 
     async def _run(self, task: Task, session: Session, pool: Generates) -> float | None:
         """The program's reward, if it says one. Raises _ProgramError."""
@@ -105,7 +122,7 @@ class AgentProgram:
             with suppress(ConnectionError):
                 program.stdin.write(json.dumps(_told(task)).encode() + b"\n")
                 program.stdin.close()
-            code = await self._ended(program, pool)
+            code = await self._ended(program.wait(), pool)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
             raise _ProgramError(text) from None
@@ -123,10 +140,10 @@ class AgentProgram:
             raise _ProgramError(f"ExitCode: the program ended with {code}: {shown}")
         return _reward(said)
 
-    async def _ended(self, program: asyncio.subprocess.Process, pool: Generates) -> int:
-        """The program's exit code. Raises TimeoutError after its time, of which that of held engines is no part."""
+    async def _ended(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
+        """The result of work. Raises TimeoutError after its time, of which that of held engines is no part."""
         ends = time.monotonic() - pool.seconds_held + self.config.timeout_seconds
-        ending = asyncio.create_task(program.wait())
+        ending = asyncio.create_task(work)
         try:
             while not ending.done():
                 left = ends - time.monotonic() + pool.seconds_held
@@ -135,6 +152,7 @@ class AgentProgram:
                 await asyncio.wait({ending}, timeout=max(_TICK_SECONDS, left))
         finally:
             ending.cancel()
+            await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
         return ending.result()
 
 
@@ -142,11 +160,12 @@ class AgentProgram:
 async def agent_program(
     recipe: Recipe, pool: EnginePool, score: Score, sampling: SamplingSettings, tell: Callable[[str], object]
 ) -> AsyncIterator[AgentProgram | None]:
-    """The recipe's program, before an endpoint that is open within; None where its environment is another.
+    """The recipe's program or `Agent`, before an endpoint that is open within; None where its environment is another.
 
     `sampling` is that of training; `tell` hears of what clients did that was not done as they asked.
     """
-    if recipe.rollout.environment != "command":
+    name = recipe.rollout.environment
+    if not is_agent(name):
         yield None
         return
     # Its web server takes a while to import, and few runs need it.
@@ -160,7 +179,10 @@ async def agent_program(
     try:
         await endpoint.start()
         config = recipe.rollout.agent
-        yield AgentProgram(config, endpoint, sessions, score, asyncio.Semaphore(config.max_processes))
+        make_agent = None
+        if name != "command":
+            make_agent = cast("Callable[[], Agent]", environment_maker(name, recipe.rollout.environment_kwargs))
+        yield AgentProgram(config, endpoint, sessions, score, asyncio.Semaphore(config.max_processes), make_agent)
     finally:
         await endpoint.close()
         codec.close()
@@ -186,6 +208,13 @@ def _told(task: Task) -> dict[str, Any]:
     }
 
 
+def _checked(reward: object) -> float:
+    """A reward. Raises _ProgramError for one that is no finite number."""
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
+        raise _ProgramError(f"ValueError: the program's reward is {reward!r:.80}, no finite number")
+    return float(reward)
+
+
 def _reward(said: bytes) -> float | None:
     """The reward in the last line of an output. Raises _ProgramError for one that is no finite number."""
     text = said.decode(errors="replace").strip().rpartition("\n")[2]
@@ -201,9 +230,7 @@ def _reward(said: bytes) -> float | None:
             return None
     elif isinstance(found, bool) or not isinstance(found, int | float):
         return None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < float("inf"):
-        raise _ProgramError(f"ValueError: the program's reward is {found!r:.80}, no finite number")
-    return float(found)
+    return _checked(found)
 
 
 def _trajectory(task: Task, session: Session, failure: str | None, seconds: float) -> Trajectory:

@@ -1,0 +1,188 @@
+"""Any taskset of verifiers (its `v1`), played by one of its harnesses against the training engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.environments.foreign import ChildError, ForeignError, require
+from megarl.environments.shared import Tail, close_shared, shared
+from megarl.types import ConfigError
+
+_SCRIPT = Path(__file__).with_name("verifiers_child.py")
+_START_SECONDS = 300.0
+_END_SECONDS = 2.0
+
+
+class Verifiers:
+    """A task of the taskset `taskset`, an installed package or a module of the current folder, with `config`.
+
+    `harness` plays it, one of verifiers' or of your own (`harness_config`), in processes of its own on this machine;
+    further fields of the environment's config are `env`. The first `max_tasks` tasks are used; with data
+    `environment:COUNT` the last of them, a share of `heldout`, for validation only, the others for training only.
+    `python` is the interpreter of a virtual environment that has verifiers and uv.
+    """
+
+    makes_problems = True
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        harness: str = "null",
+        harness_config: Mapping[str, Any] | None = None,
+        env: Mapping[str, Any] | None = None,
+        max_tasks: int = 10_000,
+        heldout: float = 0.2,
+        python: str | None = None,
+    ) -> None:
+        if max_tasks < 2 or not 0 < heldout < 1:
+            raise ValueError("max_tasks must be 2 at least, heldout between 0 and 1")
+        seat = {"harness": {"id": harness, **(harness_config or {})}, "runtime": {"type": "subprocess"}}
+        settings = {"taskset": {"id": taskset, **(config or {})}, "agent": seat, **(env or {})}
+        self._heldout = heldout
+        self._command = python or sys.executable, json.dumps({"env": settings, "max_tasks": max_tasks})
+        require(self._command[0], "verifiers", "verifiers")
+
+    async def run(self, told: Mapping[str, Any], base_url: str, api_key: str) -> float:
+        """Play the problem's task at the endpoint. Returns its reward; raises ForeignError, ChildError."""
+        player = _player(self._command)
+        num_tasks = await player.start()
+        task = task_of(told["index"], told["record"].get("split"), num_tasks, self._heldout)
+        return await player.play({"task": task, "base_url": base_url, "api_key": api_key})
+
+    def check(self) -> None:
+        """Load the taskset. Raises ConfigError where that fails."""
+        try:
+            asyncio.run(self._tried())
+        except Exception as error:
+            raise ConfigError(f"verifiers: {error}") from error
+
+    async def _tried(self) -> None:
+        try:
+            if await _player(self._command).start() < 2:
+                raise ChildError("the taskset has less than two tasks")
+        finally:
+            await close_shared()
+
+
+def task_of(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
+    """The task of a problem; tasks of validation are the last ones."""
+    num_heldout = max(1, math.floor(num_tasks * heldout))
+    if split is None:
+        return index % num_tasks
+    if split == "train":
+        return index % (num_tasks - num_heldout)
+    return num_tasks - num_heldout + index % num_heldout
+
+
+def _player(command: tuple[str, str]) -> _Player:
+    return shared(command, lambda: _Player(*command))
+
+
+class _Player:
+    """The process that has the taskset and forks for each task, started when first needed and again if it ended."""
+
+    def __init__(self, python: str, settings: str) -> None:
+        self._python, self._settings = python, settings
+        self._lock = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[float]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._num_tasks = 0
+
+    async def start(self) -> int:
+        """The number of tasks. Raises ChildError where they cannot be loaded."""
+        async with self._lock:
+            if self._process is not None:
+                return self._num_tasks
+            process = await asyncio.create_subprocess_exec(
+                self._python, str(_SCRIPT), str(os.getpid()),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+            assert process.stdin and process.stdout
+            said = Tail(process.stderr)
+            try:
+                process.stdin.write(self._settings.encode() + b"\n")
+                async with asyncio.timeout(_START_SECONDS):
+                    told = json.loads(await process.stdout.readline() or b"{}")
+                if told.get("ready") is not True:
+                    raise ChildError(told.get("refused") or f"the child ended: {said}")
+            except BaseException:
+                await _end(process, said)
+                raise
+            self._process, self._said = process, said
+            self._num_tasks = int(told["num_tasks"])
+            self._reading = asyncio.create_task(self._read(process, said))
+            return self._num_tasks
+
+    async def play(self, request: Mapping[str, Any]) -> float:
+        """The reward of a task. Raises ForeignError, and ChildError where the process ended."""
+        number = next(self._numbers)
+        result = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._write({"id": number, **request})
+            return await result
+        finally:
+            del self._waiting[number]
+            if not result.done() or result.cancelled():
+                self._write({"kill": number})
+
+    async def close(self) -> None:
+        if self._process is not None:
+            self._reading.cancel()
+            await _end(self._process, self._said)
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        if self._process is None:
+            raise ChildError("the child ended")
+        assert self._process.stdin
+        with suppress(ConnectionError, RuntimeError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process, said: Tail) -> None:
+        """Hand answers to those who wait until the process ends; then it may be started again."""
+        assert process.stdout
+        try:
+            while line := await process.stdout.readline():
+                told = json.loads(line)
+                result = self._waiting.get(told.get("id"))
+                if result is None or result.done():
+                    continue
+                if isinstance(reward := told.get("reward"), float) and math.isfinite(reward):
+                    result.set_result(reward)
+                else:
+                    result.set_exception(ForeignError(str(told.get("error", told))))
+        except ValueError as error:
+            said_last = f"its answer is none: {error}"
+        else:
+            said_last = f"the child ended: {said}"
+        self._process = None
+        for result in self._waiting.values():
+            if not result.done():
+                result.set_exception(ChildError(said_last))
+        await _end(process, said)
+
+
+async def _end(process: asyncio.subprocess.Process, said: Tail) -> None:
+    """End the process, which kills its forks, or is killed with them."""
+    assert process.stdin
+    process.stdin.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_SECONDS):
+            await process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+    said.close()
