@@ -159,6 +159,8 @@ class Completion:
     routed_experts: ExpertsHandle | None = None
     kept_sets: KeptSets | None = None
     error: str | None = None
+    num_cached: int = 0
+    """Tokens of the prompt whose keys and values the engine had in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,8 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     restarts: int = 0
     """How often the attempt was begun anew, since the environment could not be had."""
+    temperature: float = 1.0
+    """The temperature that all of its tokens were sampled at."""
 
     @property
     def num_sampled(self) -> int:
@@ -308,6 +312,8 @@ class TrainingSequence:
     """1 on tokens that are trained by likelihood beside the policy loss (ptx), else 0."""
     kept_sets: KeptSets | None = None
     """The sets that log-probs are renormalised over; None: all of them over the whole vocabulary."""
+    temperature: float = 1.0
+    """The temperature that log-probs are taken at."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -142,7 +142,7 @@ class Worker:
         """The probe prompt's log-probs by the trainer, on ranks that report."""
         prompt = self._probe_prompt()
         row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
-        found = self.policy.forward_at_temperature_1([row] * self.layout.rows_multiple)
+        found = self.policy.forward([row] * self.layout.rows_multiple)
         return found[0] if found else None
 
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:

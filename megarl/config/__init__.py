@@ -31,11 +31,11 @@ from megarl.config.learning import (
     OptimizerConfig,
     PreferenceConfig,
 )
+from megarl.config.sampling import EvaluationSamplingConfig, SamplingConfig
 from megarl.config.secrets import Place
 from megarl.config.section import Section
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-StopString = Annotated[str, Field(min_length=1)]
 
 
 class ModelConfig(Section):
@@ -121,26 +121,6 @@ class TrainerConfig(Section):
     """Tokens whose logits are in memory at once when log-probs are computed."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by their own names."""
-
-
-class SamplingConfig(Section):
-    max_new_tokens: PositiveInt = 1024
-    """Maximum length of a completion in tokens."""
-    temperature: NonNegativeFloat = 1.0
-    """Sampling temperature; 0 is greedy. The trainer's log-probs are taken at the same temperature."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling (top-p); 1 keeps all tokens. In loop rl it is replayed: the engine records which tokens were
-    kept, and log-probs and entropy of policy and reference are renormalised over them at the weights of each. (The
-    reference's too: renormalised alone, the policy would have a KL to an equal reference.)"""
-    top_k: NonNegativeInt = 0
-    """Top-k sampling; 0 keeps all tokens. In loop rl it is replayed as top_p is."""
-    stop: tuple[StopString, ...] = ()
-    """Stop strings; they stay part of the completion."""
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether top-p or top-k cuts tokens off."""
-        return self.top_p < 1 or self.top_k > 0
 
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -358,19 +338,6 @@ class TrainConfig(Section):
         return self.epochs_per_step * self.updates_per_step
 
 
-class EvaluationSamplingConfig(Section):
-    max_new_tokens: PositiveInt | None = None
-    """Maximum length of a completion in tokens; default: that of `rollout.sampling`."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling (top-p); 1 keeps all tokens."""
-    top_k: NonNegativeInt = 0
-    """Top-k sampling; 0 keeps all tokens."""
-    stop: tuple[StopString, ...] | None = None
-    """Stop strings; default: those of `rollout.sampling`."""
-
-
 class EvaluationConfig(Section):
     every_steps: NonNegativeInt = 0
     """Evaluate the validation sets every so many steps, besides before the first and after the last; 0: only those."""
@@ -517,5 +484,5 @@ class Recipe(Section):
     @property
     def evaluation_sampling(self) -> SamplingConfig:
         """`evaluation.sampling`, and from `rollout.sampling` what it leaves out."""
-        own = self.evaluation.sampling.model_dump(exclude_none=True)
-        return SamplingConfig(**self.rollout.sampling.model_dump() | own)
+        own = self.evaluation.sampling.model_dump(exclude_none=True) | {"temperature_schedule": "constant"}
+        return self.rollout.sampling.model_copy(update=own)

@@ -127,6 +127,7 @@ _NOT_COMMAND = Needs(
     "set rollout.environment to another",
     lambda recipe: recipe.rollout.environment != "command",
 )
+_MOVING_TEMPERATURE = _one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
 _CORRECTION = (_RL, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(
     ("preference.loss",),
@@ -210,9 +211,13 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.tp": _ENGINE,
     "rollout.sampling.max_new_tokens": _ENGINE,
     "rollout.sampling.temperature": (_RL,),
+    "rollout.sampling.temperature_schedule": (_RL,),
+    "rollout.sampling.end_temperature": (_RL, _MOVING_TEMPERATURE),
+    "rollout.sampling.temperature_steps": (_RL, _MOVING_TEMPERATURE),
     "rollout.sampling.top_p": (_RL,),
     "rollout.sampling.top_k": (_RL,),
     "rollout.sampling.stop": _ENGINE,
+    "rollout.sampling.stop_token_ids": _ENGINE,
     "rollout.environment": _ENGINE,
     "rollout.environment_kwargs": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
     "rollout.tool_parser": (*_ENGINE, _NOT_SINGLE_TURN),

@@ -238,9 +238,17 @@ COUNTERPARTS = (
         ("rollout.sampling.max_new_tokens",),
     ),
     Counterpart(("rollout_temperature",), ("rollout.sampling.temperature",)),
+    Counterpart(
+        ("temp_scheduler", "temp_scheduler.type", "temperature_anneal"),
+        ("rollout.sampling.temperature_schedule",),
+    ),
+    Counterpart(("temp_scheduler.start_temperature",), ("rollout.sampling.temperature",)),
+    Counterpart(("temp_scheduler.end_temperature",), ("rollout.sampling.end_temperature",)),
+    Counterpart(("temp_scheduler.total_steps",), ("rollout.sampling.temperature_steps",)),
     Counterpart(("rollout_top_p",), ("rollout.sampling.top_p",)),
     Counterpart(("rollout_top_k",), ("rollout.sampling.top_k",)),
     Counterpart(("rollout_stop", "stop_strings"), ("rollout.sampling.stop",)),
+    Counterpart(("rollout_stop_token_ids",), ("rollout.sampling.stop_token_ids",)),
     Counterpart(("val_kwargs", "eval_temperature", "val_kwargs.temperature"), ("evaluation.sampling",)),
     Counterpart(
         ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static",

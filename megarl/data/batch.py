@@ -34,6 +34,8 @@ class TokenBatch:
     """[sequences, 2]: `types.ExpertsHandle` of the experts that the engine sent each sequence's tokens to."""
     kept_sets: KeptSets | None = None
     """The sets that policy and reference renormalise a token's log-prob over; None: all over the whole vocabulary."""
+    temperatures: NDArray[np.float64] | None = None
+    """[sequences]: the temperature that policy and reference take log-probs at; None: 1 for all."""
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
@@ -49,6 +51,7 @@ class TokenBatch:
                 if getattr(sequences[0], name) is not None
             },
             kept_sets=join_sets([(len(sequence), sequence.kept_sets) for sequence in sequences]),
+            temperatures=np.array([sequence.temperature for sequence in sequences]),
         )
 
     @property
@@ -94,6 +97,7 @@ class TokenBatch:
             per_token={name: values[places] for name, values in self.per_token.items()},
             experts=None if self.experts is None else self.experts[chosen],
             kept_sets=None if self.kept_sets is None else select_sets(self.kept_sets, places),
+            temperatures=None if self.temperatures is None else self.temperatures[chosen],
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
@@ -109,8 +113,9 @@ class TokenBatch:
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
         """The same sequences with these per-token arrays and no others."""
         return TokenBatch(
-            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts, self.kept_sets
-        )
+            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts, self.kept_sets,
+            self.temperatures,
+        )  # fmt: skip
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -128,7 +133,16 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         samples=np.concatenate(samples),
         per_token={name: np.concatenate([batch.per_token[name] for batch in batches]) for name in batches[0].per_token},
         kept_sets=join_sets([(len(batch.token_ids), batch.kept_sets) for batch in batches]),
+        temperatures=_join_temperatures(batches),
     )
+
+
+def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | None:
+    if all(batch.temperatures is None for batch in batches):
+        return None
+    ones = [np.ones(batch.num_sequences) for batch in batches]
+    found = [batch.temperatures for batch in batches]
+    return np.concatenate([one if own is None else own for own, one in zip(found, ones, strict=True)])
 
 
 def select_sets(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:

@@ -246,6 +246,7 @@ class RolloutEngine:
         masks = sampled.sampling_mask.token_ids if sampled.sampling_mask else ()
         kept = kept_sets(sampled.token_ids, masks, self._vocab_size)
         done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version, kept)
+        done = dataclasses.replace(done, num_cached=output.num_cached_tokens or 0)
         if sampled.routed_experts is None or self._keep_experts is None:
             return done
         return dataclasses.replace(done, routed_experts=self._keep_experts(sampled.routed_experts))

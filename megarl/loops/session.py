@@ -172,6 +172,7 @@ class Session:
             metrics, found = await evaluate(
                 self.sampler, self.validation, sampling, self.recipe.reward.max_failed_fraction
             )
+        self.sampler.pool.metrics()  # from here on those of training again
         for name, trajectories in found.items():
             self.tracker.samples(step, [{"set": name} | trajectory.record() for trajectory in trajectories])
         return metrics
@@ -192,4 +193,11 @@ class Session:
 
 def sampling_settings(config: SamplingConfig) -> SamplingSettings:
     """The sampling parameters of requests, from a section of the recipe."""
-    return SamplingSettings(**config.model_dump())
+    return SamplingSettings(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+    )

@@ -26,14 +26,14 @@ def vocab_parallel_logprobs(
     *,
     first_token_id: int,
     group: dist.ProcessGroup | None,
-    temperature: float,
+    temperature: float | Tensor,
     chunk_tokens: int,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
 
-    With `support` both are of the distribution renormalised over each token's set, as it is with the weights of now:
-    what is outside has probability zero and no gradient.
+    `temperature` is one for all, or float32 [tokens]. With `support` both are of the distribution renormalised over
+    each token's set, as it is with the weights of now: what is outside has probability zero and no gradient.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
     them being token `first_token_id`; targets [tokens] global ids. Returns two float32 [tokens], in nats, equal on
@@ -61,7 +61,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         targets: Tensor,
         first_token_id: int,
         group: Any,
-        temperature: float,
+        temperature: float | Tensor,
         chunk: int,
         support: Support | None,
     ) -> tuple[Tensor, Tensor]:
@@ -178,9 +178,12 @@ def _blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
     return [range(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float, room: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, room: Tensor) -> Tensor:
     logits = room[: len(hidden) * len(block)].view(len(hidden), len(block))
-    return logits.addmm_(hidden, weight[block.start : block.stop].T, beta=0, alpha=1 / temperature)
+    rows = weight[block.start : block.stop].T
+    if isinstance(temperature, Tensor):
+        return logits.addmm_(hidden, rows, beta=0).div_(temperature[:, None])
+    return logits.addmm_(hidden, rows, beta=0, alpha=1 / temperature)
 
 
 def _columns(local: Tensor, block: range) -> tuple[Tensor, Tensor]:

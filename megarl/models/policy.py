@@ -106,23 +106,25 @@ class PolicyModel(PackedModel):
         config: TransformerConfig,
         shape: ModelShape,
         *,
-        temperature: float,
         logprob_chunk_tokens: int,
         trains_entropy: bool = False,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, shape, vp_stage=vp_stage)
-        self.temperature = temperature
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self.trains_entropy = trains_entropy
         rows = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
+        self._temperature: float | Tensor = 1.0
         self._support: Support | None = None
 
-    def restrict(self, support: Support) -> None:
-        """The next forward pass renormalises its log-probs and entropies over these sets of tokens."""
-        self._support = support
+    def sample_as(self, temperature: float | Tensor, support: Support | None) -> None:
+        """The next forward pass takes its log-probs and entropies as the engine sampled.
+
+        At this temperature, one for all or [tokens], renormalised over these sets of tokens.
+        """
+        self._temperature, self._support = temperature, support
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
@@ -141,16 +143,15 @@ class PolicyModel(PackedModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
-        support, self._support = self._support, None
         logprobs, entropies = vocab_parallel_logprobs(
             hidden_states.squeeze(1),
             weight[: self.num_local_tokens],
             labels.squeeze(0),
             first_token_id=self.first_token_id,
             group=tp_group,
-            temperature=self.temperature,
+            temperature=self._temperature,
             chunk_tokens=self.logprob_chunk_tokens,
-            support=support,
+            support=self._support,
         )
         # Entropies that are looked at, not trained: their part of the backward pass is saved.
         return torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])

@@ -19,6 +19,7 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     yield from _head_size(recipe, shape)
     yield from _kv_cache(recipe, shape)
+    yield from _stop_tokens(recipe, shape)
 
 
 def runs_on_cpu() -> bool:
@@ -59,6 +60,20 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; "
             f"give at least {_gib(needed)}, or lower those"
         )
+
+
+def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """vLLM would look for ids that no token has, and never stop at them."""
+    found = {
+        "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
+        "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),
+    }
+    for field, token_ids in found.items():
+        if beyond := [token_id for token_id in token_ids if token_id >= shape.vocab_size]:
+            yield (
+                f"{field}.stop_token_ids = {list(token_ids)}: the model's vocabulary of {shape.vocab_size} ends before "
+                f"{beyond[0]}; give ids of its tokenizer"
+            )
 
 
 def _item_bytes(cache_dtype: str, model_dtype: str) -> int | None:

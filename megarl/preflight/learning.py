@@ -203,10 +203,5 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.ptx_conversations = {algorithm.ptx_conversations}: every one of train.updates_per_step "
             f"{recipe.train.updates_per_step} updates needs some; raise it"
         )
-    if recipe.data.ptx and recipe.rollout.sampling.temperature != 1:
-        yield (
-            f"rollout.sampling.temperature = {recipe.rollout.sampling.temperature}: conversations of data.ptx would be "
-            "learnt at it too; use 1.0 with them"
-        )
     if recipe.data.ptx and recipe.trainer.router_replay:
         yield "trainer.router_replay = True: no engine chose experts for the conversations of data.ptx; leave one out"

@@ -186,6 +186,7 @@ async def attempt(
         turn_rewards=tuple((number, step.reward) for number, step in enumerate(steps) if step.reward is not None),
         metrics=_summed([step.metrics for step in steps]),
         restarts=restarts,
+        temperature=task.sampling.temperature,
     )
     if failure is not None:
         return trajectory

@@ -67,6 +67,7 @@ class RLBatch(TokenBatch):
             per_token=per_token,
             experts=_experts(segments),
             kept_sets=join_sets([(len(segment), segment.kept_sets) for segment in segments]),
+            temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
             turns=np.concatenate([segment.turns for segment in segments]),
             turn_rewards=_turn_rewards(trajectories),

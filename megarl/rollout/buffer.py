@@ -44,12 +44,14 @@ class Buffer:
         """The groups that a step is trained on, in the order in which they were drawn.
 
         `weight_version` is that of the engines; all groups that are sampled now are complete before it changes.
+        It is the step's number too: the temperature is that of the schedule then.
 
         Raises MegarlError if `algorithm.max_attempts` batches do not fill a step, AbandonedError where the run is to
         stop: `state.forget_step` then brings back what waited.
         """
         state, algorithm = self._state, self._recipe.algorithm
         state.begin_step()
+        self._set_temperature(weight_version)
         self.sampled = []
         self._num_batches = self._num_passed = 0
         while len(state.waiting) < num_groups:
@@ -68,6 +70,11 @@ class Buffer:
 
     async def close(self) -> None:
         """Give up what is under way: here nothing, between two steps."""
+
+    def _set_temperature(self, step: int) -> None:
+        """Sample from now on at the temperature of this step."""
+        temperature = self._recipe.rollout.sampling.temperature_at(step, self._recipe.train.steps)
+        self._sampling = replace(self._sampling, temperature=temperature)
 
     async def _draw(self) -> list[Group]:
         """The groups of the next batch of prompts."""

@@ -82,10 +82,11 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of a step's attempts.
 
-    `rollout/turns/mean`, `/max`: completions of an attempt; `rollout/turn_tokens/mean`, `/max`: tokens of a completion;
-    `rollout/segments/mean`: sequences that an attempt is trained in; `rollout/forks`: how often, in all, one did not go
-    on from the tokens it had; `rollout/restarted`: how often, in all, one was begun anew; `rollout/ended/WHY`: the
-    share of attempts that ended so; `rollout/errors/KIND`: attempts that an error ended, by its kind;
+    `rollout/temperature`: the mean of what they were sampled at; `rollout/turns/mean`, `/max`: completions of an
+    attempt; `rollout/turn_tokens/mean`, `/max`: tokens of a completion; `rollout/segments/mean`: sequences that an
+    attempt is trained in; `rollout/forks`: how often, in all, one did not go on from the tokens it had;
+    `rollout/restarted`: how often, in all, one was begun anew; `rollout/ended/WHY`: the share of attempts that ended
+    so; `rollout/errors/KIND`: attempts that an error ended, by its kind;
     `rollout/kept_tokens/mean`, `/max`: how many tokens top-p and top-k left to sample from, where they cut any off,
     `rollout/kept_tokens_bytes`: the size of these sets; `environment/NAME`: the means of the environment's own numbers
     over the attempts that have them, but `tools/...` under their own names (`environments.tools.ToolEnvironment`).
@@ -95,6 +96,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     sizes = [size for t in trajectories for size in t.turn_tokens]
     segments = [len(t.segments) for t in trajectories]
     metrics = {
+        "rollout/temperature": sum(t.temperature for t in trajectories) / count,
         "rollout/turns/mean": sum(turns) / count,
         "rollout/turns/max": float(max(turns)),
         "rollout/turn_tokens/mean": sum(sizes) / max(len(sizes), 1),

@@ -59,6 +59,7 @@ class PartialBuffer(Buffer):
         the run is to stop, and the error of an attempt.
         """
         state = self._state
+        self._set_temperature(weight_version)
         self.sampled = []
         self._num_batches = self._num_passed = 0
         self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
@@ -132,7 +133,9 @@ class PartialBuffer(Buffer):
                     f"algorithm.dynamic_sampling {algorithm.dynamic_sampling}. Use problems of another difficulty, or "
                     "raise algorithm.max_attempts or train.samples_per_prompt."
                 )
-            group = StartedGroup(state.drawn, self._problems[self._index(state.drawn)])
+            group = StartedGroup(
+                state.drawn, self._problems[self._index(state.drawn)], self._sampling.temperature
+            )
             state.started[group.draw] = group
             state.drawn += 1
             self._start(group)
@@ -160,7 +163,8 @@ class PartialBuffer(Buffer):
     async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
         pool = RecordedPool(self._sampler.pool, group.calls.setdefault(number, []))
         self._pools[group.draw].append(pool)
-        task = self._sampler.task(group.problem, group.draw, number, seed, self._sampling, prefix="draw ")
+        sampling = replace(self._sampling, temperature=group.temperature)
+        task = self._sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
         trajectory = await self._sampler.attempt(task, pool)
         group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
 

@@ -107,6 +107,7 @@ class EnginePool:
         self._advanced = asyncio.Event()
         self._held_at = self._measured_at = time.monotonic()
         self._seconds_held = self._held_before = self._seconds_waited = 0.0
+        self._num_prompt_tokens = self._num_cached = 0
 
     async def generate(
         self, request: Request, *, affinity: str | None = None, parts: list[Completion] | None = None
@@ -177,7 +178,9 @@ class EnginePool:
         """Since the call before, of a pool that is not held.
 
         `time/engines_idle`: the share of the replicas' time, but for that in which the pool was held, in which they had
-        nothing to sample; `rollout/held_seconds`: for how long the pool was held with requests that waited.
+        nothing to sample; `rollout/held_seconds`: for how long the pool was held with requests that waited;
+        `rollout/prefix_hits`: the share of all prompts' tokens that an engine had in its prefix cache: those of the
+        samples of one prompt but the first, and of an attempt's earlier turns.
         """
         now = time.monotonic()
         seconds = (now - self._measured_at - (self._seconds_held - self._held_before)) * len(self._replicas)
@@ -185,7 +188,9 @@ class EnginePool:
         found = {
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
             "rollout/held_seconds": self._seconds_waited,
+            "rollout/prefix_hits": self._num_cached / max(self._num_prompt_tokens, 1),
         }
+        self._num_prompt_tokens = self._num_cached = 0
         self._measured_at, self._held_before, self._seconds_waited = now, self._seconds_held, 0.0
         for replica in self._replicas:
             replica.busy_seconds = 0.0
@@ -263,11 +268,13 @@ class EnginePool:
         return tuple(new)
 
     async def _advance(self, replica: _Replica, new: tuple[Request, ...]) -> None:
+        self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
         began = time.monotonic()
         for completion in await self._ask(replica, new, aborts, self._budget_seconds):
             replica.running.pop(completion.request_id, None)
+            self._num_cached += completion.num_cached
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)

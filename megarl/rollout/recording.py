@@ -38,6 +38,8 @@ class StartedGroup:
 
     draw: int
     problem: Problem
+    temperature: float = 1.0
+    """The temperature that all of it is sampled at."""
     finished: dict[int, Trajectory] = field(default_factory=dict)
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
 

@@ -190,7 +190,10 @@ def _plain_started(group: StartedGroup, arrays: dict[str, np.ndarray]) -> dict[s
         parts = [{"request_id": p.request_id, "finish_reason": p.finish_reason, "error": p.error} for p in call.parts]
         calls.append({"number": number, "parts": parts, "is_done": call.is_done})
     finished = [_plain(group.draw, trajectory) for trajectory in group.finished.values()]
-    return {"draw": group.draw, "problem": group.problem.index, "finished": finished, "calls": calls}
+    return {
+        "draw": group.draw, "problem": group.problem.index, "temperature": group.temperature,
+        "finished": finished, "calls": calls,
+    }  # fmt: skip
 
 
 def _started(
@@ -198,7 +201,7 @@ def _started(
 ) -> StartedGroup:
     """A group under way from its JSON values and arrays, as `_plain_started` made them."""
     home = f"started.{plain['draw']}."
-    group = StartedGroup(plain["draw"], problems[plain["problem"]])
+    group = StartedGroup(plain["draw"], problems[plain["problem"]], plain["temperature"])
     for one in plain["finished"]:
         number = one["number"]
         group.finished[number] = _trajectory(one, problems, arrays, f"{home}{number}.")
@@ -228,4 +231,5 @@ def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
         "turn_rewards": trajectory.turn_rewards,
         "metrics": dict(trajectory.metrics),
         "restarts": trajectory.restarts,
+        "temperature": trajectory.temperature,
     }

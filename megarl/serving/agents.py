@@ -253,6 +253,7 @@ def _trajectory(task: Task, session: Session, failure: str | None, seconds: floa
         text="\n\n".join(answer.completion_text for answer in answers),
         ended=ended,
         metrics=counts | {"model_calls": float(len(calls)), "program_seconds": seconds},
+        temperature=task.sampling.temperature,
     )
 
 

@@ -39,6 +39,8 @@ class Microbatch:
     """[sequences]: the sample that each is a segment of, numbers that do not fall."""
     support: Support | None = None
     """The sets of tokens that the log-probs are renormalised over; None: all over the whole vocabulary."""
+    temperature: float | Tensor = 1.0
+    """The temperature that the log-probs are taken at: one for all, or [tokens]."""
 
 
 def pack_row(
@@ -90,7 +92,19 @@ def pack_row(
         mask=own_predictions(batch.loss_mask),
         per_token={name: own_predictions(values) for name, values in batch.per_token.items()},
         support=support,
+        temperature=_temperature(batch.temperatures, padded, local, device),
     )
+
+
+def _temperature(
+    temperatures: NDArray[np.float64] | None, padded: NDArray[np.int64], local: NDArray[np.int64], device: torch.device
+) -> float | Tensor:
+    """The temperature at all positions, where the row's sequences have the same; else float32 [local positions]."""
+    if temperatures is None:
+        return 1.0
+    if (temperatures == temperatures[0]).all():
+        return float(temperatures[0])
+    return torch.from_numpy(np.repeat(temperatures, padded)[local].astype(np.float32)).to(device)
 
 
 def _places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -82,7 +82,6 @@ class ModelShard:
         return PolicyModel(
             self.config,
             self.shape,
-            temperature=recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0,
             logprob_chunk_tokens=recipe.trainer.logprob_chunk_tokens,
             trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
             vp_stage=vp_stage,
@@ -106,18 +105,6 @@ class ModelShard:
     def reports(self) -> bool:
         """Whether this rank holds results of its replica: the last stage's first tensor rank, of every context part."""
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-
-    def forward_at_temperature_1(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """`forward` of a policy, whatever the temperature that it is sampled and trained at."""
-        policies = [chunk for chunk in self.chunks if isinstance(chunk, PolicyModel)]
-        before = [policy.temperature for policy in policies]
-        for policy in policies:
-            policy.temperature = 1.0
-        try:
-            return self.forward(rows)
-        finally:
-            for policy, temperature in zip(policies, before, strict=True):
-                policy.temperature = temperature
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """Log-probs of every token of this replica's rows, or the values before each, as the model stands.
@@ -195,9 +182,9 @@ class ModelShard:
             if experts is not None:
                 replay_routes: Any = get_attr_wrapped_model(chunk, "replay_routes")
                 replay_routes(experts.to(self.device).long(), self.expert_layers)
-            if batch.support is not None and not self.shape.has_value_head:
-                restrict: Any = get_attr_wrapped_model(chunk, "restrict")
-                restrict(batch.support)
+            if not self.shape.has_value_head:
+                sample_as: Any = get_attr_wrapped_model(chunk, "sample_as")
+                sample_as(batch.temperature, batch.support)
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,

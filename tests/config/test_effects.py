@@ -111,6 +111,13 @@ from tests.config.refusals import faults
             ["optimizer.decay_steps=3"], "optimizer.decay_steps = 3", "schedule=constant", "to wsd", id="decay"
         ),
         pytest.param(
+            ["rollout.sampling.end_temperature=0.6"],
+            "rollout.sampling.end_temperature = 0.6",
+            "under rollout.sampling.temperature_schedule=constant",
+            "to linear or cosine",
+            id="end of no schedule",
+        ),
+        pytest.param(
             ["data.validation_conversations.a=b"], "data.validation_conversations = ", "loop=rl", "to sft", id="sft"
         ),
         pytest.param(

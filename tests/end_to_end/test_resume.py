@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,7 +38,8 @@ data: {{train: data/train.jsonl, validation: {{heldout: data/heldout.jsonl, agai
 cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3, schedule: cosine, warmup_steps: 3, weight_decay: 0.1}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
+rollout: {{tp: 2, kv_cache_gib: 0.25,
+  sampling: {{max_new_tokens: 12, temperature: 1.6, temperature_schedule: cosine, end_temperature: 0.7}}}}
 reward: {{functions: ["letters:share_of_digits"]}}
 algorithm: {{dynamic_sampling: [0.0, 1.0], oversampling: 1.5, kl_coefficient: 0.05, kl_target: 0.01, kl_horizon: 100}}
 train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
@@ -117,7 +119,12 @@ def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_s
     # One update a step: the ratio is 1 where all is fresh, and elsewhere is not.
     assert {step["train/ratio"] for step in steps if step not in waited} == {1.0}
     assert all(step["train/ratio"] != 1.0 for step in waited)
+    # At the temperature that each was sampled at, which moves meanwhile.
     assert all(step["logprob_gap/max"] <= 1e-5 and step["logprob_gap/measured"] == 1 for step in steps)
+    temperatures = [step["rollout/temperature"] for step in steps]
+    # In a step whose groups had all waited it is theirs.
+    assert temperatures[0] == pytest.approx(1.6) and 0.7 <= temperatures[-1] < 0.75
+    assert all(later <= before for before, later in pairwise(temperatures)) and len(set(temperatures)) > 6
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kills: int) -> None:

@@ -47,10 +47,10 @@ def truncated(p: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def plain(p: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
+def plain(p: dict[str, Tensor], temperature: float | Tensor) -> dict[str, Tensor]:
     """Log-probs, entropies and gradients in float64."""
     hidden, weight = (p[name].double().requires_grad_() for name in ("hidden", "weight"))
-    logits = hidden @ weight.T / temperature
+    logits = hidden @ weight.T / (temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature)
     if "kept_ids" in p:
         counts = p["kept_counts"].tolist()
         for number, kept in enumerate(p["kept_ids"].long().split(counts)):
@@ -65,7 +65,7 @@ def plain(p: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
     return {"logprob": logprob, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
 
 
-def ours(p: dict[str, Tensor], temperature: float, chunk: int, first: int = 0, stop: int = VOCABULARY) -> dict:
+def ours(p: dict[str, Tensor], temperature: float | Tensor, chunk: int, first: int = 0, stop: int = VOCABULARY) -> dict:
     """The same from the vocabulary's rows `first` to `stop`; the hidden gradient summed over the ranks."""
     from megarl.models.logprobs import Support, vocab_parallel_logprobs
 
@@ -104,6 +104,17 @@ def largest_difference(got: dict[str, Tensor], expected: dict[str, Tensor]) -> f
 def test_whole_vocabulary(chunk: int, temperature: float) -> None:
     p = problem()
     assert largest_difference(ours(p, temperature, chunk), plain(p, temperature)) <= 1e-5
+
+
+@pytest.mark.parametrize("is_truncated", [False, True], ids=["all tokens", "kept tokens"])
+def test_a_temperature_of_its_own_for_every_token(is_truncated: bool) -> None:
+    p = truncated(problem()) if is_truncated else problem()
+    temperatures = torch.linspace(0.5, 2.0, TOKENS)
+    got = ours(p, temperatures, 4)
+    assert largest_difference(got, plain(p, temperatures)) <= 1e-5
+    equal = ours(p, torch.full((TOKENS,), 0.6), 4)
+    assert largest_difference(equal, plain(p, 0.6)) <= 1e-5
+    assert (got["logprob"] - equal["logprob"]).abs().max() > 0.5
 
 
 @pytest.mark.parametrize("temperature", [1.5, 0.6])

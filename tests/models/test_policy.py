@@ -56,7 +56,8 @@ def build(folder: str, layout: ParallelConfig) -> Any:
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=layout.tp > 1, overrides={})
-    model = PolicyModel(config, shape, temperature=TEMPERATURE, logprob_chunk_tokens=50)
+    model = PolicyModel(config, shape, logprob_chunk_tokens=50)
+    model.sample_as(TEMPERATURE, None)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
     pieces = layouts[dist.get_rank()]
     safetensors.load(folder, pieces, dict(model.named_parameters()))

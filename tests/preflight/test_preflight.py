@@ -199,15 +199,6 @@ WRONG = [
         id="too few conversations",
     ),
     pytest.param(
-        {
-            "data": {"ptx": __file__},
-            "algorithm": {"ptx_coefficient": 0.1},
-            "rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0.7}},
-        },
-        ["rollout.sampling.temperature = 0.7", "use 1.0"],
-        id="conversations at another temperature",
-    ),
-    pytest.param(
         {"algorithm": PPO, "critic": {"warmup_steps": 10}, "train": {"steps": 10}},
         ["critic.warmup_steps = 10: leaves none of train.steps 10"],
         id="nothing but warm-up",
@@ -238,6 +229,11 @@ WRONG = [
     ),
     pytest.param(
         {"rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0}}}, ["temperature = 0"], id="greedy rollout"
+    ),
+    pytest.param(
+        {"evaluation": {"sampling": {"stop_token_ids": [7, 431]}}},
+        ["evaluation.sampling.stop_token_ids = [7, 431]", "the model's vocabulary", "give ids"],
+        id="stop tokens beyond the vocabulary",
     ),
     pytest.param(
         {"rollout": {"sampling": {"max_new_tokens": 24, "top_p": 0.7}, "vllm": {"speculative_config": {"model": "m"}}}},

@@ -73,6 +73,7 @@ def test_turns_and_ends_are_counted() -> None:
         trajectory(0.0, (segment(-1, 0), segment(-1, -1, -1)), failure="timeout", metrics={"moves": 5.0}),
     ]
     assert rollout_metrics(found) == {
+        "rollout/temperature": 1.0,
         "rollout/turns/mean": 1.0,
         "rollout/turns/max": 2.0,
         "rollout/turn_tokens/mean": 1.5,

@@ -99,6 +99,19 @@ def test_neighbours_meet_in_one_engine_which_holds_no_more_than_it_may(
     assert (first[:2], second[:2]) == ([0, 1], [2, 3]) and sorted(first + second) == list(range(12))
 
 
+def test_samples_of_one_prompt_share_its_prefix(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        pool = EnginePool(group, ONE, max_running=16)
+        prompt = tuple(range(5, 105))
+        await asyncio.gather(*(pool.generate(request(f"{n}", prompt, 4, n)) for n in range(8)))
+        # Whole blocks of 32 tokens, of all but the first.
+        assert pool.metrics()["rollout/prefix_hits"] == pytest.approx(7 * 96 / (8 * 100))
+        assert pool.metrics()["rollout/prefix_hits"] == 0
+        await group.call("seen")
+
+    runner.run(drive())
+
+
 def test_a_request_that_is_refused_leaves_the_others_as_they_were(group: WorkerGroup, runner: asyncio.Runner) -> None:
     async def drive() -> None:
         await group.call("seen")

@@ -45,7 +45,6 @@ def recipe_of(folder: Path, loop: str, **trainer: Any) -> Recipe:
                 "epsilon": EPSILON,
                 "clip_grad_norm": CLIP if loop == "rl" else 0.0,
             },
-            "rollout": {"sampling": {"temperature": 0.8}},
             "algorithm": {
                 "clip_low": CLIP_LOW,
                 "clip_high": CLIP_HIGH,
@@ -63,7 +62,7 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
     """Random tokens; log-probs of the past within reach of the model's, so that ratios fall on both sides of the clip.
 
     Token 0 is not among them: transformers gives the padding token no gradient. In RL two thirds of the tokens were
-    sampled from a part of the vocabulary, as top-p and top-k leave it.
+    sampled from a part of the vocabulary, as top-p and top-k leave it, and each sequence at a temperature of its own.
     """
     random = np.random.default_rng(11)
     updates = []
@@ -81,10 +80,11 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
             }
             prompt = int(random.integers(1, length))
             token_ids = random.integers(1, vocab_size, size=length)
-            kept = kept_sets(token_ids, vocab_size) if recipe.loop == "rl" else None
-            sequences.append(
-                TrainingSequence(token_ids=token_ids, loss_mask=np.arange(length) >= prompt, **made, kept_sets=kept)
-            )
+            sampled: dict[str, Any] = {}
+            if recipe.loop == "rl":
+                sampled = {"kept_sets": kept_sets(token_ids, vocab_size), "temperature": 0.6 + length % 5 / 5}
+            mask = np.arange(length) >= prompt
+            sequences.append(TrainingSequence(token_ids=token_ids, loss_mask=mask, **made, **sampled))
         aggregation = "sequence_mean_token_sum" if recipe.loop == "preference" else recipe.algorithm.aggregation
         updates.append(weighed(sequences, recipe.algorithm.model_copy(update={"aggregation": aggregation})))
     return updates
@@ -285,9 +285,8 @@ def transformers_training(
 
 def float64_loss(model: Any, s: TrainingSequence, recipe: Recipe) -> torch.Tensor:
     """Weighted sum over a sequence's trained tokens: minus log-prob, or clipped surrogate plus k3."""
-    temperature = recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0
     tokens = torch.from_numpy(s.token_ids)
-    logits = model(tokens[None]).logits[0, :-1] / temperature
+    logits = model(tokens[None]).logits[0, :-1] / s.temperature
     if (kept := s.kept_sets) is not None:
         sets = torch.from_numpy(kept.token_ids).long().split(kept.counts.tolist())[1:]
         rows = [

@@ -68,9 +68,7 @@ def build_chunks(model: ModelShape, parallel: ParallelConfig) -> list[torch.nn.M
 
     config = transformer_config(model, parallel, dtype=torch.float32, sequence_parallel=parallel.tp > 1, overrides={})
     return [
-        PolicyModel(
-            config, model, temperature=1.0, logprob_chunk_tokens=64, vp_stage=chunk if parallel.vpp > 1 else None
-        )
+        PolicyModel(config, model, logprob_chunk_tokens=64, vp_stage=chunk if parallel.vpp > 1 else None)
         for chunk in range(parallel.vpp)
     ]
 

@@ -1,0 +1,40 @@
+"""Sampling parameters over the steps, and those of evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.sampling import SamplingConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param({}, [1.5] * 5, id="constant"),
+        pytest.param({"temperature_schedule": "linear"}, [1.5, 1.25, 1.0, 0.75, 0.5], id="linear"),
+        pytest.param({"temperature_schedule": "linear", "temperature_steps": 3}, [1.5, 1.0, 0.5, 0.5, 0.5], id="held"),
+        pytest.param({"temperature_schedule": "linear", "temperature_steps": 1}, [1.5] + [0.5] * 4, id="one step"),
+        pytest.param({"temperature_schedule": "cosine"}, [1.5, 1.353553, 1.0, 0.646447, 0.5], id="cosine"),
+    ],
+)
+def test_the_temperature_goes_from_its_start_to_its_end(settings: dict[str, Any], expected: list[float]) -> None:
+    sampling = SamplingConfig.model_validate({"temperature": 1.5, "end_temperature": 0.5} | settings)
+    found = [sampling.temperature_at(step, num_steps=5) for step in range(1, 6)]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_evaluation_has_its_own_temperature_and_training_s_stops() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"},
+            "rollout": {
+                "sampling": {"temperature": 1.5, "temperature_schedule": "linear", "stop": ["a"], "stop_token_ids": [7]}
+            },
+            "evaluation": {"sampling": {"temperature": 0.5, "stop": ["b"]}},
+        }
+    )  # fmt: skip
+    found = recipe.evaluation_sampling
+    assert (found.temperature, found.stop, found.stop_token_ids) == (0.5, ("b",), (7,))
