@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.terminal import printable
@@ -51,7 +51,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int])
         "nodes": f"{nodes} of {size} ranks, launcher {recipe.cluster.launcher}"
         + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
-        "steps": f"{settings.steps}, {settings.steps * settings.prompts_per_step / records['train']:.2f} epochs",
+        "steps": f"{settings.steps}, {_epochs(recipe, records)} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
         f"{per_step // updates // layout.dp} an update and data-parallel rank",
         "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
@@ -64,6 +64,16 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int])
     for row in rows.items():
         table.add_row(*row)
     Console(soft_wrap=True, highlight=False).print(table)
+
+
+def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
+    """Epochs of the training data; of a mixture those of each source, by its weight."""
+    drawn = recipe.train.steps * recipe.train.prompts_per_step
+    if not recipe.mixture:
+        return f"{drawn / records['train']:.2f}"
+    total = sum(source.weight for source in recipe.sources)
+    shares = {source.name: drawn * source.weight / total for source in recipe.sources}
+    return ", ".join(f"{name} {share / records[f'{name} train']:.2f}" for name, share in shares.items())
 
 
 def size_text(num_bytes: float, sign: str = "") -> str:

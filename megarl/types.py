@@ -86,6 +86,8 @@ class Problem:
     prompt_token_ids: tuple[int, ...]
     answer: str
     record: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    """The source that it is from, by its name in the recipe's mixture; without one, the name of the environment."""
 
 
 @dataclass(frozen=True, slots=True)

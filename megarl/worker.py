@@ -157,9 +157,8 @@ class Worker:
         )
 
     def _probe_prompt(self) -> NDArray[np.int64]:
-        context_tokens = self.recipe.data.max_prompt_tokens + self.recipe.rollout.sampling.max_new_tokens
         # One less: the engine samples a token behind a prompt that it scores.
-        return probe_prompt(self.policy.shape.vocab_size, context_tokens - 1)
+        return probe_prompt(self.policy.shape.vocab_size, self.recipe.trained_tokens - 1)
 
     @contextmanager
     def _reshard_memory(self, engine: RolloutEngine) -> Iterator[None]:
@@ -256,14 +255,16 @@ class Worker:
 
     def _build_engine(self) -> RolloutEngine:
         recipe = self.recipe
-        longest = max(recipe.rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
         rollout = recipe.rollout
+        samplings = [source.recipe.rollout.sampling for source in recipe.sources]
+        if truncated := next((sampling for sampling in samplings if sampling.is_truncated), None):
+            rollout = rollout.model_copy(update={"sampling": truncated})
         if recipe.trainer.router_replay:
             rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
         return RolloutEngine(
             recipe.model.path,
             rollout,
-            max_model_len=recipe.data.max_prompt_tokens + longest,
+            max_model_len=recipe.context_tokens,
             dtype=recipe.model.dtype,
             seed=recipe.seed,
             keep_experts=self.held_experts.keep,

@@ -23,6 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megarl.config.cluster import ClusterConfig
+from megarl.config.curriculum import CurriculumConfig
 from megarl.config.learning import (
     OVERLONG_PARTS,
     AlgorithmConfig,
@@ -31,6 +33,7 @@ from megarl.config.learning import (
     OptimizerConfig,
     PreferenceConfig,
 )
+from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
 from megarl.config.sampling import EvaluationSamplingConfig, SamplingConfig
 from megarl.config.secrets import Place
 from megarl.config.section import Section
@@ -43,45 +46,6 @@ class ModelConfig(Section):
     """Folder of the Hugging Face model that training starts from: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights and of the matrix products, in the trainer and in the engine alike."""
-
-
-class ClusterConfig(Section):
-    launcher: Literal["local", "slurm", "ray"] = "local"
-    """Launcher of the ranks: `local` spawns processes on this machine; `slurm` has srun start a task per rank within a
-    job (launch/slurm/train.sbatch); `ray` places an actor per rank on a Ray cluster."""
-    ray_address: str = "auto"
-    """Address of the Ray cluster: HOST:PORT, or `auto` for the one that this machine belongs to."""
-    nodes: PositiveInt = 1
-    """Number of nodes (machines) in the job."""
-    ranks_per_node: PositiveInt = 1
-    """Ranks on each node: one per GPU, or one per CPU slot."""
-    start_timeout_seconds: PositiveFloat = 300.0
-    """Seconds within which all ranks must have connected."""
-    build_timeout_seconds: PositiveFloat = 3600.0
-    """Seconds within which all ranks must have built and loaded their models; a rank that hangs is named."""
-    verb_timeout_seconds: PositiveFloat = 300.0
-    """Give up if a rank has not answered a call, such as an update or a reshard, after this long or after ten times
-    the longest that this call has taken so far, whichever is more. A call's first three may take
-    collective_timeout_seconds, and later ones take no more, unless this field is larger. Sampling may take the time
-    that it was given besides. Who is late is named, with the stacks of all ranks."""
-    checkpoint_timeout_seconds: PositiveFloat = 3600.0
-    """Seconds within which a checkpoint must be written or read, or a model exported."""
-    collective_timeout_seconds: PositiveFloat = 1800.0
-    """Timeout of torch.distributed collectives in seconds; exceeding it ends the run."""
-    signal_seconds: PositiveInt = 300
-    """Seconds before its time limit at which a Slurm job is told to save: more than updates and a checkpoint take."""
-    srun_options: tuple[str, ...] = ()
-    """Further options of srun, such as --container-image=FILE and --container-mounts=FROM:TO."""
-    preflight: bool = True
-    """Check every node before models are built: folders, disk, GPUs, clock, ports, bandwidth."""
-    min_bandwidth_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
-    """Refuse a node whose slowest rank has less than this fraction of the median rank's bandwidth."""
-    max_restarts: NonNegativeInt = 5
-    """Consecutive restarts of a run without a step gained, at most."""
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
 
 
 class TrainerConfig(Section):
@@ -259,6 +223,8 @@ class DataConfig(Section):
     """Maximum length of a prompt in tokens, chat template included; a longer one is an error."""
     shuffle: bool = True
     """Shuffle the records anew each epoch, by the run's seed."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which problems are drawn more often (rl)."""
 
 
 class RewardFunctionConfig(Section):
@@ -390,6 +356,10 @@ class Recipe(Section):
     """The model."""
     data: DataConfig
     """The data."""
+    mixture: dict[Name, SourceConfig] = Field(default_factory=dict)
+    """Several sources of problems in one run, by name (rl): each has a `weight` and what differs for it from data,
+    rollout, reward and evaluation, in sections of these names. Groups never cross sources. Metrics of each:
+    environment/NAME/, val/SET/."""
     cluster: ClusterConfig = ClusterConfig()
     """Nodes, ranks and how they are started."""
     trainer: TrainerConfig = TrainerConfig()
@@ -421,18 +391,26 @@ class Recipe(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_overlong_buffer(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """The preset's share of the longest completion in tokens."""
-        made = validate(given)
-        algorithm = made.algorithm
+    def _complete(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Checked with its sources, and with the preset's share of the longest completion in tokens."""
+        filled = with_first_train(given)
+        made = validate(filled)
+        if filled is not given:
+            made.data.model_fields_set.discard("train")
+        check_sources(made)
+        return made.with_overlong_buffer()
+
+    def with_overlong_buffer(self) -> Self:
+        """The recipe with the preset's share of its longest completion in tokens, where it has a share."""
+        algorithm = self.algorithm
         parts = OVERLONG_PARTS.get(algorithm.preset or "")
         if parts is None or "overlong_buffer" in algorithm.model_fields_set:
-            return made
+            return self
         resolved = algorithm.model_copy(
-            update={"overlong_buffer": max(1, made.rollout.sampling.max_new_tokens // parts)}
+            update={"overlong_buffer": max(1, self.rollout.sampling.max_new_tokens // parts)}
         )
         resolved.model_fields_set.discard("overlong_buffer")
-        return made.model_copy(update={"algorithm": resolved})
+        return self.model_copy(update={"algorithm": resolved})
 
     @property
     def references(self) -> Mapping[Place, str]:
@@ -480,6 +458,32 @@ class Recipe(Section):
     def has_engine(self) -> bool:
         """Whether anything is sampled."""
         return self.loop == "rl" or (self.loop == "sft" and bool(self.data.validation))
+
+    @property
+    def sources(self) -> tuple[SourceRecipe, ...]:
+        """The sources of problems: those of the mixture, or the recipe's one."""
+        return sources(self)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the longest sequence that is sampled: prompt, completions, observations."""
+        return max(source.recipe._context_tokens for source in self.sources)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of the longest sequence that is trained on."""
+        recipes = [source.recipe for source in self.sources]
+        return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens of the longest completion in training."""
+        return max(source.recipe.rollout.sampling.max_new_tokens for source in self.sources)
+
+    @property
+    def _context_tokens(self) -> int:
+        longest = max(self.rollout.sampling.max_new_tokens, self.evaluation_sampling.max_new_tokens)
+        return self.data.max_prompt_tokens + longest
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.config.formulas import FIELDS, either, formulas, taking
 from megarl.files.import_path import is_import_path
@@ -34,7 +34,8 @@ class Needs:
         """The deciding fields as they are: `under loop=sft`, `without reward.model`."""
         values = {field: value_at(recipe, field) for field in self.fields}
         absent = [field for field, value in values.items() if value is None or value == {}]
-        present = [f"{field}={value}" for field, value in values.items() if field not in absent]
+        shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
+        present = [f"{field}={shown[field]}" for field in values if field not in absent]
         parts = (["under " + " and ".join(present)] if present else []) + [f"without {field}" for field in absent]
         return " ".join(parts)
 
@@ -128,6 +129,8 @@ _NOT_COMMAND = Needs(
     lambda recipe: recipe.rollout.environment != "command",
 )
 _MOVING_TEMPERATURE = _one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
+_NOT_OWN = Needs(("mixture",), "take it out of a source, each of which has its own", lambda recipe: False)
+_CURRICULUM = (_RL, _given("data.curriculum.band"))
 _CORRECTION = (_RL, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(
     ("preference.loss",),
@@ -184,6 +187,11 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "data.system_prompt": _ALWAYS,
     "data.max_prompt_tokens": _ENGINE,
     "data.shuffle": _ALWAYS,
+    "data.curriculum.band": (_RL,),
+    "data.curriculum.outside": _CURRICULUM,
+    "data.curriculum.memory": _CURRICULUM,
+    "data.curriculum.by": _CURRICULUM,
+    "mixture": (_RL,),
     "cluster": _ALWAYS,
     "trainer.tp": _ALWAYS,
     "trainer.pp": _ALWAYS,
@@ -324,7 +332,15 @@ def conditions(field: str) -> tuple[Needs, ...]:
 
 
 def unmet(recipe: Recipe, field: str) -> Needs | None:
-    """The first condition of a field that does not hold: the field does nothing. None: it has an effect."""
+    """The first condition of a field that does not hold: the field does nothing. None: it has an effect.
+
+    In a mixture it has one if it has for any source that does not have its own.
+    """
+    found = [_unmet_of(source.recipe, field) for source in recipe.sources if source.place(field) == field]
+    return _NOT_OWN if not found else None if None in found else found[0]
+
+
+def _unmet_of(recipe: Recipe, field: str) -> Needs | None:
     return next((need for need in conditions(field) if not need.holds(recipe)), None)
 
 
@@ -345,8 +361,21 @@ def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
                 yield prefix + name
 
 
-def idle_fields(recipe: Recipe) -> Iterator[tuple[str, Needs]]:
-    """Each given field that does nothing, and the condition that does not hold."""
+class Idle(NamedTuple):
+    """A given field that does nothing in a recipe, a source's where it is in a mixture, and the condition."""
+
+    place: str
+    field: str
+    recipe: Recipe
+    need: Needs
+
+
+def idle_fields(recipe: Recipe) -> Iterator[Idle]:
+    """Each given field that does nothing, a source's own too."""
     for field in given_fields(recipe):
         if (need := unmet(recipe, field)) is not None:
-            yield field, need
+            yield Idle(field, field, recipe, need)
+    for source in recipe.sources if unmet(recipe, "mixture") is None else ():
+        for field in sorted(source.own):
+            if (need := _unmet_of(source.recipe, field)) is not None:
+                yield Idle(source.place(field), field, source.recipe, need)

@@ -96,15 +96,21 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
 
     known = dict(_fields(Recipe))
     parts = [str(part) for part in loc]
-    while not is_unknown and ".".join(parts) not in known:
+    while not is_unknown and _in_schema(".".join(parts)) not in known:
         parts.pop()  # an item of a list, a key of a mapping, a member of a union
     name = ".".join(parts)
     parent: Any = values
     for part in parts[:-1]:
-        parent = parent[part]
+        parent = parent.setdefault(part, {})
     parent.pop(parts[-1], None)
     if is_unknown:
         return set()
+    if name == "mixture" and isinstance(data := values.setdefault("data", {}), dict):
+        data.setdefault("train", "<data.train>")  # only sources had it
+    if (field := _in_schema(name)) != name:
+        if known[field].is_required():
+            parent[parts[-1]] = f"<{field}>"
+        return {name}
     required = [field for field in known if field == name or field.startswith(f"{name}.")]
     required = [field for field in required if known[field].is_required() and not _is_section(known[field])]
     for field in required:
@@ -114,6 +120,12 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
             section = section.setdefault(part, {})
         section[last] = _PLACEHOLDERS.get(field, f"<{field}>")
     return {name, *required}
+
+
+def _in_schema(place: str) -> str:
+    """The dotted name of a field; of a source's own in a mixture that of the recipe's field."""
+    parts = place.split(".")
+    return ".".join(parts[2:]) if parts[0] == "mixture" and len(parts) > 3 else place
 
 
 _PLACEHOLDERS = {"name": "unnamed", "loop": "rl"}
@@ -132,14 +144,14 @@ def _idle(recipe: Recipe, references: Mapping[Place, str], unread: Set[str]) -> 
 
     known = dict(_fields(Recipe))
     found: dict[str, str] = {}
-    for field, need in idle_fields(recipe):
+    for field, name, of_source, need in idle_fields(recipe):
         if field in unread or unread & {*need.fields, "loop"}:
             continue
         place = tuple(field.split("."))
-        value = _reference_around(place, references) or _printable(value_at(recipe, field), place, references)
+        value = _reference_around(place, references) or _printable(value_at(of_source, name), place, references)
         shown = f"{field} = {textwrap.shorten(repr(value), 80)}"
-        reason = f"does nothing {need.state(recipe)}; leave it out, or {need.remedy}"
-        found[field] = f"{shown}: {reason}. {_doc(known[field])}"
+        reason = f"does nothing {need.state(of_source)}; leave it out, or {need.remedy}"
+        found[field] = f"{shown}: {reason}. {_doc(known[name])}"
     return found
 
 
@@ -370,7 +382,8 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str, re
     shown = f"{place} = {textwrap.shorten(repr(value), 80)}"
     if kind == "missing":
         required = [name for name, field in known.items() if name.startswith(place + ".") and field.is_required()]
-        return "\n".join(f"{name}: missing; add it: {_doc(known[name])}" for name in required or [place])
+        needed = required or [place]
+        return "\n".join(f"{name}: missing; add it: {_doc(known[_in_schema(name)])}" for name in needed)
     if kind == "extra_forbidden":
         foreign = [(f"{place}{rest}", item) for rest, item in _leaves(value) if counterpart(f"{place}{rest}")]
         lines = []
@@ -383,7 +396,7 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str, re
     if is_key:
         return f"{place}: bad name {value!r}; use letters, digits, dots, dashes and underscores"
     wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
-    field = known.get(place) or known.get(".".join(str(part) for part in loc[:-1]))
+    field = known.get(_in_schema(place)) or known.get(_in_schema(".".join(str(part) for part in loc[:-1])))
     return f"{shown}: {wrong}" + (f". {_doc(field)}" if field else "")
 
 
@@ -398,8 +411,13 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _hint(place: str, known: Mapping[str, Any]) -> str:
     """Where an unknown key may have been meant to stand, or what another program's option is called here."""
+    from megarl.config.mixture import SourceConfig
+
     if known_elsewhere := counterpart(place):
         return str(known_elsewhere)
+    if place.startswith("mixture."):
+        inner = _in_schema(place)
+        return _hint(inner, known) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
     section, _, key = place.rpartition(".")
     leaf_of = {name: name.rpartition(".")[2] for name in known}
     siblings = {name: leaf for name, leaf in leaf_of.items() if name.rpartition(".")[0] == section}

@@ -27,11 +27,12 @@ class DataOrder:
         start = step * self.batch_size
         first = start // self.num_items
         last = (start + self.batch_size - 1) // self.num_items
-        stream = np.concatenate([self._order(epoch) for epoch in range(first, last + 1)])
+        stream = np.concatenate([self.epoch(epoch) for epoch in range(first, last + 1)])
         start -= first * self.num_items
         return stream[start : start + self.batch_size].tolist()
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
+    def epoch(self, epoch: int) -> NDArray[np.int64]:
+        """The items of an epoch, from 0, in its order: [num_items]."""
         if not self.shuffle:
             return np.arange(self.num_items)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_items)

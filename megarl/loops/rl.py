@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
-from megarl.loops.session import Session, Step, sampling_settings
-from megarl.preflight import read_conversations, read_problems
+from megarl.loops.session import Session, Step
+from megarl.preflight import read_conversations
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer
@@ -19,7 +19,7 @@ from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.scores import add_model_scores, score_tokens
 from megarl.rollout.state import RLState, in_one
-from megarl.types import MegarlError, Problem
+from megarl.types import MegarlError
 
 
 async def train(session: Session) -> None:
@@ -30,10 +30,9 @@ async def train(session: Session) -> None:
     recipe = session.recipe
     has_stragglers = recipe.rollout.stragglers != "wait"
     state = RLState(recipe.algorithm, has_stragglers=has_stragglers)
-    problems = read_problems(recipe, session.tokenizer, recipe.data.train)
     make_buffer = PartialBuffer if has_stragglers else Buffer
-    buffer = make_buffer(recipe, problems, session.sampler, sampling_settings(recipe.rollout.sampling), state)
-    await _resume_or_evaluate(session, state, problems)
+    buffer = make_buffer(recipe, session.sources, state)
+    await _resume_or_evaluate(session, state)
     try:
         await _train(session, buffer, state)
     finally:
@@ -85,7 +84,7 @@ async def _train(session: Session, buffer: Buffer, state: RLState) -> None:
             await session.checkpoints.begin(number, state.save)
             with phase("reshard"):
                 step.log(await session.reshard(number))
-            step.log(session.sampler.pool.metrics())
+            step.log(session.pool.metrics())
             session.write_samples(number, in_one(groups) if "reward_model" in models else buffer.sampled)
             if session.evaluates_at(number):
                 step.log(await session.evaluate(number))
@@ -105,10 +104,11 @@ def _judge_gap(session: Session, step: Step) -> None:
         session.tracker.notice_once("gap", f"{message} (train/gap_exceeded counts such steps)")
 
 
-async def _resume_or_evaluate(session: Session, state: RLState, problems: Sequence[Problem]) -> None:
+async def _resume_or_evaluate(session: Session, state: RLState) -> None:
     """Go on from the checkpoint and make up for an evaluation that was cut short, or evaluate before the first step."""
     step = Step(session.folder.resumed_step, is_trained=True)
     if checkpoint := session.origin.checkpoint:
+        problems = [problem for source in session.sources for problem in source.problems]
         if lacking := state.load(checkpoint, problems):
             session.tracker.notice(
                 f"{lacking} trajectories of {checkpoint} wait without the trainer's log-probs, since "

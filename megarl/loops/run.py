@@ -9,31 +9,25 @@ from dataclasses import replace
 from megarl.algorithms.policy_losses import POLICY_LOSSES, is_of_sequences
 from megarl.cluster.batching import RankModel
 from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.launchers import reward_workers, start_ranks
+from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import inspect
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.data.chat import load_tokenizer
-from megarl.data.dialogue import Dialogue
 from megarl.data.packing import attention_ratio
-from megarl.data.template_history import history_faults, history_notice
-from megarl.environments import environment_maker, is_agent
 from megarl.environments.shared import close_shared
 from megarl.families.shape import read_model_shape
 from megarl.files.import_path import function_of
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin, Resume, find_origin
-from megarl.loops.session import Session, sampling_settings
+from megarl.loops.session import Session
+from megarl.loops.sources import make_source, read_data, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.preflight import read_problems, row_multiple
-from megarl.rewards.scoring import RewardPool
-from megarl.rewards.worker import worker_settings
-from megarl.rollout.groups import GroupSampler
+from megarl.preflight import row_multiple
 from megarl.rollout.pool import EnginePool
-from megarl.serving.agents import agent_program
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError
@@ -90,34 +84,24 @@ async def _started(
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = load_tokenizer(recipe.model.path)
-        problems = recipe.data.validation if recipe.has_engine else {}
-        validation = {name: read_problems(recipe, tokenizer, path, is_heldout=True) for name, path in problems.items()}
+        data = read_data(recipe, tokenizer)
         with tracker.phase("start"):
             ranks = await start_ranks(recipe.cluster, folder.logs_folder)
             stack.push_async_callback(ranks.close)
             ranks.on_asked, stacks.ask_others = stop.ask, ranks.show_stacks
             await _prepare(ranks, recipe, layout, folder, tracker)
-        rewards = RewardPool(
-            worker_settings(recipe.reward),
-            num_workers=recipe.reward.num_workers if recipe.has_engine else 0,
-            log_folder=folder.logs_folder,
-            notice=tracker.notice,
-            make_worker=reward_workers(recipe.cluster),
-        )
-        stack.callback(rewards.close)
+        rewards = start_rewards(recipe, stack, folder.logs_folder, tracker.notice)
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
-        environment = recipe.rollout.environment
-        has_turns = environment != "single_turn" and recipe.rollout.max_turns > 1
-        if recipe.has_engine and has_turns and not is_agent(environment):
-            tracker.notice(history_notice(history_faults(tokenizer), recipe.rollout.history))
         folder.set_status("running")
         pool = EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests)
-        sampling = sampling_settings(recipe.rollout.sampling)
-        agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, tracker.notice))
-        if agent is not None:
-            tracker.tell(f"endpoint at {agent.endpoint.base_url}/v1")
         stack.push_async_callback(close_shared)
+        sources = [
+            await make_source(
+                given, data[given.name], rewards[given.name], pool, tokenizer, stack, lambda: bool(stop), tracker
+            )
+            for given in recipe.sources
+        ]
         session = Session(
             recipe=recipe,
             layout=layout,
@@ -126,24 +110,8 @@ async def _started(
             tokenizer=tokenizer,
             ranks=ranks,
             models=_models(recipe, layout, ranks),
-            sampler=GroupSampler(
-                pool=pool,
-                dialogue=Dialogue(tokenizer, recipe.rollout.tool_parser),
-                score=rewards.score,
-                environment=environment,
-                make_environment=(
-                    environment_maker(environment, recipe.rollout.environment_kwargs) if agent is None else None
-                ),
-                max_prompt_tokens=recipe.data.max_prompt_tokens,
-                max_turns=recipe.rollout.max_turns,
-                truncated_turn=recipe.rollout.truncated_turn,
-                history="render" if recipe.rollout.history == "render" else "append",
-                budget=recipe.rollout.budget,
-                is_abandoned=lambda: bool(stop),
-                notice=tracker.notice,
-                agent=agent.attempt if agent is not None else None,
-            ),
-            validation={name: problems[: recipe.evaluation.max_problems] for name, problems in validation.items()},
+            pool=pool,
+            sources=sources,
             checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),
             origin=origin,
             stop=stop,

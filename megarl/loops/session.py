@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 
 from megarl.cluster.batching import RankModel
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config import Recipe, SamplingConfig
+from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.rollout.evaluate import evaluate
-from megarl.rollout.groups import GroupSampler
-from megarl.rollout.pool import AbandonedError
+from megarl.rollout.pool import AbandonedError, EnginePool
+from megarl.rollout.sources import Source
 from megarl.rollout.state import RLState
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import MegarlError, Problem, SamplingSettings, StoppedError, Trajectory
+from megarl.types import MegarlError, StoppedError, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -57,8 +57,9 @@ class Session:
     ranks: WorkerGroup
     models: Mapping[str, RankModel]
     """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`."""
-    sampler: GroupSampler
-    validation: Mapping[str, list[Problem]]
+    pool: EnginePool
+    sources: Sequence[Source]
+    """Where problems come from; the order is the recipe's."""
     checkpoints: Checkpoints
     origin: Origin
     """The checkpoint that the run was resumed from, if any."""
@@ -127,7 +128,7 @@ class Session:
 
     async def sleep_engines(self) -> None:
         """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then."""
-        await self.sampler.pool.hold()
+        await self.pool.hold()
         await self.ranks.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:
@@ -147,7 +148,7 @@ class Session:
         """
         every = self.recipe.weights.verify_every
         reports = await self.ranks.call("reshard", verify=every > 0 and step % every == 0)
-        self.sampler.pool.release()
+        self.pool.release()
         seconds = {
             f"time/reshard_{name}": max(r[name] for r in reports) for name in reports[0] if name.endswith("_seconds")
         }
@@ -167,12 +168,9 @@ class Session:
 
         Raises AbandonedError, and writes nothing, where the run is to stop before all sets are through.
         """
-        sampling = sampling_settings(self.recipe.evaluation_sampling)
         with self.tracker.phase("evaluation"):
-            metrics, found = await evaluate(
-                self.sampler, self.validation, sampling, self.recipe.reward.max_failed_fraction
-            )
-        self.sampler.pool.metrics()  # from here on those of training again
+            metrics, found = await evaluate(self.sources, self.recipe.reward.max_failed_fraction)
+        self.pool.metrics()  # from here on those of training again
         for name, trajectories in found.items():
             self.tracker.samples(step, [{"set": name} | trajectory.record() for trajectory in trajectories])
         return metrics
@@ -185,19 +183,5 @@ class Session:
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
         every = self.recipe.evaluation.every_steps
-        data = self.recipe.data
-        return bool(data.validation or data.validation_conversations) and (
-            step == self.recipe.train.steps or (every > 0 and step % every == 0)
-        )
-
-
-def sampling_settings(config: SamplingConfig) -> SamplingSettings:
-    """The sampling parameters of requests, from a section of the recipe."""
-    return SamplingSettings(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        stop=config.stop,
-        stop_token_ids=config.stop_token_ids,
-    )
+        has_sets = bool(self.recipe.data.validation_conversations) or any(s.validation for s in self.sources)
+        return has_sets and (step == self.recipe.train.steps or (every > 0 and step % every == 0))

@@ -61,7 +61,7 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
 async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
     """Add a step's evaluation to its metrics: all of it or, where a signal cuts it short, nothing."""
     evaluated = await _losses(session, held_out)
-    if session.validation:
+    if any(source.validation for source in session.sources):
         with session.tracker.phase("reshard"):
             evaluated |= await session.reshard(step.number)
         evaluated |= await session.evaluate(step.number)

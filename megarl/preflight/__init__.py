@@ -6,7 +6,7 @@ All faults of a recipe and of the files that it names come on one page.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,25 @@ class _Faults:
 
 
 def _faults(recipe: Recipe, *, is_start: bool) -> _Faults:
+    """Those of all sources of a mixture; what all have in common is told once."""
+    found = {source.name: _faults_of_source(source.recipe, is_start=is_start) for source in recipe.sources}
+    if not recipe.mixture:
+        return found[recipe.rollout.environment]
+    wrong = _told_once({name: faults.recipe for name, faults in found.items()})
+    broken = _told_once({name: faults.files for name, faults in found.items()})
+    return _Faults(wrong, broken, next(iter(found.values())).layout)
+
+
+def _told_once(faults: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines by source as one list: those of all sources first, the others with the name of their source."""
+    first, *others = faults.values()
+    shared = [text for text in first if all(text in other for other in others)]
+    return shared + [
+        f"mixture.{name}: {text}" for name, lines in faults.items() for text in lines if text not in shared
+    ]
+
+
+def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
     layout = sizes.layout_of(recipe)
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]

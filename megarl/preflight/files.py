@@ -29,11 +29,24 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     from megarl.data.chat import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model.path)
+    counts: dict[str, int] = {}
+    broken: list[str] = []
+    for source in recipe.sources:
+        found = _count_of_source(source.recipe, tokenizer, broken)
+        named = {f"{source.name} train" if recipe.mixture and name == "train" else name: n for name, n in found.items()}
+        counts |= named
+    if broken:
+        raise DataError(error_page(f"data of recipe {recipe.name}", list(dict.fromkeys(broken))))
+    return counts
+
+
+def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str]) -> dict[str, int]:
+    """Records by data file; what is wrong with one is added to `broken`."""
     data = recipe.data
     files = {"train": data.train, **data.validation, **({"ptx": data.ptx} if data.ptx else {})}
     files |= {f"{name} (conversations)": path for name, path in data.validation_conversations.items()}
     conversations = {data.ptx, *data.validation_conversations.values(), data.train if recipe.loop == "sft" else None}
-    counts, broken = {}, []
+    counts: dict[str, int] = {}
     for name, path in files.items():
         try:
             if recipe.loop in ("preference", "reward_model"):
@@ -44,8 +57,6 @@ def count_records(recipe: Recipe) -> dict[str, int]:
                 counts[name] = len(read_problems(recipe, tokenizer, path, is_heldout=name != "train"))
         except DataError as error:
             broken.append(str(error))
-    if broken:
-        raise DataError(error_page(f"data of recipe {recipe.name}", broken))
     return counts
 
 
@@ -58,13 +69,22 @@ def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str, *, is_heldout
 
     if (count := problems.num_made(path)) is not None:
         return problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
-    return problems.read_problems(
+    found = problems.read_problems(
         path,
         tokenizer,
         answer_field=recipe.data.answer_field,
         system_prompt=system_prompt(recipe),
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
+    curriculum = recipe.data.curriculum
+    if curriculum.band is not None and curriculum.by is not None and not is_heldout:
+        for problem in found:
+            if curriculum.by not in problem.record:
+                raise DataError(
+                    f"{path}: problem {problem.index} has no field {curriculum.by!r} of data.curriculum.by; "
+                    "add it to every record, or name another"
+                )
+    return found
 
 
 def system_prompt(recipe: Recipe) -> str | None:
@@ -133,7 +153,14 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
 
 
 def data_paths(recipe: Recipe) -> dict[str, str]:
-    """The recipe's data files, or `environment:COUNT`, by the fields that name them."""
+    """The recipe's data files, by the fields that name them."""
+    found: dict[str, str] = {}
+    for source in recipe.sources:
+        found |= {source.place(field): path for field, path in _paths_of_source(source.recipe).items()}
+    return found
+
+
+def _paths_of_source(recipe: Recipe) -> dict[str, str]:
     data = recipe.data
     paths = {"data.train": data.train}
     paths |= {f"data.validation.{name}": path for name, path in data.validation.items()}

@@ -22,8 +22,15 @@ def check_rewards(recipe: Recipe) -> None:
 
     Raises one ConfigError that lists all functions at fault.
     """
-    if not recipe.has_engine:
-        return
+    wrong: list[str] = []
+    for source in recipe.sources if recipe.has_engine else ():
+        before = f"mixture.{source.name}: " if recipe.mixture else ""
+        wrong += [f"{before}{text}" for text in _faults_of_source(source.recipe)]
+    if wrong:
+        raise ConfigError(error_page(f"rewards of recipe {recipe.name}", wrong))
+
+
+def _faults_of_source(recipe: Recipe) -> Iterator[str]:
     path = recipe.data.train if recipe.loop == "rl" else next(iter(recipe.data.validation.values()))
     if num_made(path) is not None:
         return  # there is no record to try them on
@@ -31,9 +38,8 @@ def check_rewards(recipe: Recipe) -> None:
     answer = record.text(recipe.data.answer_field)
     sample = Sample(answer, answer, record.messages(system_prompt(recipe)), record.fields, num_tokens=1)
     settings = worker_settings(recipe.reward)
-    wrong = [text for function in settings.functions for text in _try(function, settings, sample)]
-    if wrong:
-        raise ConfigError(error_page(f"rewards of recipe {recipe.name}", wrong))
+    for function in settings.functions:
+        yield from _try(function, settings, sample)
 
 
 def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:

@@ -71,8 +71,8 @@ class RewardPool:
     A completion whose scoring exceeds a time limit, raises, ends its process, or returns anything but what `scores`
     accepts gets the score zero and a `Scored.failure`. Time is measured from when a process, its functions imported,
     takes the completion. Construction starts the processes without waiting for them.
-    `make_worker` makes them, here or elsewhere; their output goes to `log_folder/reward_NNNN.log`; `notice` is called
-    with the first failure of each kind.
+    `make_worker` makes them, here or elsewhere; their output goes to `log_folder/reward_NNNN.log`, numbered from
+    `first_log`; `notice` is called with the first failure of each kind.
     """
 
     def __init__(
@@ -81,16 +81,22 @@ class RewardPool:
         *,
         num_workers: int,
         log_folder: Path | None = None,
+        first_log: int = 0,
         notice: Callable[[str], object] = lambda text: None,
         make_worker: MakeScorer = RewardWorker,
     ) -> None:
         self._notices = FirstOfEachKind(notice)
-        logs = [str(log_folder.absolute() / f"reward_{n:04d}.log") if log_folder else None for n in range(num_workers)]
+        numbers = range(first_log, first_log + num_workers)
+        logs = [str(log_folder.absolute() / f"reward_{n:04d}.log") if log_folder else None for n in numbers]
         self._workers = [make_worker(settings, log) for log in logs]
         self._idle: queue.SimpleQueue[Scorer] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
+
+    def __len__(self) -> int:
+        """The number of processes."""
+        return len(self._workers)
 
     async def score(self, sample: Sample) -> Scored:
         """The weighted sum of the functions' scores; format and answer are good if all functions that judge them agree.

@@ -95,12 +95,15 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Rewards with the length penalty: float32 [samples]."""
     scores = torch.from_numpy(batch.rewards).float()
-    if not (buffer := recipe.algorithm.overlong_buffer):
-        return scores
-    longest = recipe.rollout.sampling.max_new_tokens
     lengths = torch.from_numpy(batch.num_sampled)
-    penalty = soft_overlong(lengths, longest=longest, buffer=buffer)
-    return scores + recipe.reward.correct_score * penalty
+    for source in recipe.sources:
+        if not (buffer := source.recipe.algorithm.overlong_buffer):
+            continue
+        longest = source.recipe.rollout.sampling.max_new_tokens
+        penalty = source.recipe.reward.correct_score * soft_overlong(lengths, longest=longest, buffer=buffer)
+        is_of_source = torch.tensor([not recipe.mixture or name == source.name for name in batch.environments])
+        scores = torch.where(is_of_source, scores + penalty, scores)
+    return scores
 
 
 def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:

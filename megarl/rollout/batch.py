@@ -37,6 +37,8 @@ class RLBatch(TokenBatch):
     num_turns: NDArray[np.int64]
     is_correct: NDArray[np.bool_]
     is_scored: NDArray[np.bool_]
+    environments: tuple[str, ...] = ()
+    """[samples]: the names of their environments."""
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[Trajectory]], *, mask_truncated: bool = False) -> RLBatch:
@@ -77,6 +79,7 @@ class RLBatch(TokenBatch):
             num_turns=np.array([trajectory.num_turns for trajectory in trajectories]),
             is_correct=np.array([reward is not None and reward.answer_correct for reward in rewards]),
             is_scored=is_scored,
+            environments=tuple(trajectory.environment for trajectory in trajectories),
         )
 
     def start_from_rollout(self, weight_version: int) -> None:
@@ -107,7 +110,7 @@ class RLBatch(TokenBatch):
         """
         if step <= recipe.frozen_steps:
             return []
-        updates, longest = recipe.train.updates_per_step, recipe.rollout.sampling.max_new_tokens
+        updates, longest = recipe.train.updates_per_step, recipe.longest_completion
         minibatches: list[TokenBatch] = []
         for number in range(recipe.train.epochs_per_step):
             for update, samples in enumerate(parts(_order(len(self.groups), recipe.seed, step, number), updates)):

@@ -10,11 +10,11 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
-from megarl.data.sampler import DataOrder
 from megarl.rollout.batch import RLBatch
-from megarl.rollout.groups import GroupSampler
+from megarl.rollout.groups import Draw, sample_groups
+from megarl.rollout.sources import Source, mixture_of
 from megarl.rollout.state import Group, RLState, in_groups, in_one, lacks_old_logprobs, with_old_logprobs
-from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
+from megarl.types import MegarlError, Problem, Trajectory
 
 
 class Buffer:
@@ -26,19 +26,17 @@ class Buffer:
     def __init__(
         self,
         recipe: Recipe,
-        problems: Sequence[Problem],
-        sampler: GroupSampler,
-        sampling: SamplingSettings,
+        sources: Sequence[Source],
         state: RLState,
     ) -> None:
         self.sampled: list[Trajectory] = []
-        self._recipe, self._problems, self._state = recipe, problems, state
-        self._sampler, self._sampling = sampler, sampling
+        self._recipe, self._state = recipe, state
+        self._sources = {source.name: source for source in sources}
+        self._mixture = mixture_of(sources, recipe.seed)
         self._num_batches = self._num_passed = 0
-        drawn = recipe.train.prompts_per_step
+        self._batch_size = recipe.train.prompts_per_step
         if recipe.algorithm.dynamic_sampling:
-            drawn = ceil(drawn * recipe.algorithm.oversampling)
-        self._order = DataOrder(len(problems), drawn, recipe.seed, recipe.data.shuffle)
+            self._batch_size = ceil(self._batch_size * recipe.algorithm.oversampling)
 
     async def take(self, num_groups: int, weight_version: int) -> list[Group]:
         """The groups that a step is trained on, in the order in which they were drawn.
@@ -51,18 +49,17 @@ class Buffer:
         """
         state, algorithm = self._state, self._recipe.algorithm
         state.begin_step()
-        self._set_temperature(weight_version)
         self.sampled = []
         self._num_batches = self._num_passed = 0
         while len(state.waiting) < num_groups:
             if self._num_batches == algorithm.max_attempts:
                 raise MegarlError(
-                    f"{self._num_batches} batches of {self._order.batch_size} prompts gave {len(state.waiting)} of "
+                    f"{self._num_batches} batches of {self._batch_size} prompts gave {len(state.waiting)} of "
                     f"{num_groups} groups whose accuracy is within algorithm.dynamic_sampling "
                     f"{algorithm.dynamic_sampling}. Use problems of another difficulty, or raise "
                     "algorithm.max_attempts or train.samples_per_prompt."
                 )
-            passing = [g for g in await self._draw() if passes_filter(g, algorithm.dynamic_sampling)]
+            passing = [g for g in await self._draw(weight_version) if passes_filter(g, algorithm.dynamic_sampling)]
             self._num_passed += len(passing)
             state.waiting = state.waiting + passing
         taken, state.waiting = state.waiting[:num_groups], state.waiting[num_groups:]
@@ -71,34 +68,64 @@ class Buffer:
     async def close(self) -> None:
         """Give up what is under way: here nothing, between two steps."""
 
-    def _set_temperature(self, step: int) -> None:
-        """Sample from now on at the temperature of this step."""
-        temperature = self._recipe.rollout.sampling.temperature_at(step, self._recipe.train.steps)
-        self._sampling = replace(self._sampling, temperature=temperature)
+    def _next_problem(self) -> Problem:
+        """Draw the next problem."""
+        problem, self._state.positions = self._mixture.draw(self._state.positions)
+        return problem
 
-    async def _draw(self) -> list[Group]:
+    def _observe(self, group: Group) -> None:
+        """Tell the curriculum of a complete group how much of it is right."""
+        judged = [t.reward.answer_correct for t in group if t.reward is not None]
+        if judged:
+            positions, problem = self._state.positions, group[0].problem
+            self._state.positions = self._mixture.observe(positions, problem, sum(judged) / len(judged))
+
+    def _seed(self, draw: int, problem: Problem) -> str:
+        """The seed of the attempts at a problem of a draw; sources of a mixture do not share it."""
+        seed = f"{self._recipe.seed} {draw}"
+        return f"{seed} {problem.source}" if self._recipe.mixture else seed
+
+    async def _draw(self, step: int) -> list[Group]:
         """The groups of the next batch of prompts."""
-        trajectories = await self._sampler.sample(
-            [self._problems[index] for index in self._order.batch(self._state.drawn)],
-            self._sampling,
-            samples_per_prompt=self._recipe.train.samples_per_prompt,
-            seed=f"{self._recipe.seed} {self._state.drawn + 1}",
+        problems = [self._next_problem() for _ in range(self._batch_size)]
+        self._state.drawn += 1
+        draw = self._state.drawn
+        trajectories = await sample_groups(
+            [
+                Draw(source.sampler, problem, source.sampling(step), self._seed(draw, problem))
+                for problem in problems
+                for source in [self._sources[problem.source]]
+            ],
+            self._recipe.train.samples_per_prompt,
         )
-        first_group = self._num_batches * self._order.batch_size
+        first_group = self._num_batches * self._batch_size
         self.sampled += [replace(t, group=t.group + first_group) for t in trajectories]
         self._num_batches += 1
-        self._state.drawn += 1
-        return in_groups(trajectories)
+        groups = in_groups(trajectories)
+        for group in groups:
+            self._observe(group)
+        return groups
+
+    def _curriculum_metrics(self) -> dict[str, float]:
+        found = self._mixture.metrics(self._state.positions)
+        prefixes = {name: f"environment/{name}/" if self._recipe.mixture else "" for name in found}
+        return {
+            f"{prefixes[name]}curriculum/{key}": value for name, of_source in found.items()
+            for key, value in of_source.items()
+        }  # fmt: skip
 
     def metrics(self) -> dict[str, float]:
         """Of the newest step, where groups are filtered.
 
         `rollout/attempts`: batches of prompts that were drawn; `rollout/kept`: the share of drawn groups that passed.
+        With a curriculum `curriculum/NAME`, those of `data.mixture.Mixture.metrics`; in a mixture
+        `environment/SOURCE/curriculum/NAME`.
         """
+        curricula = self._curriculum_metrics()
         if self._recipe.algorithm.dynamic_sampling is None:
-            return {}
-        num_groups = max(self._num_batches * self._order.batch_size, 1)
-        return {"rollout/attempts": self._num_batches, "rollout/kept": self._num_passed / num_groups}
+            return curricula
+        num_groups = max(self._num_batches * self._batch_size, 1)
+        return curricula | {"rollout/attempts": self._num_batches, "rollout/kept": self._num_passed / num_groups}
 
     async def add_old_logprobs(
         self, groups: Sequence[Group], forward: Callable[[TokenBatch], Awaitable[np.ndarray]]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 from megarl.rewards.scores import function_metrics
 from megarl.rewards.worker import Failure
-from megarl.rollout.groups import GroupSampler
-from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
+from megarl.rollout.sources import Source, sampling_settings
+from megarl.types import MegarlError, Trajectory
 
 
 async def evaluate(
-    sampler: GroupSampler,
-    validation: Mapping[str, Sequence[Problem]],
-    sampling: SamplingSettings,
-    max_failed_fraction: float,
+    sources: Sequence[Source], max_failed_fraction: float
 ) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Sample and score every validation set; the metrics, and the trajectories of each set.
+    """Sample and score every validation set as its source does; the metrics, and the trajectories of each set.
 
     Metrics: `val/SET/accuracy` and `/format_valid`, shares of all; `/completion_tokens/mean`; those of each reward
     function, `/reward/NAME/mean` and so on (`rewards.scores.function_metrics`); those of `failure_metrics`. Raises
@@ -25,8 +22,10 @@ async def evaluate(
     """
     metrics: dict[str, float] = {}
     found: dict[str, list[Trajectory]] = {}
-    for name, problems in validation.items():
-        found[name] = await sampler.sample(problems, sampling, seed="evaluation")
+    sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
+    for source, name, problems in sets:
+        sampling = sampling_settings(source.recipe.evaluation_sampling)
+        found[name] = await source.sampler.sample(problems, sampling, seed="evaluation")
         metrics |= {f"val/{name}/{key}": value for key, value in _accuracy(found[name]).items()}
         metrics |= failure_metrics(found[name], max_failed_fraction, f"val/{name}/reward_")
     return metrics, found

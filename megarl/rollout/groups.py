@@ -16,6 +16,37 @@ from megarl.types import Problem, SamplingSettings, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """A problem whose group is to be sampled, by whom and how."""
+
+    sampler: GroupSampler
+    problem: Problem
+    sampling: SamplingSettings
+    seed: str
+
+
+async def sample_groups(draws: Sequence[Draw], samples_per_prompt: int) -> list[Trajectory]:
+    """`samples_per_prompt` attempts at each problem, all at once, grouped by problem in the given order.
+
+    The samplers share one pool. Raises AbandonedError if the run is to stop; then all requests have left the engines.
+    """
+    if not draws:
+        return []
+    attempts = [
+        draw.sampler.attempt(
+            draw.sampler.task(draw.problem, group, number, draw.seed, draw.sampling), draw.sampler.pool
+        )
+        for group, draw in enumerate(draws)
+        for number in range(samples_per_prompt)
+    ]
+    sampler = draws[0].sampler
+    trajectories = await gather_unless_abandoned(sampler.pool, attempts, sampler.is_abandoned)
+    # An agent may have ended without its last answer.
+    await sampler.pool.drained()
+    return trajectories
+
+
+@dataclass(frozen=True, slots=True)
 class GroupSampler:
     """Samples and scores trajectories of problems; scoring overlaps with sampling.
 
@@ -45,15 +76,8 @@ class GroupSampler:
 
         Raises AbandonedError if the run is to stop; then all requests have left the engines.
         """
-        attempts = [
-            self.attempt(self.task(problem, group, number, seed, sampling), self.pool)
-            for group, problem in enumerate(problems)
-            for number in range(samples_per_prompt)
-        ]
-        trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
-        # An agent may have ended without its last answer.
-        await self.pool.drained()
-        return trajectories
+        draws = [Draw(self, problem, sampling, seed) for problem in problems]
+        return await sample_groups(draws, samples_per_prompt)
 
     def task(
         self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""

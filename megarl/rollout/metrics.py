@@ -43,7 +43,24 @@ def step_metrics(
     kept = in_one(groups)
     measured = sampled or kept
     rewards = reward_metrics(measured, kept=kept if recipe.reward.model else None)
-    return rewards | rollout_metrics(measured) | staleness_metrics(kept, weight_version)
+    found = rewards | rollout_metrics(measured) | staleness_metrics(kept, weight_version)
+    for source in recipe.sources if recipe.mixture else ():
+        found |= environment_metrics(source.name, measured)
+    return found
+
+
+def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Metrics of one source of a mixture, of those trajectories that are its.
+
+    `environment/NAME/share`: its share of the trajectories; `environment/NAME/reward/...`, `/tools/...` and the others
+    those of `reward_metrics` and `rollout_metrics`, there without `rollout/` and `environment/`.
+    """
+    own = [t for t in trajectories if t.environment == name]
+    metrics = {"share": len(own) / len(trajectories)}
+    if own:
+        found = rollout_metrics(own) | (reward_metrics(own) if any(t.reward for t in own) else {})
+        metrics |= {key.removeprefix("rollout/").removeprefix("environment/"): value for key, value in found.items()}
+    return {f"environment/{name}/{key}": value for key, value in metrics.items()}
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:

@@ -13,13 +13,12 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
-from megarl.data.sampler import DataOrder
 from megarl.rollout.buffer import Buffer, passes_filter
-from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import RecordedPool, StartedGroup
+from megarl.rollout.sources import Source
 from megarl.rollout.state import Group, RLState, in_one
-from megarl.types import MegarlError, Problem, SamplingSettings, Trajectory
+from megarl.types import MegarlError, Trajectory
 
 _LEAVE_SECONDS = 5.0
 
@@ -34,17 +33,9 @@ class PartialBuffer(Buffer):
     `state.started` are the groups under way, by the number of their prompt; a checkpoint has them as they are.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        problems: Sequence[Problem],
-        sampler: GroupSampler,
-        sampling: SamplingSettings,
-        state: RLState,
-    ) -> None:
-        super().__init__(recipe, problems, sampler, sampling, state)
-        self._order = DataOrder(len(problems), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
-        self._batch: tuple[int, list[int]] = (-1, [])
+    def __init__(self, recipe: Recipe, sources: Sequence[Source], state: RLState) -> None:
+        super().__init__(recipe, sources, state)
+        self._step = 1
         self._num_live = ceil(recipe.train.prompts_per_step * recipe.algorithm.oversampling)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._pools: dict[int, list[RecordedPool]] = {}
@@ -59,7 +50,7 @@ class PartialBuffer(Buffer):
         the run is to stop, and the error of an attempt.
         """
         state = self._state
-        self._set_temperature(weight_version)
+        self._step = weight_version
         self.sampled = []
         self._num_batches = self._num_passed = 0
         self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
@@ -74,7 +65,7 @@ class PartialBuffer(Buffer):
             began = time.monotonic()
             await self._wait_for_a_group()
             self._counts["staleness/waited_seconds"] += is_waited_for * (time.monotonic() - began)
-            if self._sampler.is_abandoned():
+            if any(source.sampler.is_abandoned() for source in self._sources.values()):
                 state.begin_step()
                 raise AbandonedError
         # What `forget_step` goes back to has all that is drawn: nothing is sampled twice.
@@ -109,7 +100,7 @@ class PartialBuffer(Buffer):
         their age or as surplus; `staleness/waited_seconds`: how long only groups that may not grow older were waited
         for; `rollout/in_flight`: groups that go on; with a filter `rollout/kept`, the share of groups that passed.
         """
-        counts = self._counts | {"rollout/in_flight": float(len(self._tasks))}
+        counts = self._counts | {"rollout/in_flight": float(len(self._tasks))} | self._curriculum_metrics()
         if self._recipe.algorithm.dynamic_sampling is not None:
             counts["rollout/kept"] = self._num_passed / max(self._num_batches, 1)
         return counts
@@ -133,19 +124,12 @@ class PartialBuffer(Buffer):
                     f"algorithm.dynamic_sampling {algorithm.dynamic_sampling}. Use problems of another difficulty, or "
                     "raise algorithm.max_attempts or train.samples_per_prompt."
                 )
-            group = StartedGroup(
-                state.drawn, self._problems[self._index(state.drawn)], self._sampling.temperature
-            )
+            problem = self._next_problem()
+            temperature = self._sources[problem.source].sampling(self._step).temperature
+            group = StartedGroup(state.drawn, problem, temperature)
             state.started[group.draw] = group
             state.drawn += 1
             self._start(group)
-
-    def _index(self, draw: int) -> int:
-        """The index of the problem of a draw."""
-        number, place = divmod(draw, self._order.batch_size)
-        if self._batch[0] != number:
-            self._batch = number, self._order.batch(number)
-        return self._batch[1][place]
 
     def _start(self, group: StartedGroup) -> None:
         self._pools[group.draw] = []
@@ -154,18 +138,19 @@ class PartialBuffer(Buffer):
 
     async def _sample(self, group: StartedGroup) -> None:
         """Make the attempts at a group's problem that have not ended."""
-        seed = f"{self._recipe.seed} {group.draw + 1}"
+        seed = self._seed(group.draw + 1, group.problem)
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._recipe.train.samples_per_prompt):
                 if number not in group.finished:
                     tasks.create_task(self._attempt(group, number, seed))
 
     async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
-        pool = RecordedPool(self._sampler.pool, group.calls.setdefault(number, []))
+        source = self._sources[group.problem.source]
+        pool = RecordedPool(source.sampler.pool, group.calls.setdefault(number, []))
         self._pools[group.draw].append(pool)
-        sampling = replace(self._sampling, temperature=group.temperature)
-        task = self._sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
-        trajectory = await self._sampler.attempt(task, pool)
+        sampling = replace(source.sampling(self._step), temperature=group.temperature)
+        task = source.sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
+        trajectory = await source.sampler.attempt(task, pool)
         group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
 
     async def _wait_for_a_group(self) -> None:
@@ -189,6 +174,7 @@ class PartialBuffer(Buffer):
             group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
             self.sampled += group
             self._num_batches += 1
+            self._observe(group)
             if passes_filter(group, recipe.algorithm.dynamic_sampling):
                 self._num_passed += 1
                 state.waiting = [*state.waiting, group]

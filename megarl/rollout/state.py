@@ -15,8 +15,9 @@ from safetensors.numpy import load_file, save
 
 from megarl.algorithms.kl import adapted
 from megarl.config import AlgorithmConfig
+from megarl.data.mixture import Position, Positions
 from megarl.rollout.recording import RecordedCall, StartedGroup
-from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
+from megarl.types import Completion, ConfigError, ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
 
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
@@ -28,8 +29,8 @@ KEPT_SETS = [part.name for part in fields(KeptSets)]
 class RLState:
     """The state that an RL run carries from step to step; with `save` and `load` a resumed run is bit-equal.
 
-    `drawn` is the number of prompt batches drawn so far, `waiting` are groups sampled for a later step,
-    `kl_coefficient` is the coefficient as adapted so far.
+    `drawn` is the number of prompt batches drawn so far, `positions` are those of the sources in their data, `waiting`
+    are groups sampled for a later step, `kl_coefficient` is the coefficient as adapted so far.
 
     Where stragglers are not waited for (`has_stragglers`), `drawn` counts prompts, each group's number is that of its
     draw, and `started` are the groups under way by that number; tokens that waited are of several weight versions.
@@ -38,18 +39,19 @@ class RLState:
     def __init__(self, algorithm: AlgorithmConfig, *, has_stragglers: bool = False) -> None:
         self._algorithm, self._has_stragglers = algorithm, has_stragglers
         self.drawn = 0
+        self.positions: Positions = {}
         self.waiting: list[Group] = []
         self.started: dict[int, StartedGroup] = {}
         self.kl_coefficient = algorithm.kl_coefficient
-        self._before_step = self.drawn, self.waiting
+        self._before_step = self.drawn, self.waiting, self.positions
 
     def begin_step(self) -> None:
         """Remember what `forget_step` goes back to."""
-        self._before_step = self.drawn, self.waiting
+        self._before_step = self.drawn, self.waiting, self.positions
 
     def forget_step(self) -> None:
         """Return to the state before the newest step's prompts were drawn."""
-        self.drawn, self.waiting = self._before_step
+        self.drawn, self.waiting, self.positions = self._before_step
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
@@ -79,7 +81,8 @@ class RLState:
         for index, (_, trajectory) in enumerate(flat):
             arrays |= _arrays_of(trajectory, f"{index}.")
         state = {
-            "drawn": self.drawn, "kl_coefficient": self.kl_coefficient,
+            "drawn": self.drawn, "positions": {name: asdict(position) for name, position in self.positions.items()},
+            "kl_coefficient": self.kl_coefficient,
             "waiting": [_plain(t.group if self._has_stragglers else number, t) for number, t in flat],
             "started": [_plain_started(group, arrays) for group in self.started.values()],
         }  # fmt: skip
@@ -95,9 +98,10 @@ class RLState:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         arrays = load_file(folder / ARRAYS)
         self.drawn = state["drawn"]
+        self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
             self.kl_coefficient = state["kl_coefficient"]
-        by_index = {problem.index: problem for problem in problems}
+        by_index = {(problem.source, problem.index): problem for problem in problems}
         trajectories: list[Trajectory] = []
         num_lacking = 0
         is_old_kept = self._algorithm.old_logprobs == "trainer" and not self._has_stragglers
@@ -112,6 +116,16 @@ class RLState:
         groups = [_started(plain, by_index, arrays) for plain in state["started"]]
         self.started = {group.draw: group for group in groups}
         return num_lacking
+
+
+def _problem(source: str, index: int, problems: Mapping[tuple[str, int], Problem]) -> Problem:
+    """The problem of a source with this index. Raises ConfigError where the run has it no longer."""
+    if (found := problems.get((source, index))) is None:
+        raise ConfigError(
+            f"mixture.{source}: its problem {index} waits in the checkpoint with its samples, and the recipe has it no "
+            "longer; keep this source, with a small weight, or begin anew with --restart"
+        )
+    return found
 
 
 def in_groups(trajectories: Sequence[Trajectory]) -> list[Group]:
@@ -165,12 +179,12 @@ def _arrays_of(trajectory: Trajectory, prefix: str) -> dict[str, np.ndarray]:
 
 
 def _trajectory(
-    plain: dict[str, Any], problems: Mapping[int, Problem], arrays: Mapping[str, np.ndarray], prefix: str
+    plain: dict[str, Any], problems: Mapping[tuple[str, int], Problem], arrays: Mapping[str, np.ndarray], prefix: str
 ) -> Trajectory:
     """A trajectory from its JSON values and the arrays whose names begin so."""
     num_segments, reward = plain.pop("segments"), plain.pop("reward")
     plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
-    plain["problem"] = problems[plain["problem"]]
+    plain["problem"] = _problem(plain.pop("source"), plain["problem"], problems)
     segments = tuple(Segment(**_read(arrays, SEGMENT_ARRAYS, f"{prefix}{place}.")) for place in range(num_segments))
     return Trajectory(**plain, segments=segments, reward=reward and Reward(**reward))
 
@@ -191,17 +205,18 @@ def _plain_started(group: StartedGroup, arrays: dict[str, np.ndarray]) -> dict[s
         calls.append({"number": number, "parts": parts, "is_done": call.is_done})
     finished = [_plain(group.draw, trajectory) for trajectory in group.finished.values()]
     return {
-        "draw": group.draw, "problem": group.problem.index, "temperature": group.temperature,
+        "draw": group.draw, "problem": group.problem.index, "source": group.problem.source,
+        "temperature": group.temperature,
         "finished": finished, "calls": calls,
     }  # fmt: skip
 
 
 def _started(
-    plain: Mapping[str, Any], problems: Mapping[int, Problem], arrays: Mapping[str, np.ndarray]
+    plain: Mapping[str, Any], problems: Mapping[tuple[str, int], Problem], arrays: Mapping[str, np.ndarray]
 ) -> StartedGroup:
     """A group under way from its JSON values and arrays, as `_plain_started` made them."""
     home = f"started.{plain['draw']}."
-    group = StartedGroup(plain["draw"], problems[plain["problem"]], plain["temperature"])
+    group = StartedGroup(plain["draw"], _problem(plain["source"], plain["problem"], problems), plain["temperature"])
     for one in plain["finished"]:
         number = one["number"]
         group.finished[number] = _trajectory(one, problems, arrays, f"{home}{number}.")
@@ -221,6 +236,7 @@ def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
     return {
         "environment": trajectory.environment,
         "problem": trajectory.problem.index,
+        "source": trajectory.problem.source,
         "group": number,
         "number": trajectory.number,
         "segments": len(trajectory.segments),

@@ -104,12 +104,16 @@ def test_named_fields_are_fields_of_the_recipe() -> None:
 
 
 def test_the_recipe_is_read(tmp_path: Path) -> None:
-    recipe, functions, agent = blocks("yaml")
+    recipe, functions, mixture, agent = blocks("yaml")
     (tmp_path / "recipe.yaml").write_text(recipe)
     assert load(tmp_path / "recipe.yaml", []).data.system_prompt == "default"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(functions)))
     names = [function.name for function in load(tmp_path / "recipe.yaml", []).reward.functions]
     assert names == ["boxed", "my/rewards.py:short_and_right"]
+    of_sources = yaml.safe_load(recipe) | yaml.safe_load(mixture) | {"data": {}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(of_sources))
+    sources = load(tmp_path / "recipe.yaml", []).sources
+    assert {source.name: source.weight for source in sources} == {"sums": 3.0, "games": 1.0}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(agent)))
     assert load(tmp_path / "recipe.yaml", []).rollout.agent.command == ("python", "my/agent.py")
 

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.preflight import check, shortened_warmups
+from megarl.preflight import check, count_records, shortened_warmups
 from megarl.types import ConfigError, DataError
 
 
@@ -357,6 +357,33 @@ def test_a_warm_up_longer_than_the_run_is_held_to_it(recipe: Callable[..., Recip
     assert [
         *shortened_warmups(recipe(optimizer={"warmup_steps": 20}, train={"steps": 10, "updates_per_step": 2}))
     ] == []
+
+
+def test_a_source_of_a_mixture_is_checked_as_a_recipe_is(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = recipe().data.train
+    sources: dict[str, Any] = {
+        "sums": {"data": {"train": train}, "reward": {"functions": ["boxed", "boxed"]}},
+        "games": {"data": {"train": "environment:4"}, "rollout": {"environment": "guess_number"}},
+        "lost": {"data": {"train": str(tmp_path / "lost.jsonl")}, "rollout": {"sampling": {"max_new_tokens": 10**6}}},
+    }
+    mixture = {"data": {"max_prompt_tokens": 40}, "mixture": sources}
+    with pytest.raises(ConfigError) as error:
+        check(recipe(**mixture, trainer={"tp": 3}))
+    lines = str(error.value).splitlines()[1:]
+    shared = [line for line in lines if "trainer.tp = 3" in line]
+    assert shared and len(set(shared)) == len(shared), "what all have in common is told once"
+    assert not any("mixture." in line for line in shared)
+    assert any("mixture.sums: reward.functions" in line and "twice" in line for line in lines)
+    assert any("mixture.lost: " in line and "rollout.sampling.max_new_tokens" in line for line in lines)
+    assert any(line.strip().startswith("mixture.lost: ") and "lost.jsonl" in line for line in lines)
+    assert not any("mixture.games" in line for line in lines)
+    del sources["lost"], sources["sums"]["reward"]
+    sound = recipe(**mixture)
+    check(sound)
+    assert count_records(sound) == {"sums train": 3, "games train": 4}
+    sources["sums"]["data"]["curriculum"] = {"band": [0.1, 0.9], "by": "level"}
+    with pytest.raises(DataError, match=r"no field 'level' of data\.curriculum\.by"):
+        count_records(recipe(**mixture))
 
 
 def test_a_run_of_no_steps_needs_something_to_evaluate(recipe: Callable[..., Recipe]) -> None:

@@ -6,29 +6,31 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
+from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import Buffer, passes_filter
+from megarl.rollout.sources import Source
 from megarl.rollout.state import Group, RLState, in_one
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
+    ConfigError,
     ExpertsHandle,
     KeptSets,
     MegarlError,
     Problem,
     Reward,
-    SamplingSettings,
     Segment,
     Trajectory,
 )
 
-PROBLEMS = [Problem(index, (), (index, 5), f"{index}") for index in range(10)]
+PROBLEMS = [Problem(index, (), (index, 5), f"{index}", source="single_turn") for index in range(10)]
 SAMPLES = 4
 
 
@@ -39,14 +41,28 @@ class Students:
     right: dict[int, int]
     seeds: list[str] = field(default_factory=list)
 
-    async def sample(self, problems: Any, sampling: Any, *, samples_per_prompt: int, seed: str) -> list[Trajectory]:
-        assert samples_per_prompt == SAMPLES
-        self.seeds.append(seed)
-        return [
-            self.one(problem, group, number, f"{seed} {problem.index} {number}")
-            for group, problem in enumerate(problems)
-            for number in range(SAMPLES)
-        ]
+    @property
+    def pool(self) -> Students:
+        return self
+
+    async def drained(self) -> None:
+        pass
+
+    def is_abandoned(self) -> bool:
+        return False
+
+    def task(self, problem: Problem, group: int, number: int, seed: str, sampling: Any) -> Task:
+        return Task("students", problem, group, number, seed, sampling)
+
+    async def attempt(self, task: Task, pool: object) -> Trajectory:
+        problem, number, seed = task.problem, task.number, task.seed
+        if not self.seeds or self.seeds[-1] != seed:
+            self.seeds.append(seed)
+        return replace(
+            self.one(problem, task.group, number, f"{seed} {problem.index} {number}"),
+            environment=problem.source,
+            temperature=task.sampling.temperature,
+        )
 
     def one(self, problem: Problem, group: int, number: int, name: str) -> Trajectory:
         is_right = number < self.right[problem.index]
@@ -80,7 +96,8 @@ class Collected:
         return asyncio.run(self.buffer.add_old_logprobs(self.take(), trainer.forward))
 
     def load(self, folder: Path) -> int:
-        return self.state.load(folder, PROBLEMS)
+        problems = [problem for source in self.buffer._sources.values() for problem in source.problems]
+        return self.state.load(folder, problems)
 
 
 def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Collected:
@@ -94,7 +111,15 @@ def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **al
         }
     )  # fmt: skip
     students, state = Students(right), RLState(recipe.algorithm)
-    return Collected(Buffer(recipe, PROBLEMS, students, SamplingSettings(8), state), state, students)  # type: ignore[arg-type]
+    return Collected(Buffer(recipe, sources_of(recipe, students), state), state, students)
+
+
+def sources_of(recipe: Recipe, students: Students) -> list[Source]:
+    """A source for each of the recipe's, all with the same problems but for their source."""
+    return [
+        Source(of.name, of.weight, of.recipe, cast(Any, students), [replace(p, source=of.name) for p in PROBLEMS])
+        for of in recipe.sources
+    ]
 
 
 def step(collected: Collected) -> tuple[list[int], list[int], dict[str, float]]:
@@ -131,7 +156,7 @@ def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() ->
 
 @pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
 def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
-    group = asyncio.run(Students({0: right}).sample(PROBLEMS[:1], None, samples_per_prompt=SAMPLES, seed=""))
+    group = [Students({0: right}).one(PROBLEMS[0], 0, number, f"{number}") for number in range(SAMPLES)]
     assert passes_filter(group, (0.25, 0.75)) == is_taught
 
 
@@ -160,6 +185,65 @@ def test_a_resumed_run_goes_on_alike(tmp_path: Path) -> None:
     assert constant.state.kl_coefficient == 0.25, "a constant coefficient is the recipe's"
     for _ in range(3):
         assert plain(first.take()) == plain(second.take())
+
+
+def mixed() -> Collected:
+    curriculum = {"band": [0.3, 0.8], "outside": 0.2, "memory": 0.0}
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"},
+            "train": {"prompts_per_step": 3, "samples_per_prompt": SAMPLES},
+            "mixture": {
+                "often": {"weight": 3, "data": {"train": "t", "shuffle": False}},
+                "rarely": {
+                    "data": {"train": "t", "curriculum": curriculum}, "rollout": {"sampling": {"temperature": 0.5}},
+                },
+            },
+        }
+    )  # fmt: skip
+    students, state = Students(MIXED), RLState(recipe.algorithm)
+    return Collected(Buffer(recipe, sources_of(recipe, students), state), state, students)
+
+
+def test_sources_are_drawn_by_weight_each_in_its_own_order_and_with_its_own_sampling() -> None:
+    collected = mixed()
+    taken = [t for _ in range(12) for group in collected.take() for t in group[:1]]
+    by_source = {name: [t for t in taken if t.problem.source == name] for name in ("often", "rarely")}
+    assert (len(by_source["often"]), len(by_source["rarely"])) == (27, 9)
+    for end in range(1, 37):
+        assert abs(sum(t.problem.source == "often" for t in taken[:end]) - 0.75 * end) <= 1
+    assert [t.problem.index for t in by_source["often"]] == [number % 10 for number in range(27)]
+    assert {(t.environment, t.temperature) for t in taken} == {("often", 1.0), ("rarely", 0.5)}
+    assert set(collected.students.seeds) >= {"0 1 often", "0 12 often"}
+
+
+def test_a_mixture_with_a_curriculum_goes_on_alike_after_a_resume_and_a_step_that_is_forgotten(tmp_path: Path) -> None:
+    first = mixed()
+    for _ in range(40):
+        first.take()
+    first.state.save(tmp_path)
+    second = mixed()
+    second.load(tmp_path)
+    assert second.state.positions == first.state.positions
+    expected = [plain(first.take()) for _ in range(3)]
+    assert [plain(second.take()) for _ in range(2)] == expected[:2]
+    second.take()
+    second.state.forget_step()
+    assert plain(second.take()) == expected[2]
+    metrics = second.buffer.metrics()
+    # Of ten problems one has a solve rate of 2/4, one of 3/4; all have been tried.
+    assert metrics["environment/rarely/curriculum/known"] == 1.0
+    assert metrics["environment/rarely/curriculum/in_band"] == pytest.approx(0.2)
+    assert metrics["environment/rarely/curriculum/passed"] > 0
+
+
+def test_a_source_that_is_gone_while_its_samples_wait_is_named(tmp_path: Path) -> None:
+    first = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
+    first.take()
+    first.state.save(tmp_path)
+    second = mixed()
+    with pytest.raises(ConfigError, match=r"mixture\.single_turn: its problem . waits"):
+        second.load(tmp_path)
 
 
 def test_groups_of_several_attempts_are_told_apart() -> None:

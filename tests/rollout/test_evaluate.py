@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.config import Recipe
 from megarl.rewards.worker import Failure
 from megarl.rollout.evaluate import evaluate, failure_metrics
-from megarl.rollout.metrics import rollout_metrics
+from megarl.rollout.metrics import environment_metrics, rollout_metrics
+from megarl.rollout.sources import Source
 from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
 
 PROBLEM = Problem(7, ({"role": "user"},), (3,), "3")
@@ -40,14 +43,41 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
 
     sampler: Any = Sampler()
     sets = {"easy": [PROBLEM], "hard": [PROBLEM, PROBLEM]}
-    metrics, trajectories = asyncio.run(evaluate(sampler, sets, SamplingSettings(8, temperature=0.0), 0.0))
-    assert asked == [([PROBLEM], 0.0, "evaluation"), ([PROBLEM, PROBLEM], 0.0, "evaluation")]
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"},
+            "mixture": {
+                "a": {"data": {"train": "t"}},
+                "b": {"data": {"train": "t"}, "evaluation": {"sampling": {"temperature": 0.5}}},
+            },
+        }
+    )  # fmt: skip
+    sources = [
+        Source(of.name, 1.0, of.recipe, sampler, validation={name: sets[name]})
+        for of, name in zip(recipe.sources, sets, strict=True)
+    ]
+    metrics, trajectories = asyncio.run(evaluate(sources, 0.0))
+    assert asked == [([PROBLEM], 0.0, "evaluation"), ([PROBLEM, PROBLEM], 0.5, "evaluation")]
     assert trajectories == {"easy": found, "hard": found}
     expected = {"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 1.0}
     of_functions = {"reward/boxed/mean": 2 / 3, "reward/boxed/std": 14**0.5 / 3, "reward/boxed/unscored": 0.0}
     silent = {"reward/mine/unscored": 1.0, "reward/unscored": 0.0}
     of_set = expected | of_functions | silent | {"reward_errors": 0.0, "reward_timeouts": 0.0}
     assert metrics == pytest.approx({f"val/{name}/{key}": value for name in sets for key, value in of_set.items()})
+
+
+def test_each_environment_of_a_mixture_is_measured_alone() -> None:
+    games = [
+        replace(trajectory(score, (segment(-1, 0, 1),), metrics={"moves": 4.0}), environment="games")
+        for score in (1.0, 0.0)
+    ]
+    metrics = environment_metrics("games", [*games, trajectory(5.0, (segment(-1, 0),))])
+    expected = {
+        "share": 2 / 3, "reward/mean": 0.5, "reward/accuracy": 0.5, "turns/mean": 2.0, "ended/done": 1.0, "moves": 4.0,
+        "reward/boxed/mean": 0.5, "completion_tokens/mean": 2.0,
+    }  # fmt: skip
+    assert {name: metrics[f"environment/games/{name}"] for name in expected} == pytest.approx(expected)
+    assert environment_metrics("absent", games) == {"environment/absent/share": 0.0}
 
 
 def test_the_line_of_samples() -> None:

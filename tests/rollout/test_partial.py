@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
+from megarl.rollout.sources import Source
 from megarl.rollout.state import ARRAYS, STATE, Group, RLState
 from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.rewards.pools import is_alive, pool_of, wait_until
@@ -83,13 +84,13 @@ class Run:
         **rollout: Any,
     ) -> Run:
         tokenizer = load_tokenizer(model_path)
-        problems = [problem_of(tokenizer, index) for index in range(30)]
+        problems = [replace(problem_of(tokenizer, index), source="test") for index in range(30)]
         recipe = Recipe.model_validate(
             {
                 "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False},
                 "train": {"prompts_per_step": 3, "samples_per_prompt": 2}, "seed": 7,
                 "algorithm": {"oversampling": 2.0, "importance_sampling": "tis"},
-                "rollout": {"stragglers": "park", **rollout},
+                "rollout": {"stragglers": "park", "sampling": asdict(sampling), **rollout},
             }
         )  # fmt: skip
         sampler = GroupSampler(
@@ -104,7 +105,7 @@ class Run:
             is_abandoned=is_abandoned,
         )
         state = RLState(recipe.algorithm, has_stragglers=True)
-        buffer = PartialBuffer(recipe, problems, sampler, sampling, state)
+        buffer = PartialBuffer(recipe, [Source("test", 1.0, recipe, sampler, problems)], state)
         asked = Request("version", np.array([7, 11], np.int32), SamplingSettings(1, 1.0), 0)
         version = int((await sampler.pool.generate(asked)).weight_versions[0])
         run = cls(group, sampler, problems, recipe, state, buffer, version)
@@ -132,7 +133,8 @@ class Run:
         loaded.save(folder / "after")
         for name in (STATE, ARRAYS):
             assert (folder / "before" / name).read_bytes() == (folder / "after" / name).read_bytes()
-        self.buffer = PartialBuffer(self.recipe, self.problems, self.sampler, self.buffer._sampling, loaded)
+        source = Source("test", 1.0, self.recipe, self.sampler, self.problems)
+        self.buffer = PartialBuffer(self.recipe, [source], loaded)
         self.state = loaded
 
 

@@ -1,0 +1,169 @@
+"""Mixtures: several sources of problems in one run, each a recipe of its own but for what all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, JsonValue, PositiveFloat, ValidationError, model_serializer
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from megarl.config.section import Section
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+
+OWN = {
+    "data": ("train", "validation", "answer_field", "system_prompt", "max_prompt_tokens", "shuffle", "curriculum"),
+    "rollout": (
+        "sampling", "environment", "environment_kwargs", "tool_parser", "agent", "max_turns", "truncated_turn",
+        "history", "budget",
+    ),
+    "reward": ("functions", "correct_score", "num_workers", "timeout_seconds", "wall_timeout_seconds"),
+    "evaluation": ("max_problems", "sampling"),
+}  # fmt: skip
+"""The fields that a source may have for itself, by section."""
+
+
+class SourceConfig(Section):
+    """A source of problems in a mixture. Fields that it does not give are the recipe's own."""
+
+    weight: PositiveFloat = 1.0
+    """Share of the prompts that are drawn from this source, over the sum of all weights."""
+    data: dict[str, JsonValue] = Field(default_factory=dict)
+    """Its own fields of `data`: train, validation, answer_field, system_prompt, max_prompt_tokens, shuffle,
+    curriculum."""
+    rollout: dict[str, JsonValue] = Field(default_factory=dict)
+    """Its own fields of `rollout`: sampling, environment, environment_kwargs, tool_parser, agent, max_turns,
+    truncated_turn, history, budget."""
+    reward: dict[str, JsonValue] = Field(default_factory=dict)
+    """Its own fields of `reward`: functions, correct_score, num_workers, timeout_seconds, wall_timeout_seconds."""
+    evaluation: dict[str, JsonValue] = Field(default_factory=dict)
+    """Its own fields of `evaluation`: max_problems, sampling."""
+
+    @model_serializer
+    def _short(self) -> dict[str, Any]:
+        """Without sections that it leaves to the recipe."""
+        sections = {name: getattr(self, name) for name in OWN if getattr(self, name)}
+        return {"weight": self.weight, **sections}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecipe:
+    """A source of a mixture as a recipe of one source; `own` are its own fields by dotted name.
+
+    Without a mixture the one source is the recipe, named after its environment.
+    """
+
+    name: str
+    weight: float
+    recipe: Recipe
+    own: frozenset[str] = frozenset()
+
+    def place(self, field: str) -> str:
+        """The dotted name under which the recipe gives the source a field."""
+        is_own = any(f"{field}.".startswith(f"{own}.") for own in self.own)
+        return f"mixture.{self.name}.{field}" if is_own else field
+
+
+def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
+    """The sources of a recipe's problems."""
+    if not recipe.mixture:
+        return (SourceRecipe(recipe.rollout.environment, 1.0, recipe),)
+    return tuple(_source(recipe, name, entry) for name, entry in recipe.mixture.items())
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Raise a ValidationError with the faults of all sources, at their places in the recipe."""
+    found: list[InitErrorDetails] = []
+    sets: dict[str, str] = {}
+    if recipe.mixture and recipe.data.validation:
+        text = "is of no source, whose environment would be tried with it: move it to mixture.NAME.data.validation"
+        found.append(_fault(text, ("data", "validation"), recipe.data.validation))
+    for name, entry in recipe.mixture.items():
+        for section, known in OWN.items():
+            own: Mapping[str, Any] = getattr(entry, section)
+            for key in own:
+                if key not in known:
+                    text = f"is not a source's own, and holds for the whole run; a source has {', '.join(known)}"
+                    found.append(_fault(text, ("mixture", name, section, key), own[key]))
+            fitting = {key: value for key, value in own.items() if key in known}
+            try:
+                made = _merged(getattr(recipe, section), fitting)
+            except ValidationError as error:
+                found += _within(error, ("mixture", name, section))
+                continue
+            for set_name in getattr(made, "validation", ()):
+                if (other := sets.setdefault(set_name, name)) != name:
+                    text = f"source {other} has a validation set of this name; give it another"
+                    found.append(_fault(text, ("mixture", name, "data", "validation"), set_name))
+    if found:
+        raise ValidationError.from_exception_data("mixture", found)
+
+
+def with_first_train(given: Any) -> Any:
+    """Values of a recipe whose data.train is that of its first source, where only sources have one."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("mixture"), Mapping):
+        return given
+    data = given.get("data", {})
+    if not isinstance(data, Mapping) or "train" in data:
+        return given
+    for entry in given["mixture"].values():
+        own = entry.get("data") if isinstance(entry, Mapping) else getattr(entry, "data", None)
+        if isinstance(own, Mapping) and isinstance(own.get("train"), str):
+            return {**given, "data": {**data, "train": own["train"]}}
+    return given
+
+
+def _source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
+    changed: dict[str, Any] = {"mixture": {}}
+    own: list[str] = []
+    for section in OWN:
+        changes: Mapping[str, Any] = getattr(entry, section)
+        if changes:
+            changed[section] = _merged(getattr(recipe, section), changes)
+            own += _fields(getattr(recipe, section), changes, f"{section}.")
+    made = recipe.model_copy(update=changed).with_overlong_buffer()
+    return SourceRecipe(name, entry.weight, made, frozenset(own))
+
+
+def _merged(section: Section, changes: Mapping[str, Any]) -> Section:
+    """A section with other values of some fields; of sections in it too. Raises ValidationError."""
+    return type(section).model_validate(_values(section, changes))
+
+
+def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
+    values = section.model_dump(exclude_unset=True)
+    for name, value in changes.items():
+        current = getattr(section, name, None)
+        if isinstance(current, Section) and isinstance(value, Mapping):
+            value = _values(current, value)
+        values[name] = value
+    return values
+
+
+def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The dotted names of the fields that are changed."""
+    for name, value in changes.items():
+        current = getattr(section, name, None)
+        if isinstance(current, Section) and isinstance(value, Mapping):
+            yield from _fields(current, value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _within(error: ValidationError, place: Sequence[str]) -> list[InitErrorDetails]:
+    """The faults of a section, told where a source has it."""
+    return [
+        InitErrorDetails(
+            type=PydanticCustomError(fault["type"], fault["msg"]),  # pyright: ignore[reportArgumentType]
+            loc=(*place, *fault["loc"]),
+            input=fault["input"],
+        )
+        for fault in error.errors(include_url=False)
+    ]
+
+
+def _fault(text: str, place: tuple[str, ...], value: Any) -> InitErrorDetails:
+    return InitErrorDetails(type=PydanticCustomError("mixture", text), loc=place, input=value)  # pyright: ignore

@@ -1,0 +1,107 @@
+"""Draws of problems from several sources by weight: a function of the seed and of positions, which a checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.curriculum import Curriculum, Rates
+from megarl.data.sampler import DataOrder
+from megarl.types import MegarlError, Problem
+
+_MOST_PASSED = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A source's position: `taken` problems of its stream were drawn or passed over, `passed` of them the latter.
+
+    `credit` is how many draws it is owed by its weight; `rates` are the measured solve rates of its curriculum.
+    """
+
+    taken: int = 0
+    passed: int = 0
+    credit: float | None = None
+    rates: Rates = field(default_factory=dict)
+
+
+Positions = Mapping[str, Position]
+"""The positions of all sources by name."""
+
+
+@dataclass(slots=True)
+class SourceStream:
+    """A source's problems in their order, epoch after epoch."""
+
+    name: str
+    weight: float
+    problems: Sequence[Problem]
+    order: DataOrder
+    curriculum: Curriculum
+    _epoch: tuple[int, NDArray[np.int64]] | None = None
+
+    def place(self, number: int) -> int:
+        """The place in the data of the problem with this number in the stream."""
+        epoch, place = divmod(number, self.order.num_items)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self.order.epoch(epoch)
+        return int(self._epoch[1][place])
+
+
+class Mixture:
+    """Draws problems from sources by weight.
+
+    Each draw goes to the source that is owed most, so that after any number of draws each source has its share but for
+    one; where the shares begin is drawn from the seed. Each source has a stream of its own, which another source does
+    not change.
+    """
+
+    def __init__(self, streams: Sequence[SourceStream], seed: int) -> None:
+        self._streams = {stream.name: stream for stream in streams}
+        self._places = {
+            stream.name: {problem.index: place for place, problem in enumerate(stream.problems)} for stream in streams
+        }
+        self._seed = seed
+        total = sum(stream.weight for stream in streams)
+        self._shares = {stream.name: stream.weight / total for stream in streams}
+        random = np.random.default_rng([seed, 1])
+        self._first_credits = {name: float(random.random() * share) for name, share in self._shares.items()}
+
+    def draw(self, positions: Positions) -> tuple[Problem, Positions]:
+        """The next problem, and the positions behind it. Sources that have no position begin; others are kept."""
+        found = {name: positions.get(name, Position()) for name in self._streams}
+        credits = {
+            name: self._shares[name] + (self._first_credits[name] if at.credit is None else at.credit)
+            for name, at in found.items()
+        }
+        name = max(credits, key=lambda name: credits[name])
+        credits[name] -= 1
+        stream, at = self._streams[name], found[name]
+        taken, passed = at.taken, at.passed
+        while not stream.curriculum.draws(stream.place(taken), at.rates, [self._seed, 2, taken]):
+            taken, passed = taken + 1, passed + 1
+            if taken - at.taken > _MOST_PASSED:
+                raise MegarlError(
+                    f"data.curriculum: {_MOST_PASSED} problems of {name} were passed over for one; widen its band, or "
+                    "raise its outside"
+                )
+        moved = {n: Position(a.taken, a.passed, credits[n], a.rates) for n, a in found.items()}
+        moved[name] = Position(taken + 1, passed, credits[name], at.rates)
+        return stream.problems[stream.place(taken)], {**positions, **moved}
+
+    def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
+        """The positions after a group of attempts at a problem, of which this share was right."""
+        stream, at = self._streams[problem.source], positions[problem.source]
+        if stream.curriculum.config.band is None:
+            return positions
+        rates = stream.curriculum.observed(at.rates, self._places[problem.source][problem.index], solve_rate)
+        return {**positions, problem.source: Position(at.taken, at.passed, at.credit, rates)}
+
+    def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
+        """By source, where it has a curriculum: those of `Curriculum.metrics`, and `passed`, problems passed over."""
+        found = {name: positions[name] for name in self._streams if name in positions}
+        made = {name: self._streams[name].curriculum.metrics(at.rates) for name, at in found.items()}
+        return {name: one | {"passed": float(found[name].passed)} for name, one in made.items() if one}

@@ -1,0 +1,103 @@
+"""The sources of a run's problems: their data, reward processes, environments and agent programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.cluster.launchers import reward_workers
+from megarl.config import Recipe
+from megarl.config.mixture import SourceRecipe
+from megarl.data.dialogue import Dialogue
+from megarl.data.template_history import history_faults, history_notice
+from megarl.environments import environment_maker, is_agent
+from megarl.preflight import read_problems
+from megarl.rewards.scoring import RewardPool
+from megarl.rewards.worker import WorkerSettings, worker_settings
+from megarl.rollout.groups import GroupSampler
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.sources import Source, sampling_settings
+from megarl.serving.agents import agent_program
+from megarl.tracking.tracker import Tracker
+from megarl.types import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+def read_data(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, tuple[list[Problem], dict[str, list[Problem]]]]:
+    """Training problems and validation sets of each source; nothing of a recipe that samples nothing."""
+    found: dict[str, tuple[list[Problem], dict[str, list[Problem]]]] = {}
+    for source in recipe.sources:
+        own, train = source.recipe, list[Problem]()
+        if own.loop == "rl":
+            train = [replace(p, source=source.name) for p in read_problems(own, tokenizer, own.data.train)]
+        sets = own.data.validation if own.has_engine else {}
+        heldout = {name: read_problems(own, tokenizer, path, is_heldout=True) for name, path in sets.items()}
+        found[source.name] = train, {name: p[: own.evaluation.max_problems] for name, p in heldout.items()}
+    return found
+
+
+def start_rewards(
+    recipe: Recipe, stack: AsyncExitStack, log_folder: Path, notice: Callable[[str], object]
+) -> dict[str, RewardPool]:
+    """The processes of each source's reward functions, until the stack is closed; equal sources share them."""
+    by_settings: list[tuple[WorkerSettings, RewardPool]] = []
+    found: dict[str, RewardPool] = {}
+    for source in recipe.sources:
+        settings = worker_settings(source.recipe.reward)
+        pool = next((pool for other, pool in by_settings if other == settings), None)
+        if pool is None:
+            pool = RewardPool(
+                settings,
+                num_workers=source.recipe.reward.num_workers if recipe.has_engine else 0,
+                log_folder=log_folder,
+                first_log=sum(len(other) for _, other in by_settings),
+                notice=notice,
+                make_worker=reward_workers(recipe.cluster),
+            )
+            stack.callback(pool.close)
+            by_settings.append((settings, pool))
+        found[source.name] = pool
+    return found
+
+
+async def make_source(
+    given: SourceRecipe,
+    data: tuple[list[Problem], dict[str, list[Problem]]],
+    rewards: RewardPool,
+    pool: EnginePool,
+    tokenizer: Tokenizer,
+    stack: AsyncExitStack,
+    is_abandoned: Callable[[], bool],
+    tracker: Tracker,
+) -> Source:
+    """A source whose attempts are made with these engines; the endpoint of its agent is open until the stack closes."""
+    recipe = given.recipe
+    rollout = recipe.rollout
+    has_turns = rollout.environment != "single_turn" and rollout.max_turns > 1
+    if recipe.has_engine and has_turns and not is_agent(rollout.environment):
+        tracker.notice(history_notice(history_faults(tokenizer), rollout.history))
+    sampling = sampling_settings(rollout.sampling)
+    agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, tracker.notice))
+    if agent is not None:
+        tracker.tell(f"endpoint at {agent.endpoint.base_url}/v1")
+    sampler = GroupSampler(
+        pool=pool,
+        dialogue=Dialogue(tokenizer, rollout.tool_parser),
+        score=rewards.score,
+        environment=given.name,
+        make_environment=environment_maker(rollout.environment, rollout.environment_kwargs) if agent is None else None,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        max_turns=rollout.max_turns,
+        truncated_turn=rollout.truncated_turn,
+        history="render" if rollout.history == "render" else "append",
+        budget=rollout.budget,
+        is_abandoned=is_abandoned,
+        notice=tracker.notice,
+        agent=agent.attempt if agent is not None else None,
+    )
+    return Source(given.name, given.weight, recipe, sampler, *data)

@@ -1,0 +1,58 @@
+"""Sources: problems, and the attempts that are made at them. A run has those of its mixture, or one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megarl.config import Recipe, SamplingConfig
+from megarl.data.curriculum import Curriculum
+from megarl.data.mixture import Mixture, SourceStream
+from megarl.data.sampler import DataOrder
+from megarl.rollout.groups import GroupSampler
+from megarl.types import Problem, SamplingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of problems by its name; `recipe` is the run's with what this source has for itself."""
+
+    name: str
+    weight: float
+    recipe: Recipe
+    sampler: GroupSampler
+    problems: Sequence[Problem] = ()
+    """Those of training, each with this source's name."""
+    validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
+
+    def sampling(self, step: int) -> SamplingSettings:
+        """The sampling parameters of training in a step, at its temperature."""
+        config = self.recipe.rollout.sampling
+        return sampling_settings(config, config.temperature_at(step, self.recipe.train.steps))
+
+
+def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
+    """The draws of training problems from these sources."""
+    streams = [
+        SourceStream(
+            source.name,
+            source.weight,
+            source.problems,
+            DataOrder(len(source.problems), 1, seed, source.recipe.data.shuffle),
+            Curriculum.of(source.problems, source.recipe.data.curriculum),
+        )
+        for source in sources
+    ]
+    return Mixture(streams, seed)
+
+
+def sampling_settings(config: SamplingConfig, temperature: float | None = None) -> SamplingSettings:
+    """The sampling parameters of requests, from a section of the recipe; at another temperature, if one is given."""
+    return SamplingSettings(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature if temperature is None else temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop=config.stop,
+        stop_token_ids=config.stop_token_ids,
+    )
