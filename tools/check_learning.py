@@ -43,6 +43,9 @@ METHODS: dict[str, tuple[str, ...]] = {
     "sapo": ("rl", "algorithm.policy_loss=sapo", "train.updates_per_step=2"),
     "pass_at_k": ("rl", "algorithm.advantage=pass_at_k"),
     "corrected": ("rl", "algorithm.importance_sampling=tis"),
+    "partial": (
+        "rl", "rollout.stragglers=park", "algorithm.oversampling=2", "algorithm.importance_sampling=tis",
+    ),
     "ppo": ("ppo",),
     "ppo_reward_model": (
         "ppo", f"reward.model={REWARD_MODEL}", "reward.function_weight=0", f"critic.path={REWARD_MODEL}",
