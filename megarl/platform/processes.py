@@ -80,6 +80,14 @@ def _cpu_ticks(pid: int) -> tuple[int, int, int, int]:
     return user, system, children_user, children_system
 
 
+def limit_memory(limit_bytes: int) -> None:
+    """Cap this process's address space at what it has now plus the limit: thread pools alone may reserve gigabytes."""
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used_bytes + limit_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
     """Run work on untrusted input in a forked process, and return which limit of time or memory it broke.
 
@@ -108,8 +116,7 @@ def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -
 def _try_and_exit(work: Callable[[], object], seconds: float, memory_bytes: int) -> NoReturn:
     code = 0
     try:
-        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + memory_bytes, resource.RLIM_INFINITY))
+        limit_memory(memory_bytes)
         limit = math.ceil(time.process_time() + seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         work()

@@ -8,8 +8,8 @@ functions of the table below, or its own as `package.module:function` or `path/t
 and keyword arguments of its own if it likes.
 
 Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `calling` (what a
-function is called with), `scores` (what it may return), `server` (the process that calls functions), `keeper` (its
-parent, which bounds it), `worker` (the driver's side of one process, over `frames`), `scoring` (the pool).
+function is called with), `scores` (what it may return), `server` (the process that calls functions), `worker` (the
+driver's side of one process, a `platform.killable` one), `scoring` (the pool).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import traceback
 from contextlib import suppress
 from typing import Any
 
+from megarl.platform.frames import receive, send
+from megarl.platform.processes import limit_memory
 from megarl.rewards import resolve
 from megarl.rewards.calling import BoundFunction, bind
-from megarl.rewards.frames import receive, send
 from megarl.rewards.scores import FunctionScore, checked, combined
 from megarl.types import ConfigError
 
@@ -35,7 +35,7 @@ def serve(connection: socket.socket) -> None:
             return
         weights = {f["name"]: f["weight"] for f in start["functions"]}
         needs = sorted(frozenset().union(*(function.needs for function in functions.values())))
-        _limit_memory()
+        limit_memory(MEMORY_LIMIT_BYTES)
         send(connection, {"ready": True, "needs": needs})
         process = os.getpid()
         while True:
@@ -69,12 +69,3 @@ def _shortened_traceback() -> str:
         return traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
     except BaseException as error:
         return f"{type(error).__name__} while the error was formatted"
-
-
-def _limit_memory() -> None:
-    """Cap the address space at what the imports took plus the limit: thread pools alone may reserve gigabytes."""
-    with open("/proc/self/statm") as file:
-        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = used_bytes + MEMORY_LIMIT_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,26 +14,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config import RewardConfig, RewardFunctionConfig
+from megarl.platform.frames import FrameError, Patience, UnsendableError, receive, send
+from megarl.platform.killable import KillableProcess
 from megarl.platform.processes import cpu_seconds_below
 from megarl.rewards import REWARDS, locate
 from megarl.rewards.calling import PARAMETERS, Sample
-from megarl.rewards.frames import MAX_REPLY_BYTES, FrameError, Patience, UnsendableError, receive, send
 from megarl.rewards.scores import read_reply
 from megarl.types import ConfigError, PeerLostError, Reward
 
 _SHORT_SECONDS = 0.05
 """The CPU time of an answer within this time is not measured."""
-_END_SECONDS = 10.0
-"""Limit for the processes of a worker to end after SIGKILL."""
 _OWN_END_SECONDS = 2.0
 """Limit for a process that closed its connection to end by itself, so that its exit code is known."""
+_MAX_REPLY_BYTES = 64 << 10
+"""Limit of a reply: scores or a shortened traceback."""
 _MAX_OUTPUT_CHARACTERS = 2000
-_KEEPER = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from megarl.rewards.keeper import keep
-keep(int(sys.argv[2]), sys.argv[3] or None)
-"""
+
+_SERVER = "megarl.rewards.server:serve"
 
 Failure = Literal["error", "timeout"]
 
@@ -124,7 +118,7 @@ class RewardWorker:
         if self._is_ready:
             return
         try:
-            message = receive(self._connection, MAX_REPLY_BYTES, self._start_patience())
+            message = receive(self._connection, _MAX_REPLY_BYTES, self._start_patience())
         except _OverdueError:
             self._restart()
             seconds = self._settings.start_timeout_seconds
@@ -173,7 +167,7 @@ class RewardWorker:
         self._num_requests += 1
         values = sample.values(self._needs, self._settings.correct_score)
         request = {"id": self._num_requests, "values": values}
-        limits = _Limits(self._keeper.pid, self._settings)
+        limits = _Limits(self._process.pid, self._settings)
         try:
             send(self._connection, request, limits.remaining)
             reply = self._reply(limits)
@@ -197,7 +191,7 @@ class RewardWorker:
         """Kill the process and all that it started."""
         with self._lock:
             self._is_closed = True
-            self._kill()
+            self._process.kill()
 
     @property
     def _names(self) -> str:
@@ -214,7 +208,7 @@ class RewardWorker:
     def _reply(self, limits: _Limits) -> dict[str, Any]:
         """The reply to the newest request; replies to earlier ones, from forks of the process, are dropped."""
         while True:
-            reply = receive(self._connection, MAX_REPLY_BYTES, limits.remaining)
+            reply = receive(self._connection, _MAX_REPLY_BYTES, limits.remaining)
             number = reply.get("id")
             if number == self._num_requests:
                 return reply
@@ -224,21 +218,13 @@ class RewardWorker:
     def _start(self) -> None:
         settings = self._settings
         self._is_ready = False
-        path, log = json.dumps(settings.search_path), self._log_file or ""
         try:
-            self._connection, theirs = socket.socketpair()
-            with theirs:
-                # -P: the folder of the script or the current one must not come before the search path.
-                self._keeper = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _KEEPER, path, str(theirs.fileno()), log],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    cwd=settings.folder,
-                    start_new_session=True,
-                )
+            self._process = KillableProcess(
+                _SERVER, search_path=settings.search_path, folder=settings.folder, log_file=self._log_file
+            )
         except OSError as error:
             raise PeerLostError(f"a reward process for {self._names} cannot be started: {error}") from None
+        self._connection = self._process.connection
         start = {
             "functions": [
                 {"name": function.name, "weight": function.weight, "kwargs": function.kwargs}
@@ -254,30 +240,10 @@ class RewardWorker:
             if self._is_closed:
                 raise PeerLostError("the reward processes were closed while a completion was scored")
             if is_ending:
-                with suppress(subprocess.TimeoutExpired):
-                    self._keeper.wait(_OWN_END_SECONDS)
-            ended = self._kill()
+                self._process.wait(_OWN_END_SECONDS)
+            ended = self._process.kill()
             self._start()
         return ended
-
-    def _kill(self) -> str:
-        """Have the keeper kill all processes and end. Returns how the reward process ended."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        try:
-            code = self._keeper.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            code = self._keeper.wait()
-        with suppress(OSError):
-            # Wakes a thread that waits for an answer; closing alone would not.
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-        if code <= 128:
-            return f"ended with exit code {code}"
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(code - 128).name}"
-        return f"ended with exit code {code}"
 
     def _start_patience(self) -> Patience:
         deadline = time.monotonic() + self._settings.start_timeout_seconds

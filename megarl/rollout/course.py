@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megarl.data.dialogue import Dialogue
-from megarl.environments import Message, Start, Step, Turn
+from megarl.environments import Message, Step, Turn
+from megarl.environments.answers import checked_start, checked_step
 from megarl.rollout.stitch import ModelCall
 from megarl.types import Completion, Problem
 
@@ -41,7 +41,7 @@ class Course:
 
     def start(self, start: object, problem: Problem) -> None:
         """The first prompt. Raises TypeError for what is no start, ValueError where the template refuses it."""
-        start = _checked_start(start)
+        start = checked_start(start)
         self.opening, self.tools = tuple(start.messages), tuple(start.tools)
         if self.history == "render":
             self._rendered = self.dialogue.rendered(self.opening, self.tools)
@@ -65,7 +65,7 @@ class Course:
 
     def add(self, step: object) -> Step:
         """The environment's answer to the last turn. Raises TypeError for what is none, ValueError for its numbers."""
-        checked = _checked_step(step)
+        checked = checked_step(step)
         self.steps.append(checked)
         return checked
 
@@ -110,38 +110,3 @@ def _message(turn: Turn) -> Message:
             for call in turn.calls
         ]
     return message
-
-
-def _checked_start(start: object) -> Start:
-    """The start, if it is one. Raises TypeError."""
-    if not isinstance(start, Start):
-        raise TypeError(f"reset gave {start!r:.80}, not a Start")
-    _check_messages(start.messages, "reset")
-    if not _are_mappings(start.tools):
-        raise TypeError(f"reset gave the tools {start.tools!r:.80}, not JSON schemas")
-    return start
-
-
-def _checked_step(step: object) -> Step:
-    """The step, if it is one. Raises TypeError, and ValueError for numbers that are none."""
-    if not isinstance(step, Step):
-        raise TypeError(f"step gave {step!r:.80}, not a Step")
-    _check_messages(step.messages, "step")
-    if step.reward is not None and not _is_number(step.reward):
-        raise ValueError(f"step gave the reward {step.reward!r:.80}")
-    if not isinstance(step.metrics, Mapping) or not all(map(_is_number, step.metrics.values())):
-        raise ValueError(f"step gave the metrics {step.metrics!r:.80}, not finite numbers by name")
-    return step
-
-
-def _check_messages(messages: object, method: str) -> None:
-    if not _are_mappings(messages) or not all("role" in message for message in messages):
-        raise TypeError(f"{method} gave the messages {messages!r:.80}, not mappings with a role and a content")
-
-
-def _are_mappings(values: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    return isinstance(values, list | tuple) and all(isinstance(value, Mapping) for value in values)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and math.isfinite(value)

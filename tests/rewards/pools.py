@@ -60,7 +60,7 @@ def wait_until(condition, seconds=10.0):
 
 
 def processes_of(pool):
-    keepers = [worker._keeper.pid for worker in pool._workers]
+    keepers = [worker._process.pid for worker in pool._workers]
     return [*keepers, *(process for keeper in keepers for process in descendants(keeper))]
 
 

@@ -67,7 +67,7 @@ def test_paths_that_lead_nowhere(name, message):
 
 def test_reward_processes_import_neither_torch_nor_engines():
     script = (
-        "import sys; import megarl.rewards.scoring, megarl.rewards.keeper, megarl.rewards.server; "
+        "import sys; import megarl.rewards.scoring, megarl.platform.keeper, megarl.rewards.server; "
         "light = set(sys.modules); "
         "from megarl.rewards import REWARDS, resolve; [resolve(name) for name in REWARDS]; "
         "heavy = {'torch', 'vllm', 'megatron', 'transformers'}; "

@@ -1,11 +1,12 @@
-"""The keeper of a reward process: its parent, which limits its output and ends it with the driver.
+"""The keeper of a killable process: its parent, which limits its output and ends it with the driver.
 
-It is a process of its own, so that it can adopt all processes that the functions start, also those that leave their
-process group, and kill them when the reward process or the driver ends.
+It is a process of its own, so that it can adopt all processes that the other starts, also those that leave their
+process group, and kill them when that or the driver ends.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import select
@@ -19,15 +20,18 @@ from typing import NoReturn
 from megarl.platform.processes import adopt_orphans, die_with, kill_descendants
 
 MAX_LOG_BYTES = 1 << 20
-"""Limit of a reward process's log; further output is dropped."""
+"""Limit of a process's log; further output is dropped."""
 
 _PART_BYTES = 64 << 10
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
 
 
-def keep(connection_descriptor: int, log_file: str | None) -> NoReturn:
-    """Start the reward process on that connection; end when it ends, with its exit code, or when stdin is closed."""
+def keep(connection_descriptor: int, log_file: str | None, server: str) -> NoReturn:
+    """Start a process that runs `server` (`package.module:name`) on that connection.
+
+    Ends when it ends, with its exit code, or when stdin is closed.
+    """
     adopt_orphans()
     os.set_inheritable(connection_descriptor, False)
     output, printed = os.pipe()
@@ -35,7 +39,7 @@ def keep(connection_descriptor: int, log_file: str | None) -> NoReturn:
     child = os.fork()
     if child == 0:
         os.close(output)
-        _be_reward_process(keeper, socket.socket(fileno=connection_descriptor), printed)
+        _be_server(keeper, socket.socket(fileno=connection_descriptor), printed, server)
     os.close(connection_descriptor)
     os.close(printed)
     log = _CappedLog(log_file)
@@ -46,7 +50,7 @@ def keep(connection_descriptor: int, log_file: str | None) -> NoReturn:
     os._exit(exit_code)
 
 
-def _be_reward_process(keeper: int, connection: socket.socket, printed: int) -> NoReturn:
+def _be_server(keeper: int, connection: socket.socket, printed: int, server: str) -> NoReturn:
     try:
         os.setsid()
         die_with(keeper)
@@ -59,10 +63,9 @@ def _be_reward_process(keeper: int, connection: socket.socket, printed: int) -> 
         assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)
         _ignore_ending_signals()
-        # Only here: the imports of the functions must not become the keeper's.
-        from megarl.rewards.server import serve
-
-        serve(connection)
+        # Only here: the imports of the server must not become the keeper's.
+        module, _, name = server.partition(":")
+        getattr(importlib.import_module(module), name)(connection)
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
@@ -71,7 +74,7 @@ def _be_reward_process(keeper: int, connection: socket.socket, printed: int) -> 
 
 
 def _ignore_ending_signals() -> None:
-    """Ignore signals to the whole job; processes that functions fork or start handle them by default."""
+    """Ignore signals to the whole job; processes that it forks or starts handle them by default."""
     for number in _ENDING_SIGNALS:
         signal.signal(number, lambda *_: None)
 
@@ -153,7 +156,7 @@ class _CappedLog:
                 _write_all(self._file, b"\n[more is not kept: this log has reached its size limit]\n")
         except OSError as error:
             self._room = 0
-            print(f"warning: {self._path}: cannot keep what reward functions print ({error.strerror})", file=sys.stderr)
+            print(f"warning: {self._path}: cannot keep what is printed ({error.strerror})", file=sys.stderr)
 
     def _open(self) -> None:
         assert self._path is not None

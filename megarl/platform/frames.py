@@ -1,4 +1,4 @@
-"""Messages between the driver and a reward process: JSON objects, each preceded by its length.
+"""Messages between the driver and a killable process: JSON objects, each preceded by its length.
 
 Nothing that is received is executed or unpickled.
 """
@@ -10,9 +10,6 @@ import socket
 import struct
 from collections.abc import Callable
 from typing import Any
-
-MAX_REPLY_BYTES = 64 << 10
-"""Limit of a reply: scores or a shortened traceback."""
 
 _LENGTH = struct.Struct("!I")
 _PART_BYTES = 1 << 20
