@@ -8,6 +8,7 @@ from megarl.cluster.local import LocalGroup
 from megarl.cluster.srun import SrunGroup
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import ClusterConfig
+from megarl.environments.process import EnvironmentProcess, MakeProcess
 from megarl.platform import device
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.rewards.scoring import MakeScorer
@@ -47,3 +48,12 @@ def reward_workers(cluster: ClusterConfig) -> MakeScorer:
     from megarl.rewards.on_ray import on_nodes_in_turn
 
     return on_nodes_in_turn()
+
+
+def environment_processes(cluster: ClusterConfig) -> MakeProcess:
+    """The constructor of environments' processes: on this machine, or on any node of the ranks' Ray cluster."""
+    if cluster.launcher != "ray":
+        return EnvironmentProcess
+    from megarl.cluster.ray import environments_on_nodes_in_turn
+
+    return environments_on_nodes_in_turn()

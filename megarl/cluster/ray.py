@@ -12,17 +12,19 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.topology import Introduction
+from megarl.environments.process import EnvironmentProcess, MakeProcess, ProcessSettings
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
@@ -133,3 +135,36 @@ class RayGroup(ConnectedGroup):
             with contextlib.suppress(RayError):
                 remove_placement_group(self._placed)
             self._placed = None
+
+
+def environments_on_nodes_in_turn() -> MakeProcess:
+    """A constructor of environments' processes, round-robin over the cluster's nodes."""
+    nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
+    return lambda settings, log_file: _RayEnvironmentProcess(next(nodes), settings, log_file)
+
+
+class _RayEnvironmentProcess:
+    """An `EnvironmentProcess` in an actor on a node, or on another where that is lost."""
+
+    def __init__(self, node: str, settings: ProcessSettings, log_file: str | None) -> None:
+        there = NodeAffinitySchedulingStrategy(node, soft=True)
+        # No CPU and a byte, as for rewards: see `rewards.on_ray`.
+        actor = ray.remote(EnvironmentProcess).options(num_cpus=0, memory=1, scheduling_strategy=there)
+        self._actor: Any = actor.remote(settings, log_file)
+
+    def wait_until_ready(self) -> None:
+        try:
+            ray.get(self._actor.wait_until_ready.remote())
+        except RayActorError as error:
+            raise PeerLostError(f"an environment's process on Ray is lost or closed: {error}") from None
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return ray.get(self._actor.ask.remote(dict(request)))
+        except RayActorError as error:
+            return {"lost": f"the environment's process on Ray is lost: {error}"}
+
+    def close(self) -> None:
+        """Kill the actor; the process and all that it started end with it."""
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)

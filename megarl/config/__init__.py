@@ -162,6 +162,12 @@ class RolloutConfig(Section):
     of a step fit in the engines at once, else up to rounding, since engines round by what they decode together."""
     environment_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class's constructor."""
+    environment_processes: NonNegativeInt | None = None
+    """Processes that the environment's attempts run in, at most one attempt in each at a time, others wait for a free
+    one: killed where they hang or end (environment/process_killed), under Ray on all nodes. 0: in the driver. Default:
+    0 where methods, tools or function are all `async def`, else 4 for each CPU of the driver's machine, at most 64."""
+    environment_memory_gib: PositiveFloat = 4.0
+    """Memory that an environment may take in such a process, in GiB of address space."""
     tool_parser: (
         Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"] | None
     ) = None

@@ -228,6 +228,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.sampling.stop_token_ids": _ENGINE,
     "rollout.environment": _ENGINE,
     "rollout.environment_kwargs": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
+    "rollout.environment_processes": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
+    "rollout.environment_memory_gib": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_COMMAND),
     "rollout.tool_parser": (*_ENGINE, _NOT_SINGLE_TURN),
     "rollout.max_turns": _ENGINE,
     "rollout.truncated_turn": (*_ENGINE, _NOT_AGENT),

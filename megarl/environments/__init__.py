@@ -7,6 +7,7 @@ A new environment is a file here and a line in `ENVIRONMENTS`; or a class in a f
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +91,8 @@ class EnvironmentUnavailableError(Exception):
 class Environment(Protocol):
     """One attempt at a problem: made fresh for it, with the recipe's `rollout.environment_kwargs`, and closed once.
 
+    Its methods may be plain `def` and block: its attempts then run in processes (`rollout.environment_processes`).
+
     One whose attempts always have the same tools may say so in an attribute `tools`, as `Start` has them: they are
     checked before a run starts. One that makes its problems of their numbers (`Problem.index`) says so with
     `makes_problems = True`, and takes data `environment:COUNT`; the record's `split` is then train or validation. Its
@@ -127,6 +130,12 @@ def is_agent(name: str) -> bool:
     return name == "command" or inspect.iscoroutinefunction(getattr(_CHOICES.load(name), "run", None))
 
 
+METHODS = ("reset", "step", "close")
+"""Of an environment."""
+TOOL_SCHEMA = "_megarl_tool_schema"
+"""The attribute of a method that is a tool (`environments.tools`)."""
+PROCESSES_PER_CPU, MAX_DEFAULT_PROCESSES = 4, 64
+"""Of an environment that may block, where the recipe does not say."""
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
 
 
@@ -134,24 +143,47 @@ def find_environment(name: str) -> Callable[..., Environment]:
     """The class that a recipe names: one of `ENVIRONMENTS`, `package.module:Class` or `path/to/file.py:Class`.
 
     Or the environment of a function `interact(messages)` (`megarl.environments.interact`). Raises ConfigError where
-    there is none, or it has not the methods of `Environment` as coroutines.
+    there is none, or it has not the methods of `Environment`.
     """
     from megarl.environments.interact import Interact, is_interact
 
     found = _CHOICES.load(name)
     if is_interact(found):
         return partial(Interact, found)
-    methods = ("reset", "step", "close")
     if not inspect.isclass(found):
         raise ConfigError(
-            f"rollout.environment: {name!r}: is no class; give one with `async def` {', '.join(methods)}, or "
+            f"rollout.environment: {name!r}: is no class; give one with `async def` {', '.join(METHODS)}, or "
             "a function interact(messages)"
         )
     if inspect.iscoroutinefunction(getattr(found, "run", None)):
         return cast(Callable[..., Environment], found)  # an Agent
-    if wrong := [method for method in methods if not inspect.iscoroutinefunction(getattr(found, method, None))]:
+    if wrong := [method for method in METHODS if not inspect.isfunction(getattr(found, method, None))]:
         raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
     return cast(Callable[..., Environment], found)
+
+
+def num_processes(name: str, given: int | None) -> int:
+    """How many processes the attempts of an environment run in, 0: none but the driver, where agents are, too.
+
+    `given` is the recipe's `rollout.environment_processes`. Raises ConfigError where the driver would have to run a
+    method that is no coroutine.
+    """
+    if is_agent(name):
+        return 0
+    found = find_environment(name)
+    made, functions = (found.func, found.args) if isinstance(found, partial) else (found, ())
+    methods = [getattr(made, method) for method in METHODS]
+    members = [getattr(made, member, None) for member in dir(made)]
+    tools = [member for member in members if hasattr(member, TOOL_SCHEMA)]
+    if given == 0 and not all(map(inspect.iscoroutinefunction, methods)):
+        raise ConfigError(
+            f"rollout.environment_processes = 0: a method of {name} is no `async def` and would hold up the driver; "
+            "leave the field out, or write all three as coroutines that do not block"
+        )
+    if given is not None:
+        return given
+    may_block = not all(map(inspect.iscoroutinefunction, (*methods, *tools, *functions)))
+    return min(PROCESSES_PER_CPU * (os.cpu_count() or 1), MAX_DEFAULT_PROCESSES) if may_block else 0
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:

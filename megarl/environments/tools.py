@@ -30,21 +30,23 @@ import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megarl.environments import Message, Start, Step, Turn
+from megarl.environments import TOOL_SCHEMA, Message, Start, Step, Turn
 from megarl.types import Problem, ToolCall
 
-_SCHEMA = "_megarl_tool_schema"
+CALL_THREAD = "call of "
+"""With this the name of a thread begins that a function runs in."""
 
 
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
     """Mark a method of a `ToolEnvironment` as a tool. `schema` is the JSON schema of its parameters, if not its own.
 
-    Methods with `async def` run concurrently and must not block; others run in a thread, one after the other within an
-    attempt. Parameters need type hints that JSON knows: str, int, float, bool, list, dict, Literal, X | None.
+    Methods with `async def` run concurrently and must not block. Others may: an environment with such a tool runs in
+    processes (`rollout.environment_processes`), and the tool in a thread there, one after the other within an attempt.
+    Parameters need type hints that JSON knows: str, int, float, bool, list, dict, Literal, X | None.
     """
 
     def mark(marked: Callable[..., Any]) -> Callable[..., Any]:
-        setattr(marked, _SCHEMA, schema_of(marked, schema))
+        setattr(marked, TOOL_SCHEMA, schema_of(marked, schema))
         return marked
 
     return mark if function is None else mark(function)
@@ -127,8 +129,8 @@ class ToolEnvironment:
         self.max_reply_characters = max_reply_characters
         self.tool_seconds = tool_seconds
         self._one_at_a_time = asyncio.Lock()
-        marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), _SCHEMA)]
-        self.tools: tuple[Mapping[str, Any], ...] = tuple(getattr(getattr(self, name), _SCHEMA) for name in marked)
+        marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), TOOL_SCHEMA)]
+        self.tools: tuple[Mapping[str, Any], ...] = tuple(getattr(getattr(self, name), TOOL_SCHEMA) for name in marked)
         self._functions: dict[str, Callable[..., Any]] = {
             schema["function"]["name"]: getattr(self, name) for name, schema in zip(marked, self.tools, strict=True)
         }
@@ -205,7 +207,7 @@ def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitab
         with contextlib.suppress(RuntimeError):  # the loop has ended, nobody waits
             loop.call_soon_threadsafe(settle, *report)
 
-    threading.Thread(target=run, name=f"call of {function.__name__}", daemon=True).start()
+    threading.Thread(target=run, name=f"{CALL_THREAD}{function.__name__}", daemon=True).start()
     return result
 
 

@@ -24,7 +24,7 @@ from megarl.loops import preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
-from megarl.loops.sources import make_source, read_data, start_rewards
+from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.preflight import row_multiple
 from megarl.rollout.pool import EnginePool
@@ -96,9 +96,18 @@ async def _started(
         folder.set_status("running")
         pool = EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests)
         stack.push_async_callback(close_shared)
+        environments = start_environments(recipe, stack, folder.logs_folder)
         sources = [
             await make_source(
-                given, data[given.name], rewards[given.name], pool, tokenizer, stack, lambda: bool(stop), tracker
+                given,
+                data[given.name],
+                rewards[given.name],
+                environments.get(given.name),
+                pool,
+                tokenizer,
+                stack,
+                lambda: bool(stop),
+                tracker,
             )
             for given in recipe.sources
         ]

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cluster.launchers import reward_workers
+from megarl.cluster.launchers import environment_processes, reward_workers
 from megarl.config import Recipe
 from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.template_history import history_faults, history_notice
-from megarl.environments import environment_maker, is_agent
+from megarl.environments import environment_maker, is_agent, num_processes
+from megarl.environments.process import process_settings
+from megarl.environments.process_pool import EnvironmentPool
 from megarl.preflight import read_problems
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import WorkerSettings, worker_settings
@@ -65,10 +67,32 @@ def start_rewards(
     return found
 
 
+def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
+    """The processes of each source's environment, where that is not run in the driver, until the stack is closed."""
+    found: dict[str, EnvironmentPool] = {}
+    num_started = 0
+    for source in recipe.sources:
+        rollout = source.recipe.rollout
+        number = num_processes(rollout.environment, rollout.environment_processes) if recipe.has_engine else 0
+        if number == 0:
+            continue
+        found[source.name] = EnvironmentPool(
+            process_settings(rollout.environment, rollout.environment_kwargs, rollout.environment_memory_gib),
+            num_processes=number,
+            log_folder=log_folder,
+            first_log=num_started,
+            make_process=environment_processes(recipe.cluster),
+        )
+        stack.callback(found[source.name].close)
+        num_started += number
+    return found
+
+
 async def make_source(
     given: SourceRecipe,
     data: tuple[list[Problem], dict[str, list[Problem]]],
     rewards: RewardPool,
+    environments: EnvironmentPool | None,
     pool: EnginePool,
     tokenizer: Tokenizer,
     stack: AsyncExitStack,
@@ -99,5 +123,6 @@ async def make_source(
         is_abandoned=is_abandoned,
         notice=tracker.notice,
         agent=agent.attempt if agent is not None else None,
+        environment_pool=environments,
     )
     return Source(given.name, given.weight, recipe, sampler, *data)

@@ -14,7 +14,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.problems import MADE
 from megarl.data.template_history import REFUSES, history_faults
 from megarl.data.tool_calls import check_tools
-from megarl.environments import environment_maker
+from megarl.environments import environment_maker, num_processes
 from megarl.preflight.files import data_paths, takes_problems
 from megarl.types import ConfigError, MegarlError
 
@@ -65,6 +65,7 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     """The tools that the environment tells before an attempt, if any. Raises ConfigError where it cannot be made."""
     rollout = recipe.rollout
     make = environment_maker(rollout.environment, rollout.environment_kwargs)
+    num_processes(rollout.environment, rollout.environment_processes)
     try:
         made = make()
         if not getattr(made, "makes_problems", False):

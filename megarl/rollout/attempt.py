@@ -12,6 +12,7 @@ import numpy as np
 
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Step
+from megarl.environments.process_pool import RaisedError
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.course import Course, History
@@ -133,7 +134,7 @@ class _Clock:
         except EnvironmentUnavailableError:
             raise
         except (Exception, SystemExit) as error:
-            raise _AttemptError(f"{type(error).__name__}: {error}") from error
+            raise _AttemptError(_failure(error)) from error
         finally:
             self.step_started = None
             if self.is_stopped:  # it was cancelled and went on
@@ -166,7 +167,7 @@ async def attempt(
             break
         except EnvironmentUnavailableError as error:
             if restarts + 1 == budget.attempts:
-                ended, failure = "error", f"{type(error).__name__}: {error}"
+                ended, failure = "error", _failure(error)
                 break
             restarts += 1
         finally:
@@ -215,7 +216,7 @@ async def _watched(
     except EnvironmentUnavailableError:
         raise
     except (Exception, SystemExit) as error:
-        return "error", f"{type(error).__name__}: {error}"
+        return "error", _failure(error)
     turns = asyncio.create_task(_take_turns(task, environment, pool, course, clock))
     turns.add_done_callback(lambda task: task.cancelled() or task.exception())  # that of one left is of no interest
     over: Literal["attempt", "step"] | None = None
@@ -260,7 +261,7 @@ async def _closed(environment: Environment) -> str | None:
     try:
         await environment.close()
     except (Exception, SystemExit) as error:
-        return f"{type(error).__name__}: {error}"
+        return _failure(error)
     return None
 
 
@@ -307,12 +308,17 @@ async def _take_turns(task: Task, environment: Environment, pool: Generates, cou
     return "turns"
 
 
+def _failure(error: BaseException) -> str:
+    """The kind of an error, a colon, and its text."""
+    return str(error) if isinstance(error, RaisedError) else f"{type(error).__name__}: {error}"
+
+
 def _told(part: Callable[..., Result], *given: Any) -> Result:
     """The course takes an environment's answer. Raises _AttemptError where it is not what it must be."""
     try:
         return part(*given)
     except (TypeError, ValueError) as error:
-        raise _AttemptError(f"{type(error).__name__}: {error}") from error
+        raise _AttemptError(_failure(error)) from error
 
 
 def unanswered(problem: Problem) -> ModelCall:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.config import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
+from megarl.environments.process_pool import EnvironmentPool
 from megarl.rollout.attempt import Budget, Score, Task, attempt
 from megarl.rollout.course import History
 from megarl.rollout.pool import EnginePool, Generates, gather_unless_abandoned
@@ -50,8 +51,9 @@ async def sample_groups(draws: Sequence[Draw], samples_per_prompt: int) -> list[
 class GroupSampler:
     """Samples and scores trajectories of problems; scoring overlaps with sampling.
 
-    `environment` is the recipe's name of what `make_environment` makes, anew for each attempt; or `agent` makes the
-    attempts. `notice` is called with the first failure of each kind.
+    `environment` is the recipe's name of what `make_environment` makes, anew for each attempt, or of what runs in the
+    processes of `environment_pool`; or `agent` makes the attempts. `notice` is called with the first failure of each
+    kind.
     """
 
     pool: EnginePool
@@ -67,6 +69,7 @@ class GroupSampler:
     is_abandoned: Callable[[], bool] = lambda: False
     notice: Callable[[str], object] = lambda text: None
     agent: Callable[[Task, Budget, Generates], Awaitable[Trajectory]] | None = None
+    environment_pool: EnvironmentPool | None = None
     _noticed: set[str] = field(default_factory=set)
 
     async def sample(
@@ -91,13 +94,21 @@ class GroupSampler:
         budget = Budget(room, self.max_turns, self.truncated_turn, **self.budget.model_dump())
         if self.agent is not None:
             trajectory = await self.agent(task, budget, pool)
-        else:
+        elif self.environment_pool is None:
             assert self.make_environment is not None
-            trajectory = await attempt(
-                task, self.make_environment, pool, budget, self.dialogue, self.score, self.history
-            )
+            trajectory = await self._played(task, budget, pool, self.make_environment)
+        else:
+            async with self.environment_pool.seat() as seat:
+                trajectory = await self._played(task, budget, pool, seat.environment)
+                killed = {"process_killed": float(seat.num_killed)}
+            trajectory = replace(trajectory, metrics={**trajectory.metrics, **killed})
         self._tell_first(trajectory)
         return trajectory
+
+    async def _played(
+        self, task: Task, budget: Budget, pool: Generates, make_environment: Callable[[], Environment]
+    ) -> Trajectory:
+        return await attempt(task, make_environment, pool, budget, self.dialogue, self.score, self.history)
 
     def _tell_first(self, trajectory: Trajectory) -> None:
         if trajectory.ended != "error" or trajectory.failure is None:

@@ -51,6 +51,7 @@ class Policy(EnginePool):
         self.tokenizer = tokenizer_of("qwen")
         self.texts = iter(texts)
         self.sent: list[Request] = []
+        self._replicas = []
 
     async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
         self.sent.append(request)

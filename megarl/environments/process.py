@@ -1,0 +1,163 @@
+"""The driver's side of a process that an environment's attempts run in, one after the other.
+
+What comes from it is JSON; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megarl.platform.frames import FrameError, Patience, UnsendableError, receive, send
+from megarl.platform.killable import KillableProcess
+from megarl.types import ConfigError, PeerLostError
+
+MAX_ANSWER_BYTES = 16 << 20
+START_SECONDS = 300.0
+"""Limit for the import of an environment."""
+_OWN_END_SECONDS = 2.0
+"""Limit for a process that closed its connection to end by itself, so that its exit code is known."""
+_SERVER = "megarl.environments.server:serve"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """Settings of an environment's processes."""
+
+    environment: str
+    """The recipe's name of it."""
+    settings: Mapping[str, Any]
+    """`rollout.environment_kwargs`."""
+    memory_bytes: int
+    """Limit of a process's address space beyond what the imports take."""
+    search_path: tuple[str, ...]
+    """`sys.path` of the process."""
+    folder: str
+    """Its current folder."""
+
+
+def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: float) -> ProcessSettings:
+    """Settings for processes in the current folder that import what this one can."""
+    folder = os.getcwd()
+    search_path = tuple(entry or folder for entry in sys.path)
+    return ProcessSettings(environment, settings, int(memory_gib * (1 << 30)), search_path, folder)
+
+
+class Process(Protocol):
+    """An environment's process, on this node or another."""
+
+    def wait_until_ready(self) -> None:
+        """See `EnvironmentProcess.wait_until_ready`."""
+        ...
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """See `EnvironmentProcess.ask`."""
+        ...
+
+    def close(self) -> None:
+        """Kill it."""
+
+
+MakeProcess = Callable[[ProcessSettings, str | None], Process]
+"""Starts a process for an environment; the text is the path of its output's log."""
+
+
+class EnvironmentProcess:
+    """A process that plays attempts one after the other; asked by one thread at a time, closed by any."""
+
+    def __init__(self, settings: ProcessSettings, log_file: str | None = None) -> None:
+        """Start the process without waiting for it. Raises PeerLostError where the machine can start none."""
+        self._name = settings.environment
+        self._num_requests = 0
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        try:
+            self._process = KillableProcess(
+                _SERVER, search_path=settings.search_path, folder=settings.folder, log_file=log_file
+            )
+        except OSError as error:
+            raise PeerLostError(f"a process for environment {self._name} cannot be started: {error}") from None
+        start = {
+            "environment": settings.environment,
+            "settings": dict(settings.settings),
+            "memory_bytes": settings.memory_bytes,
+        }
+        self._is_ready = False
+        with suppress(OSError):  # a process that ended already is noticed when its answer is awaited
+            send(self._process.connection, start)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the environment is imported.
+
+        Raises ConfigError where it cannot be, or not in time, PeerLostError where the process ends or is closed
+        meanwhile.
+        """
+        if self._is_ready:
+            return
+        try:
+            told = receive(self._process.connection, MAX_ANSWER_BYTES, _within(START_SECONDS))
+        except TimeoutError:
+            self.close()
+            raise ConfigError(
+                f"rollout.environment: importing {self._name} took more than {START_SECONDS:g} s"
+            ) from None
+        except (EOFError, OSError, FrameError):
+            raise PeerLostError(f"the process of environment {self._name} {self._end()} while it started") from None
+        if told.get("ready") is not True:
+            self.close()
+            raise ConfigError(str(told.get("refused")))
+        self._is_ready = True
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request: see `server.serve`; or how the process `ended`, or that its node is `lost`.
+
+        Either needs another process then.
+        """
+        self._num_requests += 1
+        try:
+            send(self._process.connection, {"id": self._num_requests, **request})
+            while True:  # answers to earlier requests, from forks of the process, are dropped
+                answer = receive(self._process.connection, MAX_ANSWER_BYTES)
+                number = answer.get("id")
+                if number == self._num_requests:
+                    return answer
+                if not isinstance(number, int) or number > self._num_requests:
+                    raise FrameError(f"an answer to request {number!r:.60}, which was never made")
+        except UnsendableError as error:
+            return {"error": f"TypeError: the environment cannot be told what is no JSON: {error}"}
+        except FrameError as error:
+            self.close()
+            return {"ended": f"sent {error}"}
+        except (EOFError, OSError):
+            return {"ended": self._end()}
+
+    def close(self) -> None:
+        """Kill the process and all that it started."""
+        with self._lock:
+            self._ended = self._ended or self._process.kill()
+
+    def _end(self) -> str:
+        """How the process ended that closed its connection."""
+        with self._lock:
+            if self._ended is None:
+                self._process.wait(_OWN_END_SECONDS)
+                self._ended = self._process.kill()
+            return self._ended
+
+
+def _within(seconds: float) -> Patience:
+    deadline = time.monotonic() + seconds
+
+    def remaining() -> float:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    return remaining

@@ -1,0 +1,159 @@
+"""A pool of processes that environments run in: one attempt at a time in each, so that a kill ends no other.
+
+A thread asks a process over a socket, the event loop awaits the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.environments import EnvironmentUnavailableError, Start, Step, Turn
+from megarl.environments.process import EnvironmentProcess, MakeProcess, Process, ProcessSettings
+from megarl.types import Problem
+
+Result = TypeVar("Result")
+
+
+class EnvironmentProcessError(Exception):
+    """The process of an environment ended, or answered what is no answer."""
+
+
+class RaisedError(Exception):
+    """What an environment raised in its process; the text begins with the kind of error and a colon."""
+
+
+class EnvironmentPool:
+    """Processes for attempts, started when an attempt needs one, at most `num_processes`, and kept until `close`.
+
+    A process that hangs, ended, or is no longer fit is killed and replaced. What environments print goes to
+    `log_folder/environment_NNNN.log`, from number `first_log` on; `make_process` starts processes, here or elsewhere.
+    """
+
+    def __init__(
+        self,
+        settings: ProcessSettings,
+        *,
+        num_processes: int,
+        log_folder: Path | None = None,
+        first_log: int = 0,
+        make_process: MakeProcess = EnvironmentProcess,
+    ) -> None:
+        # One to ask a process, and one to kill it meanwhile.
+        self._threads = ThreadPoolExecutor(max(1, 2 * num_processes), thread_name_prefix="environment")
+        logs = [
+            str(log_folder.absolute() / f"environment_{number:04d}.log") if log_folder else None
+            for number in range(first_log, first_log + num_processes)
+        ]
+        self._seats = [Seat(lambda log=log: make_process(settings, log), self._threads) for log in logs]
+        self._free: asyncio.LifoQueue[Seat] = asyncio.LifoQueue()  # who has a process first
+        for seat in reversed(self._seats):
+            self._free.put_nowait(seat)
+
+    @asynccontextmanager
+    async def seat(self) -> AsyncIterator[Seat]:
+        """A process for one attempt, when one is free, its environment imported.
+
+        Raises ConfigError where it cannot be imported there, PeerLostError where the process does not start.
+        """
+        seat = await self._free.get()
+        try:
+            seat.num_killed = 0
+            await seat.ready()
+            yield seat
+        finally:
+            self._free.put_nowait(seat)
+
+    def close(self) -> None:
+        """Kill the processes; calling it again does nothing."""
+        for seat in self._seats:
+            seat.kill()
+        self._threads.shutdown()
+
+
+class Seat:
+    """The place of a process: empty before the first and after a kill."""
+
+    def __init__(self, make: Callable[[], Process], threads: ThreadPoolExecutor) -> None:
+        self._make = make
+        self._threads = threads
+        self._process: Process | None = None
+        self.num_killed = 0
+        """Processes of the attempt that were killed or ended."""
+
+    def environment(self) -> SeatedEnvironment:
+        """The environment of an attempt in this process."""
+        return SeatedEnvironment(self)
+
+    async def ready(self) -> None:
+        """Start a process where there is none, and wait until it is ready. Errors: see `EnvironmentPool.seat`."""
+        if self._process is None:
+            self._process = self._make()
+        try:
+            await self._awaited(self._process.wait_until_ready)
+        except BaseException:
+            self.kill()
+            raise
+
+    async def ask(self, request: dict[str, Any]) -> Any:
+        """The value that a request has; where it is cancelled, the process is killed.
+
+        Raises RaisedError for what the environment raised, EnvironmentUnavailableError, and EnvironmentProcessError
+        where the process is gone.
+        """
+        if self._process is None:
+            raise EnvironmentProcessError("the environment's process was killed")
+        answer = await self._awaited(lambda process=self._process: process.ask(request))
+        if answer.keys() & {"ended", "lost"} or answer.get("is_last"):
+            self.kill()
+        if "ended" in answer:
+            raise EnvironmentProcessError(f"the environment's process {answer['ended']}")
+        if "lost" in answer or "unavailable" in answer:
+            raise EnvironmentUnavailableError(str(answer.get("lost") or answer.get("unavailable")))
+        if "error" in answer:
+            raise RaisedError(str(answer["error"]))
+        return answer.get("value")
+
+    @property
+    def is_empty(self) -> bool:
+        return self._process is None
+
+    def kill(self) -> None:
+        """Kill the process, if there is one, and all that it started; nothing is awaited."""
+        process, self._process = self._process, None
+        if process is not None:
+            self.num_killed += 1
+            self._threads.submit(process.close)
+
+    async def _awaited(self, call: Callable[[], Result]) -> Result:
+        """The result of a call that blocks, from a thread."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except asyncio.CancelledError:
+            self.kill()  # its answer must not be another request's, and the thread waits for it
+            raise
+
+
+class SeatedEnvironment:
+    """An environment in another process."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        await self._seat.ready()  # the attempt may have been begun anew, after a kill
+        value = await self._seat.ask({"do": "reset", "problem": asdict(problem), "seed": seed})
+        return Start(tuple(value["messages"]), tuple(value["tools"]))
+
+    async def step(self, turn: Turn) -> Step:
+        value = await self._seat.ask({"do": "step", "turn": asdict(turn)})
+        return Step(**{**value, "messages": tuple(value["messages"])})
+
+    async def close(self) -> None:
+        if not self._seat.is_empty:
+            await self._seat.ask({"do": "close"})
