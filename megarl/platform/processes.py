@@ -88,6 +88,15 @@ def limit_memory(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
+def allow_open_files(number: int) -> int:
+    """Raise this process's limit of open files to `number`, as far as it may be raised; returns the limit then."""
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < number:
+        limit = min(number, highest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
+    return limit
+
+
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
     """Run work on untrusted input in a forked process, and return which limit of time or memory it broke.
 

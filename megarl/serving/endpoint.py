@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from megarl.config import EndpointConfig
+from megarl.platform.processes import allow_open_files
 from megarl.serving.protocol import Asked, Reply, model, models, read_conversation, read_prompt
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer, Limits, ModelCallUnderWay, Session, Sessions
@@ -21,6 +22,8 @@ KEEP_ALIVE_SECONDS = 5.0
 """How often a stream that waits for its answer is told so."""
 SESSION_HEADER = "x-megarl-session"
 _SHUTDOWN_SECONDS = 2.0
+_OTHER_FILES = 512
+"""Files that the process may have open beside the endpoint's connections: ranks, programs, logs, who is turned away."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,7 +55,13 @@ class Endpoint:
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError where the address cannot be had."""
+        """Listen. Raises ConfigError where the address cannot be had, or not so many connections."""
+        most = self._config.max_connections
+        if (allowed := allow_open_files(most + _OTHER_FILES)) < most + _OTHER_FILES:
+            raise ConfigError(
+                f"rollout.endpoint.max_connections = {most}: this process may open {allowed} files only (ulimit -n), "
+                f"and needs {_OTHER_FILES} beside; give at most {max(1, allowed - _OTHER_FILES)}, or raise that limit"
+            )
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
         for prefix in ("", "/s/{secret}"):
             app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -12,11 +14,12 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from megarl.platform.processes import allow_open_files
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
 from megarl.serving.endpoint import MAX_BODY_BYTES
 from megarl.serving.sessions import Limits, Session
-from megarl.types import Request
+from megarl.types import ConfigError, Request
 from tests.rollout.engines import CONTEXT_TOKENS
 from tests.serving.served import ONE, SAMPLING, Served
 from tests.serving.tool_model import LOOP
@@ -36,13 +39,20 @@ ADD = {
 QUESTION = {"role": "user", "content": "Add 2 and 3."}
 
 
-async def with_tools(client: AsyncOpenAI, num_turns: int = 4) -> tuple[list[Any], int]:
+async def with_tools(client: AsyncOpenAI, num_turns: int = 4, *, streams: bool = False) -> tuple[list[Any], int]:
     """Chat until the model answered in words after it had called a tool; the messages, and the proper calls."""
     messages: list[Any] = [QUESTION]
     num_calls = 0
     for _ in range(num_turns):
+        asked: Any = {"model": "policy", "messages": messages, "tools": [ADD]}
         try:
-            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])  # type: ignore[list-item]
+            if streams:
+                async with client.chat.completions.stream(**asked) as stream:
+                    answer: Any = await stream.get_final_completion()
+            else:
+                answer = await client.chat.completions.create(**asked)
+        except openai.LengthFinishReasonError as error:  # the client's own, of a stream that was cut
+            answer = error.completion
         except openai.BadRequestError as error:
             assert error.code == "context_length_exceeded"
             break
@@ -62,28 +72,29 @@ async def with_tools(client: AsyncOpenAI, num_turns: int = 4) -> tuple[list[Any]
     return messages, num_calls
 
 
-def test_sixteen_agents_with_tools_are_recorded_as_they_were_sampled(served: Any) -> None:
+def test_sixty_four_agents_with_tools_are_recorded_as_they_were_sampled(served: Any) -> None:
     """Ids and log-probs are those of direct calls; each session is one segment, however often it called a tool."""
 
     async def test(s: Served) -> None:
-        sessions = [s.open(seed=f"{n}") for n in range(16)]
+        sessions = [s.open(seed=f"{n}") for n in range(64)]
 
-        async def agent(session: Session) -> tuple[list[Any], int]:
+        async def agent(number: int, session: Session) -> tuple[list[Any], int]:
             async with s.client(session) as client:
-                return await with_tools(client)
+                return await with_tools(client, streams=number % 2 == 1)
 
-        talks = await asyncio.gather(*map(agent, sessions))
-        assert sum(num_calls for _, num_calls in talks) >= 12
+        talks = await asyncio.gather(*(agent(number, session) for number, session in enumerate(sessions)))
+        assert sum(num_calls for _, num_calls in talks) >= 48
         sent = {name: (prompt, seed) for name, prompt, seed in await s.requests()}
         pool = EnginePool(s.group, ONE, max_running=32)
         for session, (messages, _) in zip(sessions, talks, strict=True):
             assert len(session.answers) == sum(m["role"] == "assistant" for m in messages)
             end = 0
-            for answer in session.answers:
-                prompt, seed = sent[f"{session.name}.{answer.number}"]
-                known = answer.call.completion
+            names = [f"{session.name}.{answer.number}" for answer in session.answers]
+            requests = [Request(name, np.array(sent[name][0], np.int32), SAMPLING, sent[name][1]) for name in names]
+            directly = await asyncio.gather(*map(pool.generate, requests))
+            for answer, request, direct in zip(session.answers, requests, directly, strict=True):
+                prompt, known = request.prompt_token_ids.tolist(), answer.call.completion
                 assert answer.call.prompt_token_ids.tolist() == prompt and len(prompt) > end
-                direct = await pool.generate(Request("direct", np.array(prompt, np.int32), SAMPLING, seed))
                 assert direct.token_ids.tolist() == known.token_ids.tolist()
                 # Another company in the engine rounds otherwise; a float's step at this model's logits of 20 is 2e-6.
                 np.testing.assert_allclose(direct.rollout_logprobs, known.rollout_logprobs, atol=1e-5)
@@ -427,6 +438,45 @@ def test_connections_beyond_the_limit_are_turned_away_and_sessions_go_on(served:
             assert (await client.completions.create(**body)).choices[0].text == LOOP * 100
 
     served(test, max_connections=3)
+
+
+def test_two_thousand_connections_against_a_thousand(served: Any) -> None:
+    """Half of them are answered, the others turned away, and the session beside them samples on."""
+    if allow_open_files(6000) < 6000:
+        pytest.skip("this process may not open 6000 files: raise ulimit -n")
+
+    async def test(s: Served) -> None:
+        session = s.open()
+        url = urlsplit(f"{s.endpoint.url_of(session)}/models")
+        body: Any = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 240}
+        held: list[asyncio.StreamWriter] = []
+
+        async def status() -> int:
+            reader, writer = await asyncio.open_connection(url.hostname, url.port)
+            held.append(writer)
+            writer.write(f"GET {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+            return int((await reader.readline()).split()[1])
+
+        async with s.client(session) as client:
+            first = await client.completions.create(**body)
+            beside = asyncio.create_task(client.completions.create(**body))
+            statuses = await asyncio.gather(*(status() for _ in range(2000)))
+            # The session's own client has one of the thousand.
+            assert (statuses.count(200), statuses.count(503)) == (999, 1001)
+            assert first.choices[0].text == (await beside).choices[0].text == LOOP * 240
+            for writer in held:
+                writer.close()
+
+    served(test)
+
+
+def test_more_connections_than_the_process_may_open_are_refused_at_the_start(served: Any) -> None:
+    async def test(s: Served) -> None:
+        raise AssertionError("it has started")
+
+    _, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(ConfigError, match=r"rollout\.endpoint\.max_connections = "):
+        served(test, max_connections=highest)
 
 
 def test_calls_beyond_the_budget_are_refused(served: Any) -> None:
