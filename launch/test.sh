@@ -42,7 +42,8 @@ ruff check .
 ruff format --check .
 pyright
 lint-imports
-# Two files of tests at a time, for many only wait. On a GPU one engine's memory would be taken for another's.
+# Three files of tests at a time: on two cores a third of them only waits, for Slurm, Ray or a deadline. On a GPU one
+# engine's memory would be taken for another's.
 workers=()
-command -v nvidia-smi >/dev/null || workers=(-n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder)
+command -v nvidia-smi >/dev/null || workers=(-n 3 --dist loadfile --no-loadscope-reorder)
 pytest "${workers[@]}" --tier "$tier" "${arguments[@]}"

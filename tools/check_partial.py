@@ -39,6 +39,7 @@ from megarl.rollout.buffer import Buffer
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.sources import Source
 from megarl.rollout.state import RLState
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
 
@@ -139,7 +140,8 @@ async def rollouts(
     recipe = Recipe.model_validate(
         {
             "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "train": train,
-            "algorithm": partial, "rollout": {"stragglers": stragglers},
+            "algorithm": partial,
+            "rollout": {"stragglers": stragglers, "sampling": {"max_new_tokens": int(lengths.max())}},
         }
     )  # fmt: skip
     pool = EnginePool(ranks, ParallelConfig(1, 1, 1, 1), max_running=64, budget_seconds=0.05)
@@ -148,7 +150,8 @@ async def rollouts(
     )
     state = RLState(recipe.algorithm, has_stragglers=stragglers == "park")
     make_buffer = PartialBuffer if stragglers == "park" else Buffer
-    buffer = make_buffer(recipe, problems, sampler, SamplingSettings(int(lengths.max()), 1.0), state)
+    source = Source("single_turn", 1.0, recipe, sampler, [replace(p, source="single_turn") for p in problems])
+    buffer = make_buffer(recipe, [source], state)
     [(steps, cpu)] = await ranks.call("spent")
     driver = time.process_time()
     found: list[Trajectory] = []
