@@ -163,7 +163,7 @@ async def rollouts(
         await pool.hold()
     [(last_steps, last_cpu)] = await ranks.call("spent")
     cpu_seconds = last_cpu - cpu + time.process_time() - driver
-    await buffer.close()
+    await buffer.aclose()
     return found, (last_steps - steps) / len(found), cpu_seconds / len(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import aclosing
 
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
@@ -27,67 +28,59 @@ async def train(session: Session) -> None:
 
     The version of the weights that sample for a step is its number: each step ends with a reshard.
     """
-    recipe = session.recipe
-    has_stragglers = recipe.rollout.stragglers != "wait"
-    state = RLState(recipe.algorithm, has_stragglers=has_stragglers)
-    make_buffer = PartialBuffer if has_stragglers else Buffer
-    buffer = make_buffer(recipe, session.sources, state)
-    await _resume_or_evaluate(session, state)
-    try:
-        await _train(session, buffer, state)
-    finally:
-        await buffer.close()
-
-
-async def _train(session: Session, buffer: Buffer, state: RLState) -> None:
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy = recipe.algorithm, session.models["policy"]
+    has_stragglers = recipe.rollout.stragglers != "wait"
+    state = RLState(algorithm, has_stragglers=has_stragglers)
+    make_buffer = PartialBuffer if has_stragglers else Buffer
     conversations_of = _conversations(session)
 
-    for number in session.steps:
-        async with session.step(number, state) as step:
-            with phase("rollout"):
-                groups = await buffer.take(recipe.train.prompts_per_step, weight_version=number)
-            step.log(buffer.metrics())
-            step.log(failure_metrics(buffer.sampled, recipe.reward.max_failed_fraction, "reward/"))
-            await session.sleep_engines()
+    async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:
+        await _resume_or_evaluate(session, state)
+        for number in session.steps:
+            async with session.step(number, state) as step:
+                with phase("rollout"):
+                    groups = await buffer.take(recipe.train.prompts_per_step, weight_version=number)
+                step.log(buffer.metrics())
+                step.log(failure_metrics(buffer.sampled, recipe.reward.max_failed_fraction, "reward/"))
+                await session.sleep_engines()
 
-            with phase("logprobs"):
-                groups = await buffer.add_old_logprobs(groups, policy.forward)
-                batch = RLBatch.from_groups(groups, mask_truncated=algorithm.mask_truncated)
-                await score_tokens(batch, models, recipe, weight_version=number)
-                if "reward_model" in models:
-                    groups, scored = await add_model_scores(groups, batch, models["reward_model"], recipe.reward)
-                    step.log(scored)
-            if session.stop:
-                raise AbandonedError
-            step.log(compute_advantages(batch, recipe, state.kl_coefficient))
-            step.log(compute_importance_weights(batch, algorithm))
-            if recipe.rollout.stragglers == "park":
-                batch.forget_stale_logprobs(weight_version=number)
+                with phase("logprobs"):
+                    groups = await buffer.add_old_logprobs(groups, policy.forward)
+                    batch = RLBatch.from_groups(groups, mask_truncated=algorithm.mask_truncated)
+                    await score_tokens(batch, models, recipe, weight_version=number)
+                    if "reward_model" in models:
+                        groups, scored = await add_model_scores(groups, batch, models["reward_model"], recipe.reward)
+                        step.log(scored)
+                if session.stop:
+                    raise AbandonedError
+                step.log(compute_advantages(batch, recipe, state.kl_coefficient))
+                step.log(compute_importance_weights(batch, algorithm))
+                if recipe.rollout.stragglers == "park":
+                    batch.forget_stale_logprobs(weight_version=number)
 
-            step.is_trained = True
-            with phase("train"):
-                if "critic" in models:
-                    step.log(await update_critic(batch, models["critic"], recipe))
-                updates, gap = [], gap_metrics_before(batch, recipe.train)
-                for minibatch in () if gap else batch.minibatches(recipe, number, conversations_of(number)):
-                    updates.append(await policy.update(minibatch, state.kl_coefficient))
-                    if is_gap_exceeded(updates[-1]):
-                        break
-            step.log(gap | update_metrics(updates))
-            _judge_gap(session, step)
-            step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
-            step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
-            step.log(await session.retain_experts(state))
+                step.is_trained = True
+                with phase("train"):
+                    if "critic" in models:
+                        step.log(await update_critic(batch, models["critic"], recipe))
+                    updates, gap = [], gap_metrics_before(batch, recipe.train)
+                    for minibatch in () if gap else batch.minibatches(recipe, number, conversations_of(number)):
+                        updates.append(await policy.update(minibatch, state.kl_coefficient))
+                        if is_gap_exceeded(updates[-1]):
+                            break
+                step.log(gap | update_metrics(updates))
+                _judge_gap(session, step)
+                step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
+                step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
+                step.log(await session.retain_experts(state))
 
-            await session.checkpoints.begin(number, state.save)
-            with phase("reshard"):
-                step.log(await session.reshard(number))
-            step.log(session.pool.metrics())
-            session.write_samples(number, in_one(groups) if "reward_model" in models else buffer.sampled)
-            if session.evaluates_at(number):
-                step.log(await session.evaluate(number))
+                await session.checkpoints.begin(number, state.save)
+                with phase("reshard"):
+                    step.log(await session.reshard(number))
+                step.log(session.pool.metrics())
+                session.write_samples(number, in_one(groups) if "reward_model" in models else buffer.sampled)
+                if session.evaluates_at(number):
+                    step.log(await session.evaluate(number))
 
 
 def _judge_gap(session: Session, step: Step) -> None:

@@ -183,5 +183,6 @@ class Session:
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
         every = self.recipe.evaluation.every_steps
-        has_sets = bool(self.recipe.data.validation_conversations) or any(s.validation for s in self.sources)
+        data = self.recipe.data
+        has_sets = bool(data.validation or data.validation_conversations) or any(s.validation for s in self.sources)
         return has_sets and (step == self.recipe.train.steps or (every > 0 and step % every == 0))

@@ -65,7 +65,7 @@ class Buffer:
         taken, state.waiting = state.waiting[:num_groups], state.waiting[num_groups:]
         return [[replace(t, group=number) for t in group] for number, group in enumerate(taken)]
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Give up what is under way: here nothing, between two steps."""
 
     def _next_problem(self) -> Problem:

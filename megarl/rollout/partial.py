@@ -105,7 +105,7 @@ class PartialBuffer(Buffer):
             counts["rollout/kept"] = self._num_passed / max(self._num_batches, 1)
         return counts
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Cancel all that is under way; an environment that does not heed it is left behind."""
         self._leave(list(self._tasks))
         if self._leaving:

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from megarl.config import RewardConfig
+from megarl.environments.process import process_settings
+from megarl.environments.process_pool import EnvironmentPool, RaisedError
 from megarl.rewards.calling import Sample
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
+from megarl.types import Problem
 from tests.cluster.lateness import see_who_is_late
 
 if TYPE_CHECKING:
@@ -188,6 +191,67 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
         assert len(list(tmp_path.glob("node_*"))) == 4
         cluster.remove_node(spare, allow_graceful=False)
         assert asyncio.run(score(*"abcdefgh")) == [float(i) for i in range(8)]
+    finally:
+        pool.close()
+        ray.shutdown()
+
+
+ENVIRONMENT = """
+import os
+import time
+from pathlib import Path
+
+from megarl.environments import Start
+
+
+class Where:
+    def reset(self, problem, seed):
+        if problem.answer == "raise":
+            raise ValueError("no")
+        while problem.answer == "hang":
+            time.sleep(1)
+        pid = os.getppid()  # above it are its keeper, the actor, and the node's raylet
+        for _ in range(2):
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return Start(({"role": "user", "content": str(pid)},))
+
+    def step(self, turn):
+        raise NotImplementedError
+
+    def close(self):
+        pass
+"""
+
+
+def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
+    from megarl.cluster.ray import environments_on_nodes_in_turn, join
+
+    (tmp_path / "where.py").write_text(ENVIRONMENT)
+    join(cluster.address)
+    await_places()
+    settings = process_settings(f"{tmp_path / 'where.py'}:Where", {}, 0.5)
+    pool = EnvironmentPool(settings, num_processes=3, make_process=environments_on_nodes_in_turn())
+
+    async def place(answer: str, seconds: float | None, met: asyncio.Barrier | None) -> str:
+        async with pool.seat() as seat:
+            if met is not None:
+                await met.wait()
+            problem = Problem(0, ({"role": "user", "content": "Where?"},), (1,), answer)
+            start = await asyncio.wait_for(seat.environment().reset(problem, 0), seconds)
+            return start.messages[0]["content"]
+
+    async def run() -> None:
+        met = asyncio.Barrier(3)
+        places = await asyncio.gather(*(place("", None, met) for _ in range(3)))
+        assert len(set(places)) == 3
+        with pytest.raises(RaisedError, match="ValueError: no"):
+            await place("raise", None, None)
+        with pytest.raises(TimeoutError):
+            await place("hang", 1.0, None)
+        assert len(await asyncio.gather(*(place("", None, None) for _ in range(6)))) == 6
+
+    try:
+        asyncio.run(run())
     finally:
         pool.close()
         ray.shutdown()

@@ -134,7 +134,7 @@ def attempts(name: str, acts: list[str], texts: list[str], **budget: Any) -> tup
 
 def test_what_an_environment_does_in_its_process_ends_its_own_attempt_at_most(file: Path) -> None:
     acts = [act for bad in EXPECTED for act in (bad, "fine")]
-    found, running = attempts(f"{file}:Acts", acts, ["sorted"], step_seconds=6.0, attempts=2)
+    found, _ = attempts(f"{file}:Acts", acts, ["sorted"], step_seconds=6.0, attempts=2)
     pids = set()
     for act, trajectory in zip(acts, found, strict=True):
         killed = trajectory.metrics["process_killed"]
@@ -148,7 +148,7 @@ def test_what_an_environment_does_in_its_process_ends_its_own_attempt_at_most(fi
         assert str(trajectory.failure).startswith(failure) and killed == num_killed, (act, trajectory.failure, killed)
         assert trajectory.restarts == (act == "away") and trajectory.num_turns == (act != "begin")
     num_kills = sum(num_killed for _, num_killed in EXPECTED.values())
-    assert len(pids) <= 2 + num_kills < len(acts) and len(running) <= 4, "processes serve one attempt after the other"
+    assert len(pids) <= 2 + num_kills < len(acts), "processes serve one attempt after the other"
 
 
 def test_a_tool_that_hangs_is_answered_and_its_process_replaced(file: Path) -> None:

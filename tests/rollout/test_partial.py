@@ -129,7 +129,7 @@ class Run:
         self.state.save(folder / "before")
         loaded = RLState(self.recipe.algorithm, has_stragglers=True)
         loaded.load(folder / "before", self.problems)
-        await self.buffer.close()
+        await self.buffer.aclose()
         loaded.save(folder / "after")
         for name in (STATE, ARRAYS):
             assert (folder / "before" / name).read_bytes() == (folder / "after" / name).read_bytes()
@@ -190,7 +190,7 @@ def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bou
                 await run.resume(tmp_path)
                 assert run.state.waiting_experts == experts
             await run.reshard()
-        await run.buffer.close()
+        await run.buffer.aclose()
         used = {(t.problem.index, t.number) for _, t in given}
         left = {*run.state.started, *(one[0].group for one in run.state.waiting)}
         assert len(used) == len(given) == 30 and {index for index, _ in used} | left == set(range(run.state.drawn))
@@ -224,7 +224,7 @@ def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
                 assert any(len(calls) > 1 for g in run.state.started.values() for calls in g.calls.values())
                 await run.resume(tmp_path)
             await run.reshard()
-        await run.buffer.close()
+        await run.buffer.aclose()
         assert len({(t.problem.index, t.number) for t in given}) == 24 and not any(t.restarts for t in given)
         assert all(t.ended in ("done", "length") for t in given)
         assert all(versions_of(t) == sorted(versions_of(t)) for t in given)
@@ -335,7 +335,7 @@ def test_a_group_that_may_grow_no_older_is_waited_for(
         assert draws(groups)[0] == 0 and metrics["staleness/waited_seconds"] > 0 and metrics["staleness/dropped"] == 0
         for trajectory in groups[0]:
             assert {first, first + 1} == set(versions_of(trajectory))
-        await run.buffer.close()
+        await run.buffer.aclose()
         run.sampler.pool.release()
 
     runner.run(drive())
@@ -355,7 +355,7 @@ def test_a_group_that_grew_too_old_is_dropped_and_another_prompt_drawn(
             await run.reshard()
         assert dropped[:2] == [0, 0] and dropped[2] >= 1 and 0 not in run.state.started
         assert len(set(given)) == 9 and run.state.drawn == 12 + sum(dropped)
-        await run.buffer.close()
+        await run.buffer.aclose()
 
     runner.run(drive())
 
@@ -424,6 +424,6 @@ def test_case_n8_a_surplus_that_hangs_is_given_up_at_once(
             assert all(set(versions_of(t)) == {run.version} for one in fresh for t in one)
             run.sampler.pool.release()
             gate.set()
-            await run.buffer.close()
+            await run.buffer.aclose()
 
     runner.run(drive())
