@@ -25,7 +25,7 @@ class EnvironmentProcessError(Exception):
 
 
 class RaisedError(Exception):
-    """What an environment raised in its process; the text begins with the kind of error and a colon."""
+    """An exception of an environment in its process; the text begins with the kind of error and a colon."""
 
 
 class EnvironmentPool:

@@ -124,7 +124,9 @@ def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_s
     temperatures = [step["rollout/temperature"] for step in steps]
     # In a step whose groups had all waited it is theirs.
     assert temperatures[0] == pytest.approx(1.6) and 0.7 <= temperatures[-1] < 0.75
-    assert all(later <= before for before, later in pairwise(temperatures)) and len(set(temperatures)) > 6
+    # Up to the rounding of a mean.
+    assert all(later <= before + 1e-9 for before, later in pairwise(temperatures))
+    assert len({round(temperature, 9) for temperature in temperatures}) > 6
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kills: int) -> None:

@@ -15,7 +15,7 @@ from tests import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests/probes/without_slurm.py"
-WORKERS = "-n auto --maxprocesses 2 --dist loadfile --no-loadscope-reorder"
+WORKERS = "-n 3 --dist loadfile --no-loadscope-reorder"
 CALLED = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"
 [ "$(basename "$0")" != id ] || echo 0
