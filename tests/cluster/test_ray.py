@@ -166,36 +166,6 @@ def await_places() -> None:
             time.sleep(0.1)
 
 
-def test_rewards_are_scored_on_any_node_and_outlive_one(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megarl.cluster.ray import join
-    from megarl.rewards.on_ray import on_nodes_in_turn
-
-    (tmp_path / "places.py").write_text(PLACES)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    join(cluster.address)
-    spare = cluster.add_node(num_cpus=0)
-    cluster.wait_for_nodes()
-    await_places()
-    settings = worker_settings(RewardConfig.model_validate({"functions": ["places:node"], "wall_timeout_seconds": 5.0}))
-    pool = RewardPool(settings, num_workers=4, make_worker=on_nodes_in_turn())
-    try:
-
-        async def score(*completions: str) -> list[float | str]:
-            found = await asyncio.gather(*(pool.score(Sample(text, str(i))) for i, text in enumerate(completions)))
-            return [scored.failure or scored.reward.score for scored in found]
-
-        assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, "timeout", 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-        assert len(list(tmp_path.glob("node_*"))) == 4
-        cluster.remove_node(spare, allow_graceful=False)
-        assert asyncio.run(score(*"abcdefgh")) == [float(i) for i in range(8)]
-    finally:
-        pool.close()
-        ray.shutdown()
-
-
 ENVIRONMENT = """
 import os
 import time
@@ -252,6 +222,36 @@ def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: 
 
     try:
         asyncio.run(run())
+    finally:
+        pool.close()
+        ray.shutdown()
+
+
+def test_rewards_are_scored_on_any_node_and_outlive_one(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl.cluster.ray import join
+    from megarl.rewards.on_ray import on_nodes_in_turn
+
+    (tmp_path / "places.py").write_text(PLACES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    join(cluster.address)
+    spare = cluster.add_node(num_cpus=0)
+    cluster.wait_for_nodes()
+    await_places()
+    settings = worker_settings(RewardConfig.model_validate({"functions": ["places:node"], "wall_timeout_seconds": 5.0}))
+    pool = RewardPool(settings, num_workers=4, make_worker=on_nodes_in_turn())
+    try:
+
+        async def score(*completions: str) -> list[float | str]:
+            found = await asyncio.gather(*(pool.score(Sample(text, str(i))) for i, text in enumerate(completions)))
+            return [scored.failure or scored.reward.score for scored in found]
+
+        assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, "timeout", 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        assert len(list(tmp_path.glob("node_*"))) == 4
+        cluster.remove_node(spare, allow_graceful=False)
+        assert asyncio.run(score(*"abcdefgh")) == [float(i) for i in range(8)]
     finally:
         pool.close()
         ray.shutdown()
