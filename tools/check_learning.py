@@ -120,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         before, *_, after = accuracies(options.work / "runs" / run)
         met = after - before >= LEAST_GAIN and (recipe not in BY_PAIRS or after >= LEAST_WON)
-        met = after - before >= LEAST_GAIN and (recipe != "preference" or after >= LEAST_WON)
         lines.append({"method": name, "before": before, "after": after, "seconds": round(seconds), "met": met})
         print(f"{name:22}{before:8.3f}{after:8.3f}{after - before:8.3f}{seconds:9.0f} {'' if met else '!'}", flush=True)
     if options.json:
