@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.topology import Introduction
 from megarl.environments.process import EnvironmentProcess, MakeProcess, ProcessSettings
+from megarl.rewards.on_ray import actor_on, nodes_in_turn
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
@@ -139,7 +139,7 @@ class RayGroup(ConnectedGroup):
 
 def environments_on_nodes_in_turn() -> MakeProcess:
     """A constructor of environments' processes, round-robin over the cluster's nodes."""
-    nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
+    nodes = nodes_in_turn()
     return lambda settings, log_file: _RayEnvironmentProcess(next(nodes), settings, log_file)
 
 
@@ -147,10 +147,7 @@ class _RayEnvironmentProcess:
     """An `EnvironmentProcess` in an actor on a node, or on another where that is lost."""
 
     def __init__(self, node: str, settings: ProcessSettings, log_file: str | None) -> None:
-        there = NodeAffinitySchedulingStrategy(node, soft=True)
-        # No CPU and a byte, as for rewards: see `rewards.on_ray`.
-        actor = ray.remote(EnvironmentProcess).options(num_cpus=0, memory=1, scheduling_strategy=there)
-        self._actor: Any = actor.remote(settings, log_file)
+        self._actor = actor_on(node, EnvironmentProcess, settings, log_file)
 
     def wait_until_ready(self) -> None:
         try:

@@ -8,21 +8,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.platform.frames import FrameError, Patience, UnsendableError, receive, send
+from megarl.platform.frames import FrameError, UnsendableError, receive, receive_answer, send, within
 from megarl.platform.killable import KillableProcess
 from megarl.types import ConfigError, PeerLostError
 
 MAX_ANSWER_BYTES = 16 << 20
 START_SECONDS = 300.0
 """Limit for the import of an environment."""
-_OWN_END_SECONDS = 2.0
-"""Limit for a process that closed its connection to end by itself, so that its exit code is known."""
 _SERVER = "megarl.environments.server:serve"
 
 
@@ -101,7 +98,7 @@ class EnvironmentProcess:
         if self._is_ready:
             return
         try:
-            told = receive(self._process.connection, MAX_ANSWER_BYTES, _within(START_SECONDS))
+            told = receive(self._process.connection, MAX_ANSWER_BYTES, within(START_SECONDS))
         except TimeoutError:
             self.close()
             raise ConfigError(
@@ -122,13 +119,7 @@ class EnvironmentProcess:
         self._num_requests += 1
         try:
             send(self._process.connection, {"id": self._num_requests, **request})
-            while True:  # answers to earlier requests, from forks of the process, are dropped
-                answer = receive(self._process.connection, MAX_ANSWER_BYTES)
-                number = answer.get("id")
-                if number == self._num_requests:
-                    return answer
-                if not isinstance(number, int) or number > self._num_requests:
-                    raise FrameError(f"an answer to request {number!r:.60}, which was never made")
+            return receive_answer(self._process.connection, self._num_requests, MAX_ANSWER_BYTES)
         except UnsendableError as error:
             return {"error": f"TypeError: the environment cannot be told what is no JSON: {error}"}
         except FrameError as error:
@@ -145,19 +136,5 @@ class EnvironmentProcess:
     def _end(self) -> str:
         """How the process ended that closed its connection."""
         with self._lock:
-            if self._ended is None:
-                self._process.wait(_OWN_END_SECONDS)
-                self._ended = self._process.kill()
+            self._ended = self._ended or self._process.end()
             return self._ended
-
-
-def _within(seconds: float) -> Patience:
-    deadline = time.monotonic() + seconds
-
-    def remaining() -> float:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
-
-    return remaining

@@ -121,7 +121,7 @@ async def make_source(
         history="render" if rollout.history == "render" else "append",
         budget=rollout.budget,
         is_abandoned=is_abandoned,
-        notice=tracker.notice,
+        tell_once=tracker.notice_once,
         agent=agent.attempt if agent is not None else None,
         environment_pool=environments,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,35 @@ def receive(connection: socket.socket, max_bytes: int | None, patience: Patience
     if not isinstance(message, dict):
         raise FrameError(f"a message that is no JSON object: {bytes(payload[:60])!r}")
     return message
+
+
+def receive_answer(
+    connection: socket.socket, number: int, max_bytes: int | None, patience: Patience | None = None
+) -> dict[str, Any]:
+    """Receive the answer whose `id` is the number of the newest request; those to earlier ones are dropped.
+
+    Forks of the process may have sent them. Raises as `receive`, and FrameError for one to a request never made.
+    """
+    while True:
+        answer = receive(connection, max_bytes, patience)
+        answered = answer.get("id")
+        if answered == number:
+            return answer
+        if not isinstance(answered, int) or answered > number:
+            raise FrameError(f"a reply to request {answered!r:.60}, which was never made")
+
+
+def within(seconds: float) -> Patience:
+    """Patience for so many seconds from now; raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+
+    def remaining() -> float:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    return remaining
 
 
 def _receive_exactly(connection: socket.socket, size: int, patience: Patience | None) -> bytearray:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+_OWN_END_SECONDS = 2.0
+"""Limit for a process that closed its connection to end by itself, so that its exit code is known."""
 _END_SECONDS = 10.0
 """Limit for the processes of a keeper to end after SIGKILL."""
 _KEEPER = """
@@ -46,10 +48,11 @@ class KillableProcess:
         """The keeper's id; the process and all that it started are below it."""
         return self._keeper.pid
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the process has ended by itself, at most so long."""
+    def end(self) -> str:
+        """As `kill`, of a process that closed its connection: it may end by itself before."""
         with suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(seconds)
+            self._keeper.wait(_OWN_END_SECONDS)
+        return self.kill()
 
     def kill(self) -> str:
         """Have the keeper kill all processes and end. Returns how the process ended."""

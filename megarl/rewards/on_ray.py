@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import cycle
 from typing import Any
@@ -17,9 +18,25 @@ from megarl.rewards.worker import RewardWorker, Scored, WorkerSettings
 from megarl.types import PeerLostError
 
 
+def nodes_in_turn() -> Iterator[str]:
+    """The cluster's nodes, round-robin and without end."""
+    return cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
+
+
+def actor_on(node: str, made: Callable[..., object], *given: object, **options: int) -> Any:
+    """An actor `made(*given)` on a node, or on another where that is lost.
+
+    It takes no CPU in Ray's count: all of those may be the ranks'. What asks for no resource at all Ray places at
+    random, whatever the strategy; so it asks for a byte.
+    """
+    there = NodeAffinitySchedulingStrategy(node, soft=True)
+    actor: Any = ray.remote(made).options(num_cpus=0, memory=1, scheduling_strategy=there, **options)
+    return actor.remote(*given)
+
+
 def on_nodes_in_turn() -> MakeScorer:
     """A constructor of reward workers, round-robin over the cluster's nodes."""
-    nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
+    nodes = nodes_in_turn()
     return lambda settings, log_file: RayRewardWorker(next(nodes), settings, log_file)
 
 
@@ -27,15 +44,10 @@ class RayRewardWorker:
     """A `RewardWorker` in an actor on a node; if the node is lost, Ray restarts it on another."""
 
     def __init__(self, node: str, settings: WorkerSettings, log_file: str | None) -> None:
-        there = NodeAffinitySchedulingStrategy(node, soft=True)
-        # It takes no CPU in Ray's count: all of those may be the ranks'. What asks for no resource at all Ray places at
-        # random, whatever the strategy; so it asks for a byte.
-        # Two calls at once: one of them interrupts the other.
-        options = {"num_cpus": 0, "memory": 1, "max_restarts": -1, "max_concurrency": 2}
-        actor = ray.remote(RewardWorker).options(scheduling_strategy=there, **options)
         self._is_closed = False
         self._start_timeout_seconds = settings.start_timeout_seconds
-        self._actor: Any = actor.remote(settings, log_file)
+        # Two calls at once: one of them interrupts the other.
+        self._actor = actor_on(node, RewardWorker, settings, log_file, max_restarts=-1, max_concurrency=2)
         self._interrupting: Any = None
 
     def ask(self, sample: Sample) -> Scored:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config import RewardConfig, RewardFunctionConfig
-from megarl.platform.frames import FrameError, Patience, UnsendableError, receive, send
+from megarl.platform.frames import FrameError, UnsendableError, receive, receive_answer, send, within
 from megarl.platform.killable import KillableProcess
 from megarl.platform.processes import cpu_seconds_below
 from megarl.rewards import REWARDS, locate
@@ -24,8 +24,6 @@ from megarl.types import ConfigError, PeerLostError, Reward
 
 _SHORT_SECONDS = 0.05
 """The CPU time of an answer within this time is not measured."""
-_OWN_END_SECONDS = 2.0
-"""Limit for a process that closed its connection to end by itself, so that its exit code is known."""
 _MAX_REPLY_BYTES = 64 << 10
 """Limit of a reply: scores or a shortened traceback."""
 _MAX_OUTPUT_CHARACTERS = 2000
@@ -118,8 +116,9 @@ class RewardWorker:
         if self._is_ready:
             return
         try:
-            message = receive(self._connection, _MAX_REPLY_BYTES, self._start_patience())
-        except _OverdueError:
+            patience = within(self._settings.start_timeout_seconds)
+            message = receive(self._connection, _MAX_REPLY_BYTES, patience)
+        except TimeoutError:
             self._restart()
             seconds = self._settings.start_timeout_seconds
             raise ConfigError(f"reward.functions: importing {self._names} took more than {seconds:g} s") from None
@@ -170,7 +169,7 @@ class RewardWorker:
         limits = _Limits(self._process.pid, self._settings)
         try:
             send(self._connection, request, limits.remaining)
-            reply = self._reply(limits)
+            reply = receive_answer(self._connection, self._num_requests, _MAX_REPLY_BYTES, limits.remaining)
             limits.check_cpu()
             return self._scored(reply)
         except _OverdueError as error:
@@ -205,16 +204,6 @@ class RewardWorker:
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"no reward: {error}") from None
 
-    def _reply(self, limits: _Limits) -> dict[str, Any]:
-        """The reply to the newest request; replies to earlier ones, from forks of the process, are dropped."""
-        while True:
-            reply = receive(self._connection, _MAX_REPLY_BYTES, limits.remaining)
-            number = reply.get("id")
-            if number == self._num_requests:
-                return reply
-            if not isinstance(number, int) or number > self._num_requests:
-                raise FrameError(f"a reply to request {number!r:.60}, which was never made")
-
     def _start(self) -> None:
         settings = self._settings
         self._is_ready = False
@@ -239,22 +228,9 @@ class RewardWorker:
         with self._lock:
             if self._is_closed:
                 raise PeerLostError("the reward processes were closed while a completion was scored")
-            if is_ending:
-                self._process.wait(_OWN_END_SECONDS)
-            ended = self._process.kill()
+            ended = self._process.end() if is_ending else self._process.kill()
             self._start()
         return ended
-
-    def _start_patience(self) -> Patience:
-        deadline = time.monotonic() + self._settings.start_timeout_seconds
-
-        def remaining() -> float:
-            seconds = deadline - time.monotonic()
-            if seconds <= 0:
-                raise _OverdueError
-            return seconds
-
-        return remaining
 
     def _output(self) -> str:
         """The end of the functions' output, for an error message."""

@@ -174,20 +174,15 @@ async def attempt(
             pool.forget(task.name)
     calls, steps = course.calls, course.steps
     texts = [dialogue.text(call.completion.token_ids) for call in calls]
-    trajectory = Trajectory(
-        environment=task.environment,
-        problem=task.problem,
-        group=task.group,
-        number=task.number,
-        segments=stitch(calls or [unanswered(task.problem)]),
-        reward=None,
-        failure=failure,
-        text="\n\n".join(texts),
+    trajectory = unscored(
+        task,
+        calls,
+        texts,
         ended=ended,
+        failure=failure,
         turn_rewards=tuple((number, step.reward) for number, step in enumerate(steps) if step.reward is not None),
         metrics=_summed([step.metrics for step in steps]),
         restarts=restarts,
-        temperature=task.sampling.temperature,
     )
     if failure is not None:
         return trajectory
@@ -324,6 +319,35 @@ def _told(part: Callable[..., Result], *given: Any) -> Result:
 def unanswered(problem: Problem) -> ModelCall:
     """A call whose segment is the problem's prompt alone, fully masked."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
+
+
+def unscored(
+    task: Task,
+    calls: Sequence[ModelCall],
+    texts: Sequence[str],
+    *,
+    ended: Ended,
+    failure: str | None,
+    metrics: Mapping[str, float],
+    turn_rewards: tuple[tuple[int, float], ...] = (),
+    restarts: int = 0,
+) -> Trajectory:
+    """The trajectory of an attempt with these model calls and the texts of their completions, without a reward yet."""
+    return Trajectory(
+        environment=task.environment,
+        problem=task.problem,
+        group=task.group,
+        number=task.number,
+        segments=stitch(calls or [unanswered(task.problem)]),
+        reward=None,
+        failure=failure,
+        text="\n\n".join(texts),
+        ended=ended,
+        turn_rewards=turn_rewards,
+        metrics=metrics,
+        restarts=restarts,
+        temperature=task.sampling.temperature,
+    )
 
 
 def _of_steps(steps: Sequence[Step]) -> Reward:

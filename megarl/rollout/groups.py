@@ -52,8 +52,8 @@ class GroupSampler:
     """Samples and scores trajectories of problems; scoring overlaps with sampling.
 
     `environment` is the recipe's name of what `make_environment` makes, anew for each attempt, or of what runs in the
-    processes of `environment_pool`; or `agent` makes the attempts. `notice` is called with the first failure of each
-    kind.
+    processes of `environment_pool`; or `agent` makes the attempts. `tell_once` is called with the kind and the text of
+    each failure, and tells the first of a kind.
     """
 
     pool: EnginePool
@@ -67,10 +67,9 @@ class GroupSampler:
     history: History = "append"
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     is_abandoned: Callable[[], bool] = lambda: False
-    notice: Callable[[str], object] = lambda text: None
+    tell_once: Callable[[str, str], object] = lambda kind, text: None
     agent: Callable[[Task, Budget, Generates], Awaitable[Trajectory]] | None = None
     environment_pool: EnvironmentPool | None = None
-    _noticed: set[str] = field(default_factory=set)
 
     async def sample(
         self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
@@ -102,7 +101,7 @@ class GroupSampler:
                 trajectory = await self._played(task, budget, pool, seat.environment)
                 killed = {"process_killed": float(seat.num_killed)}
             trajectory = replace(trajectory, metrics={**trajectory.metrics, **killed})
-        self._tell_first(trajectory)
+        self._tell(trajectory)
         return trajectory
 
     async def _played(
@@ -110,13 +109,12 @@ class GroupSampler:
     ) -> Trajectory:
         return await attempt(task, make_environment, pool, budget, self.dialogue, self.score, self.history)
 
-    def _tell_first(self, trajectory: Trajectory) -> None:
+    def _tell(self, trajectory: Trajectory) -> None:
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]
-        if kind not in self._noticed:
-            self._noticed.add(kind)
-            self.notice(
-                f"an attempt of environment {trajectory.environment} at problem {trajectory.problem.index} ended with "
-                f"an error (the first of its kind; all are counted in rollout/errors/{kind}): {trajectory.failure}"
-            )
+        self.tell_once(
+            f"{trajectory.environment}: {kind}",
+            f"an attempt of environment {trajectory.environment} at problem {trajectory.problem.index} ended with "
+            f"an error (the first of its kind; all are counted in rollout/errors/{kind}): {trajectory.failure}",
+        )

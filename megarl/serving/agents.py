@@ -16,9 +16,8 @@ from megarl.config import AgentConfig, Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.environments import Agent, environment_maker, is_agent
 from megarl.rewards.calling import Sample
-from megarl.rollout.attempt import Budget, Score, Task, unanswered
+from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
 from megarl.rollout.pool import EnginePool, Generates
-from megarl.rollout.stitch import stitch
 from megarl.serving.codec import Codec
 from megarl.serving.sessions import Limits, Session, Sessions
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
@@ -242,18 +241,13 @@ def _trajectory(task: Task, session: Session, failure: str | None, seconds: floa
     elif calls and calls[-1].completion.finish_reason == "length":
         ended = "length"
     counts = {name: float(session.counts[name]) for name in COUNTS}
-    return Trajectory(
-        environment=task.environment,
-        problem=task.problem,
-        group=task.group,
-        number=task.number,
-        segments=stitch(calls or [unanswered(task.problem)]),
-        reward=None,
-        failure=failure,
-        text="\n\n".join(answer.completion_text for answer in answers),
+    return unscored(
+        task,
+        calls,
+        [answer.completion_text for answer in answers],
         ended=ended,
+        failure=failure,
         metrics=counts | {"model_calls": float(len(calls)), "program_seconds": seconds},
-        temperature=task.sampling.temperature,
     )
 
 

@@ -30,6 +30,7 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.metrics import rollout_metrics
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
+from megarl.terminal import FirstOfEachKind
 from megarl.types import Problem, Reward, SamplingSettings, Segment, Trajectory
 
 TWO = ParallelConfig(1, 1, 2, 1)
@@ -373,7 +374,7 @@ def test_an_error_ends_its_attempt_alone_and_is_told_once(
 ) -> None:
     told: list[str] = []
     closed = environment.closed
-    made = sampler(environment, 2000, max_turns=4, truncated_turn="close", notice=told.append)
+    made = sampler(environment, 2000, max_turns=4, truncated_turn="close", tell_once=FirstOfEachKind(told.append).tell)
     found = runner.run(made.sample(problems, SAMPLING, seed="s"))
     assert environment.closed == closed + 3
     for trajectory in found:
