@@ -191,6 +191,7 @@ def test_a_server_of_a_command_is_started_once_and_ended(tmp_path: Path) -> None
     (tmp_path / "server.py").write_text(
         "import os, sys\n"
         "from aiohttp import web\n"
+        f"sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})\n"
         "from tests.environments.test_openenv import Server\n"
         "open(sys.argv[2], 'a').write(f'{os.getpid()}\\n')\n"
         "async def health(request): return web.Response()\n"

@@ -210,30 +210,34 @@ class Talk(SingleTurn):
         return Step(done=True) if turn.number == 2 else Step(({"role": "user", "content": "Go on."},))
 
 
+def goes_on_in_a_later_turn(trajectory: Trajectory) -> bool:
+    """Whether a turn after the first was begun under one version and ended under another."""
+    [segment] = trajectory.segments
+    return any(len({*segment.weight_versions[segment.turns == turn].tolist()}) == 2 for turn in (1, 2))
+
+
 def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
     group: WorkerGroup, runner: asyncio.Runner, model_path: str, tmp_path: Path
 ) -> None:
     async def drive() -> None:
         run = await Run.begin(group, model_path, Talk, sampling=SamplingSettings(40, 1.0, stop=("e", "a")))
         given: list[Trajectory] = []
-        for number in range(4):
+        resumed: set[int] = set()
+        while not resumed & {t.problem.index for t in given} or not any(goes_on_in_a_later_turn(t) for t in given):
             given += [trajectory for one in await run.step() for trajectory in one]
-            if number == 1:
+            # Which attempts are under way depends on the machine's pace: not every step leaves one in a later turn.
+            in_later_turns = {n for n, g in run.state.started.items() if any(len(c) > 1 for c in g.calls.values())}
+            if in_later_turns and not resumed:
                 (tmp_path / "before").mkdir()
                 (tmp_path / "after").mkdir()
-                assert any(len(calls) > 1 for g in run.state.started.values() for calls in g.calls.values())
                 await run.resume(tmp_path)
+                resumed = in_later_turns
             await run.reshard()
+            assert len(given) < 60
         await run.buffer.aclose()
-        assert len({(t.problem.index, t.number) for t in given}) == 24 and not any(t.restarts for t in given)
+        assert len({(t.problem.index, t.number) for t in given}) == len(given) and not any(t.restarts for t in given)
         assert all(t.ended in ("done", "length") for t in given)
         assert all(versions_of(t) == sorted(versions_of(t)) for t in given)
-        of_turns = [
-            (set(s.weight_versions[s.turns == turn].tolist()), turn)
-            for s in (t.segments[0] for t in given)
-            for turn in range(3)
-        ]
-        assert any(len(versions) == 2 and turn > 0 for versions, turn in of_turns)
         assert await gap(group, given) <= 1e-5
 
     runner.run(drive())
