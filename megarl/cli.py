@@ -254,6 +254,40 @@ def serve(
     asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))
 
 
+sandbox = typer.Typer(
+    name="sandbox",
+    help="Programs that the policy writes, run where they can do no harm.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(sandbox)
+
+
+@sandbox.callback()
+def _sandbox() -> None:
+    pass
+
+
+@sandbox.command("check")
+def check_sandbox(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+) -> None:
+    """Show which layers of the sandbox this machine has, and what to do for those that it lacks.
+
+    The exit code is 0 where it has all of them, else 2.
+    """
+    from megarl.console import print_layers
+    from megarl.sandbox.check import examine
+
+    found = examine()
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        print_layers(found)
+    if not found.is_complete:
+        raise typer.Exit(ConfigError.exit_code)
+
+
 slurm = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(slurm)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megarl.cluster.doctor import Finding
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
+    from megarl.sandbox.check import Examination
 
 
 def print_error(error: MegarlError) -> None:
@@ -104,6 +105,24 @@ def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], 
         table.add_row(*([nodes] if with_nodes else []), finding.topic, state, finding.text)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(table, *notices, sep="\n")
+
+
+def print_layers(found: Examination) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from megarl.sandbox.layers import LAYERS, PURPOSES, REMEDIES
+    from megarl.terminal import Console
+
+    table = Table(show_header=False)
+    for layer in LAYERS:
+        if layer in found.layers.active:
+            table.add_row(layer, Text("active", style="green"), PURPOSES[layer])
+        else:
+            missing = f"{found.layers.fault_of(layer)}; {REMEDIES[layer]}"
+            table.add_row(layer, Text("missing", style="bold red"), missing)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(table, found.text, sep="\n")
 
 
 def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) -> None:

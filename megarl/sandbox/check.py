@@ -1,0 +1,44 @@
+"""An examination of this machine: which layers its sandbox has, and how long a run takes."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.sandbox.layers import LAYERS, Layers
+from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
+from megarl.types import ConfigError
+
+_RUNS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The layers of this machine, and a sentence on whether programs run in them."""
+
+    layers: Layers
+    works: bool
+    text: str
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether programs run under the strict default."""
+        return self.works and not set(LAYERS) - self.layers.active
+
+    def as_json(self) -> dict[str, Any]:
+        faults = {layer: self.layers.fault_of(layer) for layer in LAYERS if layer not in self.layers.active}
+        return {"layers": sorted(self.layers.active), "missing": faults, "works": self.works, "text": self.text}
+
+
+def examine() -> Examination:
+    """Start a sandbox with whatever layers there are, and run a program in it."""
+    sandbox = Sandbox(SandboxSettings(require=(), packages=()))
+    with contextlib.closing(sandbox):
+        try:
+            sandbox.start()
+            seconds = sum(sandbox.run("print(int(input()) + 1)", "1").cpu_seconds for _ in range(_RUNS)) / _RUNS
+        except (ConfigError, SandboxError) as error:
+            return Examination(sandbox.found or Layers(frozenset(), {}), False, f"programs do not run here: {error}")
+        assert sandbox.found is not None
+        return Examination(sandbox.found, True, f"a program takes {1000 * seconds:.1f} ms of CPU time beside its own")

@@ -1,0 +1,118 @@
+"""System calls that Python has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+# Keeps the interpreter's lock: the child of a raw clone goes on where its parent was.
+_HOLDING_LIBC = ctypes.PyDLL(None, use_errno=True)
+
+_NUMBERS = {
+    "x86_64": {"clone": 56, "pivot_root": 155, "seccomp": 317},
+    "aarch64": {"clone": 220, "pivot_root": 41, "seccomp": 277},
+}
+_SINCE_5 = {
+    "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446,
+}  # fmt: skip
+"""Of kernels since 5.0 every machine has the same numbers."""
+
+CLONE_NEWTIME, CLONE_NEWNS, CLONE_NEWCGROUP = 0x80, 0x00020000, 0x02000000
+CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x04000000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET, CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_SIGCHLD = 17
+_CAPABILITY_VERSION = 0x20080522
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_MOUNT_ATTR = {MS_RDONLY: 1, MS_NOSUID: 2, MS_NODEV: 4, MS_NOEXEC: 8}
+
+
+class KernelError(OSError):
+    """A system call failed; the text names it."""
+
+
+def machine() -> str:
+    """The processor as system call tables name it; KernelError for one that they do not have here."""
+    name = platform.machine()
+    if name not in _NUMBERS:
+        raise KernelError(0, f"the sandbox knows the system calls of {', '.join(_NUMBERS)}, not of {name}")
+    return name
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise KernelError(error, f"{what}: {os.strerror(error)}")
+    return result
+
+
+def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+    """A system call by name. Raises KernelError."""
+    number = _SINCE_5.get(name) or _NUMBERS[machine()][name]
+    given = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return _checked(_LIBC.syscall(ctypes.c_long(number), *given), name)
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces: 0 in the child, where only `os.fork` makes a process that Python knows in full."""
+    zero = ctypes.c_long(0)
+    number = ctypes.c_long(_NUMBERS[machine()]["clone"])
+    return _checked(_HOLDING_LIBC.syscall(number, ctypes.c_long(flags | _SIGCHLD), zero, zero, zero, zero), "clone")
+
+
+def unshare(flags: int) -> None:
+    _checked(_LIBC.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def prctl(option: int, value: int) -> None:
+    zero = ctypes.c_ulong(0)
+    _checked(_LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    texts = [text.encode() or None for text in (source, target, kind)]
+    _checked(_LIBC.mount(*texts, ctypes.c_ulong(flags), options.encode() or None), f"mount at {target}")
+
+
+def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
+    """Set flags of a mount, such as MS_RDONLY; those that it has stay."""
+    attributes = sum(attribute for flag, attribute in _MOUNT_ATTR.items() if flags & flag)
+    packed = ctypes.create_string_buffer(attributes.to_bytes(8, "little") + bytes(24), 32)
+    try:
+        syscall("mount_setattr", _AT_FDCWD, target.encode(), _AT_RECURSIVE if recursive else 0, packed, 32)
+    except KernelError as error:
+        if error.errno != 38:  # ENOSYS: a kernel before 5.12
+            raise
+        kept = os.statvfs(target).f_flag & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
+        relatime = {1024: 1024, 2048: 2048, 4096: 1 << 21}
+        kept = (kept & 15) | sum(flag for bit, flag in relatime.items() if kept & bit)
+        mount("", target, "", MS_BIND | MS_REMOUNT | flags | kept)
+
+
+def pivot_root() -> None:
+    """Make the current folder the root, and leave the old one behind."""
+    syscall("pivot_root", b".", b".")
+    _checked(_LIBC.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount of the old root")
+    os.chdir("/")
+
+
+def drop_capabilities() -> None:
+    """Give up every capability of this process, also those that a program could give it."""
+    number = 0
+    while True:
+        try:
+            prctl(PR_CAPBSET_DROP, number)
+        except KernelError as error:
+            if error.errno == 22:  # EINVAL: beyond the last
+                break
+            if error.errno != 1:  # EPERM: it has none to give up
+                raise
+            break
+        number += 1
+    header = _CAPABILITY_VERSION.to_bytes(4, "little") + bytes(4)
+    _checked(_LIBC.capset(header, bytes(24)), "capset")

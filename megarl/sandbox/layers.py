@@ -1,0 +1,59 @@
+"""The layers of the sandbox: what each is for, and what to do on a machine that lacks it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megarl.types import ConfigError
+
+Layer = Literal["namespaces", "landlock", "seccomp", "limits", "unprivileged"]
+LAYERS: tuple[Layer, ...] = get_args(Layer)
+
+PURPOSES: Mapping[str, str] = {
+    "namespaces": "no network, no other process, a read-only root with Python alone, a private /tmp (user namespaces)",
+    "landlock": "no file but Python's and the private /tmp, no TCP, no signal to others (Landlock)",
+    "seccomp": "system calls from a list: no process, no program, no socket, no tracing (seccomp)",
+    "limits": "CPU time, memory, size and number of files (rlimits)",
+    "unprivileged": "a user without rights, whoever starts the run (setresuid)",
+}
+REMEDIES: Mapping[str, str] = {
+    "namespaces": (
+        "let users make namespaces (sysctl user.max_user_namespaces=10000; Debian: kernel.unprivileged_userns_clone=1; "
+        "Ubuntu: kernel.apparmor_restrict_unprivileged_userns=0; Docker: --security-opt seccomp=unconfined)"
+    ),
+    "landlock": "take a kernel of 5.13 or newer with Landlock among its security modules (lsm=landlock,...)",
+    "seccomp": "take a kernel with CONFIG_SECCOMP_FILTER",
+    "limits": "take a Linux kernel",
+    "unprivileged": "start megarl as a user other than root, or in a container that lets root change its user id",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers that a machine has, and why others are missing."""
+
+    active: frozenset[str]
+    faults: Mapping[str, str]
+
+    def fault_of(self, layer: str) -> str:
+        return self.faults.get(layer) or "not tried"
+
+    def require(self, required: Collection[str]) -> None:
+        """Raise ConfigError for required layers that are missing."""
+        if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
+            said = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
+            others = ", ".join(layer for layer in required if layer not in missing)
+            raise ConfigError(
+                f"sandbox.require: this machine has no {' and no '.join(missing)} to run programs in ({said}); or run "
+                f"them with less, at your own risk: sandbox.require=[{others}]; or elsewhere, by sandbox.url"
+            )
+
+    def notice(self, required: Collection[str]) -> str | None:
+        """What to say once where a run goes on without a layer that the machine lacks."""
+        missing = [layer for layer in LAYERS if layer not in self.active and layer not in required]
+        if not missing:
+            return None
+        lost = "; ".join(f"{layer}: {PURPOSES[layer]}" for layer in missing)
+        return f"sandbox.require leaves out what this machine lacks; programs run without {lost}"

@@ -1,0 +1,124 @@
+"""A root folder with Python and nothing else, and namespaces without network, users or other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megarl.sandbox.kernel import (
+    CLONE_NEWCGROUP,
+    CLONE_NEWIPC,
+    CLONE_NEWNET,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    CLONE_NEWUTS,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_RDONLY,
+    MS_REC,
+    PR_SET_DUMPABLE,
+    clone,
+    mount,
+    pivot_root,
+    prctl,
+    restrict_mount,
+    unshare,
+)
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_BUILT_AT = "/sys"
+"""Where the new root is put together, over what nobody runs Python from; only this process sees it there."""
+_LASTING = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
+_OF_A_RUN = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+_MAX_FILES = 4096
+_FIRST_USER = 1_000_000_000
+_NOBODY = 65534
+
+
+def become_unprivileged() -> None:
+    """As root, become a user that owns nothing on this machine, for good. Raises OSError where that is impossible.
+
+    Not `nobody`, if it can be avoided: other services may run as that.
+    """
+    for user in (_FIRST_USER + os.getpid(), _NOBODY):
+        try:
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        except OSError:
+            continue
+        return
+    raise PermissionError("setresuid: no unprivileged user id can be taken here")
+
+
+def enter(trees: Sequence[str], prepare: bool) -> None:
+    """Move this process into namespaces whose root has only `trees`, read-only, some devices and an empty /tmp.
+
+    As root (`prepare`) the root folder is built with root's rights, since it may be the only one who can read Python,
+    and then given up. Raises OSError with the step that failed; the process is of no use then.
+    """
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if prepare:
+            unshare(CLONE_NEWNS)
+            _build_root(trees)
+            become_unprivileged()
+        user, group = os.geteuid(), os.getegid()
+        unshare(_LASTING)
+        prctl(PR_SET_DUMPABLE, 1)  # else its files in /proc are root's
+        _write(proc, "self/setgroups", "deny")
+        _write(proc, "self/uid_map", f"{user} {user} 1")
+        _write(proc, "self/gid_map", f"{group} {group} 1")
+        if not prepare:
+            _build_root(trees)
+    finally:
+        os.close(proc)
+
+
+def start_run() -> int:
+    """Fork the first process of a run: 0 in it. It sees no other process, and no mount it makes is seen by others."""
+    return clone(_OF_A_RUN)
+
+
+def mount_private_tmp(size_bytes: int) -> None:
+    mount(
+        "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
+    )
+
+
+def _write(proc: int, name: str, text: str) -> None:
+    file = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+    try:
+        os.write(file, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, f"/proc/{name}: {error.strerror}") from None
+    finally:
+        os.close(file)
+
+
+def _build_root(trees: Sequence[str]) -> None:
+    mount("", "/", "", MS_REC | MS_PRIVATE)
+    # Found before anything is mounted over.
+    links = {tree: os.readlink(tree) for tree in trees if os.path.islink(tree)}
+    mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+    os.umask(0o022)
+    for tree, target in links.items():
+        os.symlink(target, _BUILT_AT + tree)
+    for tree in trees:
+        if tree in links or not os.path.isdir(tree):
+            continue
+        os.makedirs(_BUILT_AT + tree, exist_ok=True)
+        mount(tree, _BUILT_AT + tree, "", MS_BIND | MS_REC)
+        restrict_mount(_BUILT_AT + tree, MS_RDONLY | MS_NOSUID | MS_NODEV, recursive=True)
+    os.makedirs(f"{_BUILT_AT}/dev")
+    for device in DEVICES:
+        os.close(os.open(_BUILT_AT + device, os.O_WRONLY | os.O_CREAT, 0o644))
+        mount(device, _BUILT_AT + device, "", MS_BIND)
+    os.makedirs(f"{_BUILT_AT}/tmp")
+    os.chdir(_BUILT_AT)
+    pivot_root()
+    restrict_mount("/", MS_RDONLY | MS_NOSUID | MS_NODEV)

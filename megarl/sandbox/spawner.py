@@ -1,0 +1,227 @@
+"""The spawner: a small process that forks one for each run, and ends it.
+
+It is told of a run by descriptors alone, never reads a program nor what it prints: what a run could find in the memory
+that it begins with is the spawner's, and that of no other run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import json
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from megarl.sandbox import landlock, namespaces, seccomp
+from megarl.sandbox.inside import READY, Confinement, confine, limits_of, run
+from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, KernelError, prctl
+
+MAX_MESSAGE_BYTES = 4096
+_DESCRIPTORS = 5
+"""Of a run: the program, its standard input, output and error, and where it says that it begins."""
+_PREPARED = """
+collections heapq bisect itertools functools math random string re datetime copy statistics operator io json typing
+fractions decimal time enum dataclasses array queue cmath numbers abc contextlib inspect textwrap struct
+""".split()  # noqa: SIM905
+"""Modules that programs of tests often import."""
+_TMP_BYTES = 64 << 20
+_COUNTS_BY_NAMESPACE = (5, 14)
+"""The kernel since which a user's tasks are counted in each user namespace; before, others of the user would count."""
+
+
+def spawn(control: int, start: dict[str, Any]) -> NoReturn:
+    """Serve runs until the other side closes the connection; `start` says which layers to try, and folders."""
+    connection = socket.socket(fileno=control)
+    confinement, faults = _set_up(start)
+    connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    while True:
+        text, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, _DESCRIPTORS)
+        if not text:
+            os._exit(0)
+        if len(descriptors) == _DESCRIPTORS:
+            connection.send(json.dumps(_serve(connection, confinement, limits_of(text), descriptors)).encode())
+        # Else it is the end of a run that has ended meanwhile.
+
+
+def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
+    """Enter the layers that there are. Returns them, and why others are missing."""
+    _prepare_modules()
+    used_bytes = _used_bytes()
+    faults: dict[str, str] = {}
+    layers = {"limits"}
+    is_root = os.geteuid() == 0
+    if "namespaces" in start["layers"]:
+        try:
+            namespaces.enter(start["trees"], is_root)
+            layers.add("namespaces")
+        except OSError as error:
+            # Half-way in: another spawner begins without them.
+            faults["namespaces"] = str(error.strerror)
+            return Confinement(frozenset(), (), (), (), 0, False), faults
+    elif is_root:
+        try:
+            namespaces.become_unprivileged()
+        except OSError as error:
+            faults["unprivileged"] = str(error)
+    if os.geteuid() != 0:
+        layers.add("unprivileged")
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    for layer, probe in (("landlock", _probe_landlock), ("seccomp", _probe_seccomp)):
+        if layer in start["layers"]:
+            fault = _fault_in_child(probe)
+            if fault is None:
+                layers.add(layer)
+            else:
+                faults[layer] = fault
+    trees, listable, search_path = (tuple(start[name]) for name in ("trees", "listable", "search_path"))
+    counts_tasks = "namespaces" in layers and _kernel() >= _COUNTS_BY_NAMESPACE
+    return Confinement(frozenset(layers), trees, listable, search_path, used_bytes, counts_tasks), faults
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+
+
+def _prepare_modules() -> None:
+    for name in _PREPARED:
+        importlib.import_module(name)
+
+
+def _used_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _probe_landlock() -> None:
+    landlock.restrict(readable=(), listable=(), usable=(), writable=())
+
+
+def _probe_seccomp() -> None:
+    seccomp.apply(may_signal=False)
+
+
+def _fault_in_child(probe: Any) -> str | None:
+    """Why something that cannot be undone fails, tried in a process of its own; None where it works."""
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            probe()
+        except KernelError as error:
+            os.write(tell, str(error.strerror).encode())
+        except BaseException as error:
+            os.write(tell, repr(error).encode())
+        os._exit(0)
+    os.close(tell)
+    with os.fdopen(told, "rb") as file:
+        fault = file.read().decode()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return fault or (None if code == 0 else f"a process that tried it ended with {code}")
+
+
+def _serve(connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]) -> dict[str, Any]:
+    """Run a program to its end, or until the other side has it killed. Returns its exit code and CPU time."""
+    has_namespaces = "namespaces" in confinement.layers
+    try:
+        child = namespaces.start_run() if has_namespaces else os.fork()
+        if child == 0:
+            if has_namespaces:
+                _be_first(confinement, limits, descriptors)
+            _be_program(confinement, limits, descriptors)
+    except OSError as error:
+        os.write(descriptors[-1], f"no process can be started: {error.strerror}".encode())
+        return {"exit_code": 1, "cpu_seconds": 0.0, "memory_bytes": 0}
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(connection, select.POLLIN)
+    while True:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if ended in ready:
+            break
+        asked = connection.recv(MAX_MESSAGE_BYTES)
+        os.kill(child, signal.SIGKILL)
+        if not asked:
+            os._exit(0)
+        poll.unregister(connection)
+    os.close(ended)
+    _, status, usage = os.wait4(child, 0)
+    return {
+        "exit_code": _exit_code(status),
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "memory_bytes": usage.ru_maxrss << 10,
+    }
+
+
+def _exit_code(status: int) -> int:
+    """As a shell has it: 128 and more for a signal."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _be_first(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
+    """The first process of a run's namespaces: its end is the end of all in them."""
+    status = descriptors[-1]
+    try:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        namespaces.mount_private_tmp(_TMP_BYTES)
+        program = os.fork()
+        if program == 0:
+            _be_program(confinement, limits, descriptors)
+        # No end of its pipes may stay open here.
+        os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        os._exit(_exit_code(os.waitpid(program, 0)[1]))
+    except BaseException as error:
+        os.write(status, f"the sandbox could not be set up: {error}".encode())
+    finally:
+        os._exit(1)
+
+
+def _be_program(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
+    program, given, printed, warned, status = descriptors
+    try:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        with os.fdopen(program, "rb") as file:
+            source = file.read()
+        # Out of the way of 0, 1 and 2.
+        kept = [_above(descriptor) for descriptor in (given, printed, warned, status)]
+        for number, descriptor in enumerate(kept[:3]):
+            os.dup2(descriptor, number)
+        status = os.dup2(kept[3], 3, inheritable=False)
+        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        confine(confinement, limits)
+        os.write(status, READY)
+        os.close(status)
+    except BaseException as error:
+        os.write(status, f"the sandbox could not be set up: {error}".encode())
+        os._exit(1)
+    run(source, confinement.search_path)
+
+
+def _above(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10)
+
+
+def main() -> NoReturn:
+    """The process's beginning: arguments are the connection's descriptor and `start` as JSON."""
+    control, start = int(sys.argv[1]), json.loads(sys.argv[2])
+    sys.argv[:] = [""]
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
+    os.closerange(3, control)
+    spawn(control, start)

@@ -1,0 +1,150 @@
+"""Runs of programs: what comes out, what ends them, and that nothing of one reaches the next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+
+from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
+from megarl.types import ConfigError
+
+
+def test_a_program_reads_and_prints(sandbox: Sandbox) -> None:
+    ran = sandbox.run("import sys\nprint(int(input()) * 7)\nprint(sys.stdin.read(), end='')", "11\nmé\n")
+    assert (ran.outcome, ran.stdout, ran.stderr, ran.exit_code) == ("ok", "77\nmé\n", "", 0)
+    assert 0 < ran.cpu_seconds < 1
+
+
+def test_it_is_run_as_python_runs_a_file(sandbox: Sandbox) -> None:
+    program = (
+        "from __future__ import annotations\nimport atexit, sys, threading\n"
+        "assert __name__ == '__main__' and sys.modules['__main__'].atexit is atexit\n"
+        "atexit.register(print, 'at the end')\n"
+        "threading.Thread(target=lambda: print('thread')).start()\n"
+        "sys.exit(3)"
+    )
+    ran = sandbox.run(program)
+    assert (ran.outcome, ran.stdout, ran.exit_code) == ("error", "thread\nat the end\n", 3)
+
+
+def test_an_error_shows_the_line_and_not_the_sandbox(sandbox: Sandbox) -> None:
+    ran = sandbox.run("def f(x):\n    return 1 / x\n\nf(0)")
+    assert ran.outcome == "error" and ran.exit_code == 1
+    assert "return 1 / x" in ran.stderr and "ZeroDivisionError" in ran.stderr
+    assert "megarl" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome"),
+    [
+        pytest.param("while True: pass", "timeout", id="CPU time"),
+        pytest.param("print('x' * 70_000)", "output", id="output"),
+        pytest.param("x = bytearray(1 << 30)", "error", id="memory"),
+        pytest.param("def f(:", "error", id="syntax"),
+        pytest.param("import os\nos.kill(os.getpid(), 15)", "error", id="signal"),
+    ],
+)
+def test_limits_end_it(sandbox: Sandbox, program: str, outcome: str) -> None:
+    assert sandbox.run(program).outcome == outcome
+
+
+def test_a_program_that_waits_is_ended_by_the_clock() -> None:
+    with contextlib.closing(Sandbox(SandboxSettings(wall_timeout_seconds=0.5, packages=()))) as sandbox:
+        ran = sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.2)
+        assert ran.outcome == "timeout"
+        assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def test_output_may_be_longer_where_more_is_expected(sandbox: Sandbox) -> None:
+    program = "print('x' * 200_000)"
+    assert sandbox.run(program).outcome == "output"
+    assert len(sandbox.run(program, output_bytes=300_000).stdout) == 200_001
+
+
+def test_a_megabyte_in_and_out(sandbox: Sandbox) -> None:
+    text = "abcdefg\n" * 131_072
+    ran = sandbox.run("import sys\nsys.stdout.write(sys.stdin.read().upper())", text, output_bytes=2 << 20)
+    assert ran.stdout == text.upper()
+
+
+def test_each_run_is_alone(sandbox: Sandbox) -> None:
+    first = "import builtins, os\nopen('/tmp/x', 'w').write('7')\nbuiltins.len = 0\nos.environ['A'] = 'b'\nprint(1)"
+    assert sandbox.run(first).stdout == "1\n"
+    second = "import os\nprint(os.listdir('/tmp'), len('abc'), os.environ.get('A'), os.getpid())"
+    assert sandbox.run(second).stdout == "[] 3 None 2\n"
+
+
+def test_it_sees_python_and_nothing_else(sandbox: Sandbox) -> None:
+    program = (
+        "import os, sys\n"
+        "print([name for name in ('/etc', '/proc', '/home', '/root/.ssh', '/work', '/var') if os.path.exists(name)])\n"
+        "print(os.getuid() > 0, sorted(os.environ), os.uname().nodename == '')"
+    )
+    ran = sandbox.run(program)
+    there, rest = ran.stdout.splitlines()
+    assert there == "[]"
+    assert rest.startswith("True ['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH'")
+
+
+def test_a_set_has_the_same_order_in_each_sandbox(sandbox: Sandbox) -> None:
+    program = "print(list({'tea', 'milk', 'salt', 'pepper', 'bread'}))"
+    with contextlib.closing(Sandbox(SandboxSettings(packages=()))) as other:
+        assert sandbox.run(program).stdout == other.run(program).stdout
+
+
+def test_packages_can_be_imported_and_others_not() -> None:
+    with contextlib.closing(Sandbox(SandboxSettings(packages=("numpy",)))) as sandbox:
+        assert sandbox.run("import numpy\nprint(numpy.arange(5).sum())").stdout == "10\n"
+        assert "No module named 'torch'" in sandbox.run("import torch").stderr
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.packages: 'nowhere'"):
+        Sandbox(SandboxSettings(packages=("nowhere",))).start()
+
+
+def test_a_missing_layer_is_refused_with_its_remedy_and_may_be_left_out() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.require.* no landlock .*lsm=landlock") as refused:
+        Sandbox(SandboxSettings(packages=()), _without=("landlock",)).start()
+    assert "sandbox.require=[namespaces, seccomp, limits, unprivileged]" in str(refused.value)
+    required = ("namespaces", "seccomp", "limits", "unprivileged")
+    with contextlib.closing(Sandbox(SandboxSettings(require=required, packages=()), _without=("landlock",))) as sandbox:
+        assert sandbox.run("print(5)").stdout == "5\n"
+        assert sandbox.found is not None
+        assert "without landlock" in str(sandbox.found.notice(required))
+        assert sandbox.found.notice((*required, "landlock")) is None
+
+
+def test_it_goes_on_after_its_spawner_was_killed() -> None:
+    with contextlib.closing(Sandbox(SandboxSettings(packages=()))) as sandbox:
+        sandbox.start()
+        process = sandbox._process
+        assert process is not None
+        ended: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                sandbox.run("print('there', flush=True)\nwhile True: pass", cpu_seconds=100.0)
+            except SandboxError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        while not _children(process.pid):
+            time.sleep(0.01)
+        program = _children(process.pid)
+        process.kill()
+        thread.join()
+        assert len(ended) == 1
+        while any(os.path.exists(f"/proc/{pid}") for pid in program):
+            time.sleep(0.01)
+        assert sandbox.run("print(3)").stdout == "3\n"
+
+
+def _children(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
