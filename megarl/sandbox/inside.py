@@ -1,4 +1,4 @@
-"""What the process of a run does: gives up its rights, then runs the program."""
+"""In the process of a run: rights are given up, then the program is run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What a machine's sandbox consists of, known when its spawner has started."""
+    """The parts of a machine's sandbox, known when its spawner has started."""
 
     layers: frozenset[str]
     trees: tuple[str, ...]

@@ -51,7 +51,7 @@ class Layers:
             )
 
     def notice(self, required: Collection[str]) -> str | None:
-        """What to say once where a run goes on without a layer that the machine lacks."""
+        """The notice where a run goes on without a layer that the machine lacks; None where it lacks none."""
         missing = [layer for layer in LAYERS if layer not in self.active and layer not in required]
         if not missing:
             return None
