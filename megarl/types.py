@@ -247,11 +247,25 @@ class Trajectory:
     """How often the attempt was begun anew, since the environment could not be had."""
     temperature: float = 1.0
     """The temperature that all of its tokens were sampled at."""
+    engine_seconds: float = 0.0
+    """How long its completions were waited for, but for the time in which the engines were held."""
+    environment_seconds: float = 0.0
+    """How long its environment was waited for, tools and the wait for a free process included; of an agent's attempt
+    the time in which no completion was waited for."""
 
     @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
+
+    @property
+    def num_observed(self) -> int:
+        """Number of tokens between two completions: what environment and tools said, as the chat template writes it.
+
+        What a segment begins with is not among them, in a fork neither: there it is not told from the history.
+        """
+        places = [segment.loss_mask.nonzero()[0] for segment in self.segments]
+        return sum(int(found[-1] - found[0]) + 1 - len(found) for found in places if len(found))
 
     @property
     def num_turns(self) -> int:

@@ -19,6 +19,7 @@ from megarl.rollout.course import Course, History
 from megarl.rollout.parts import seed_of
 from megarl.rollout.pool import Generates
 from megarl.rollout.stitch import ModelCall, stitch
+from megarl.rollout.waiting import TimedPool
 from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
 
 if TYPE_CHECKING:
@@ -97,8 +98,15 @@ class _Clock:
     """Of the engines, since the attempt began."""
     step_started: float | None = None
     """When the environment began to answer; None while it is not asked."""
+    answered_seconds: float = 0.0
+    """Of the environment's answers before."""
     is_stopped: bool = False
     """The attempt is over, whatever its environment still does."""
+
+    @property
+    def environment_seconds(self) -> float:
+        """How long the environment was asked so far."""
+        return self.answered_seconds + (0.0 if self.step_started is None else self.now() - self.step_started)
 
     @property
     def seconds_left(self) -> float | None:
@@ -136,6 +144,7 @@ class _Clock:
         except (Exception, SystemExit) as error:
             raise _AttemptError(_failure(error)) from error
         finally:
+            self.answered_seconds = self.environment_seconds
             self.step_started = None
             if self.is_stopped:  # it was cancelled and went on
                 raise _AttemptError("Timeout: the attempt is over")
@@ -159,11 +168,12 @@ async def attempt(
     now = asyncio.get_running_loop().time
     held_before = pool.seconds_held
     clock = _Clock(budget, now, now(), lambda: pool.seconds_held - held_before)
+    engines = TimedPool(pool)
     restarts = 0
     while True:
         course = Course(dialogue, history, task.problem.messages)
         try:
-            ended, failure = await _watched(task, make_environment, pool, course, clock)
+            ended, failure = await _watched(task, make_environment, engines, course, clock)
             break
         except EnvironmentUnavailableError as error:
             if restarts + 1 == budget.attempts:
@@ -180,9 +190,13 @@ async def attempt(
         texts,
         ended=ended,
         failure=failure,
-        turn_rewards=tuple((number, step.reward) for number, step in enumerate(steps) if step.reward is not None),
+        turn_rewards=tuple(
+            (number, float(step.reward)) for number, step in enumerate(steps) if step.reward is not None
+        ),
         metrics=_summed([step.metrics for step in steps]),
         restarts=restarts,
+        engine_seconds=engines.seconds,
+        environment_seconds=clock.environment_seconds,
     )
     if failure is not None:
         return trajectory
@@ -331,6 +345,8 @@ def unscored(
     metrics: Mapping[str, float],
     turn_rewards: tuple[tuple[int, float], ...] = (),
     restarts: int = 0,
+    engine_seconds: float,
+    environment_seconds: float,
 ) -> Trajectory:
     """The trajectory of an attempt with these model calls and the texts of their completions, without a reward yet."""
     return Trajectory(
@@ -347,18 +363,20 @@ def unscored(
         metrics=metrics,
         restarts=restarts,
         temperature=task.sampling.temperature,
+        engine_seconds=engine_seconds,
+        environment_seconds=environment_seconds,
     )
 
 
 def _of_steps(steps: Sequence[Step]) -> Reward:
-    score = sum(step.reward for step in steps if step.reward is not None)
-    known = [step.answer_correct for step in steps if step.answer_correct is not None]
+    score = float(sum(step.reward for step in steps if step.reward is not None))
+    known = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=known[-1] if known else score > 0)
 
 
 def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return {name: float(sum(part.get(name, 0.0) for part in parts)) for name in names}
 
 
 def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:

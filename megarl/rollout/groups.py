@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Literal
 
 from megarl.config import BudgetConfig
@@ -97,10 +98,16 @@ class GroupSampler:
             assert self.make_environment is not None
             trajectory = await self._played(task, budget, pool, self.make_environment)
         else:
+            began = monotonic()
             async with self.environment_pool.seat() as seat:
+                waited = monotonic() - began
                 trajectory = await self._played(task, budget, pool, seat.environment)
                 killed = {"process_killed": float(seat.num_killed)}
-            trajectory = replace(trajectory, metrics={**trajectory.metrics, **killed})
+            trajectory = replace(
+                trajectory,
+                metrics={**trajectory.metrics, **killed},
+                environment_seconds=trajectory.environment_seconds + waited,
+            )
         self._tell(trajectory)
         return trajectory
 

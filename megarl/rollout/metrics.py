@@ -53,7 +53,8 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
     """Metrics of one source of a mixture, of those trajectories that are its.
 
     `environment/NAME/share`: its share of the trajectories; `environment/NAME/reward/...`, `/tools/...` and the others
-    those of `reward_metrics` and `rollout_metrics`, there without `rollout/` and `environment/`.
+    those of `reward_metrics` and `rollout_metrics`, there without `rollout/` and `environment/`:
+    `/observed_tokens/mean`, `/time/engine_wait_seconds/mean`.
     """
     own = [t for t in trajectories if t.environment == name]
     metrics = {"share": len(own) / len(trajectories)}
@@ -100,7 +101,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of a step's attempts.
 
     `rollout/temperature`: the mean of what they were sampled at; `rollout/turns/mean`, `/max`: completions of an
-    attempt; `rollout/turn_tokens/mean`, `/max`: tokens of a completion; `rollout/segments/mean`: sequences that an
+    attempt; `rollout/turn_tokens/mean`, `/max`: tokens of a completion; `rollout/observed_tokens/mean`, `/max`: tokens
+    that environment and tools added to an attempt (`Trajectory.num_observed`); `time/engine_wait_seconds/mean`, `/max`
+    and `time/environment_wait_seconds/mean`, `/max`: how long an attempt waited for completions and for its environment
+    (of one that a resume goes on with, since then); `rollout/segments/mean`: sequences that an
     attempt is trained in; `rollout/forks`: how often, in all, one did not go on from the tokens it had;
     `rollout/restarted`: how often, in all, one was begun anew; `rollout/ended/WHY`: the share of attempts that ended
     so; `rollout/errors/KIND`: attempts that an error ended, by its kind;
@@ -112,6 +116,11 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [t.num_turns for t in trajectories]
     sizes = [size for t in trajectories for size in t.turn_tokens]
     segments = [len(t.segments) for t in trajectories]
+    by_attempt = {
+        "rollout/observed_tokens": [t.num_observed for t in trajectories],
+        "time/engine_wait_seconds": [t.engine_seconds for t in trajectories],
+        "time/environment_wait_seconds": [t.environment_seconds for t in trajectories],
+    }
     metrics = {
         "rollout/temperature": sum(t.temperature for t in trajectories) / count,
         "rollout/turns/mean": sum(turns) / count,
@@ -122,6 +131,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/segments/mean": sum(segments) / count,
         "rollout/forks": float(sum(number - 1 for number in segments if number)),
     }
+    for name, found in by_attempt.items():
+        metrics |= {f"{name}/mean": sum(found) / count, f"{name}/max": float(max(found))}
     for why in get_args(Ended):
         metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
     kept_sets = [s.kept_sets for t in trajectories for s in t.segments if s.kept_sets is not None]

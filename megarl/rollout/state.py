@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,23 @@ from megarl.types import Completion, ConfigError, ExpertsHandle, KeptSets, Probl
 
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
+TIMES = "collection_times.json"
+"""What the clock said of trajectories, which two equal runs do not share; all else in a checkpoint they do."""
 SEGMENT_ARRAYS = [part.name for part in fields(Segment) if part.name != "kept_sets"]
 COMPLETION_ARRAYS = ["token_ids", "rollout_logprobs", "weight_versions", "routed_experts"]
 KEPT_SETS = [part.name for part in fields(KeptSets)]
+SECONDS = ["engine_seconds", "environment_seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What of trajectories is in other files than their JSON values: arrays, and numbers of the clock by their names.
+
+    Names of both begin with that of the trajectory.
+    """
+
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class RLState:
@@ -77,17 +91,19 @@ class RLState:
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint's folder; the pool is held where groups are under way."""
         flat = [(number, trajectory) for number, group in enumerate(self.waiting) for trajectory in group]
-        arrays: dict[str, np.ndarray] = {}
+        beside = _Beside()
         for index, (_, trajectory) in enumerate(flat):
-            arrays |= _arrays_of(trajectory, f"{index}.")
+            _put_beside(trajectory, f"{index}.", beside)
         state = {
             "drawn": self.drawn, "positions": {name: asdict(position) for name, position in self.positions.items()},
             "kl_coefficient": self.kl_coefficient,
             "waiting": [_plain(t.group if self._has_stragglers else number, t) for number, t in flat],
-            "started": [_plain_started(group, arrays) for group in self.started.values()],
+            "started": [_plain_started(group, beside) for group in self.started.values()],
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        (folder / ARRAYS).write_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+        (folder / TIMES).write_text(json.dumps(beside.times, indent=2) + "\n", encoding="utf-8")
+        arrays = {name: np.ascontiguousarray(array) for name, array in beside.arrays.items()}
+        (folder / ARRAYS).write_bytes(save(arrays))
 
     def load(self, folder: Path, problems: Sequence[Problem]) -> int:
         """Go on from a checkpoint's state; `problems` are the run's.
@@ -96,7 +112,7 @@ class RLState:
         they get the engine's log-probs instead.
         """
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        arrays = load_file(folder / ARRAYS)
+        beside = _Beside(load_file(folder / ARRAYS), json.loads((folder / TIMES).read_text(encoding="utf-8")))
         self.drawn = state["drawn"]
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
@@ -106,14 +122,14 @@ class RLState:
         num_lacking = 0
         is_old_kept = self._algorithm.old_logprobs == "trainer" and not self._has_stragglers
         for index, plain in enumerate(state["waiting"]):
-            trajectory = _trajectory(plain, by_index, arrays, f"{index}.")
+            trajectory = _trajectory(plain, by_index, beside, f"{index}.")
             if is_old_kept and lacks_old_logprobs(trajectory):
                 logprobs = [segment.rollout_logprobs for segment in trajectory.segments]
                 trajectory = with_old_logprobs(trajectory, iter(logprobs))
                 num_lacking += 1
             trajectories.append(trajectory)
         self.waiting = in_groups(trajectories)
-        groups = [_started(plain, by_index, arrays) for plain in state["started"]]
+        groups = [_started(plain, by_index, beside) for plain in state["started"]]
         self.started = {group.draw: group for group in groups}
         return num_lacking
 
@@ -170,37 +186,47 @@ def _read(arrays: Mapping[str, np.ndarray], names: Sequence[str], prefix: str) -
     return found
 
 
-def _arrays_of(trajectory: Trajectory, prefix: str) -> dict[str, np.ndarray]:
-    """The arrays of a trajectory's segments, by names that begin so."""
-    arrays: dict[str, np.ndarray] = {}
+def _put_beside(trajectory: Trajectory, prefix: str, beside: _Beside) -> None:
+    """Add the arrays of a trajectory's segments and its times, by names that begin so."""
     for place, segment in enumerate(trajectory.segments):
-        arrays |= _stored(segment, SEGMENT_ARRAYS, f"{prefix}{place}.")
-    return arrays
+        beside.arrays.update(_stored(segment, SEGMENT_ARRAYS, f"{prefix}{place}."))
+    seconds = {name: float(getattr(trajectory, name)) for name in SECONDS}
+    beside.times[prefix] = seconds | {name: value for name, value in trajectory.metrics.items() if _is_time(name)}
+
+
+def _is_time(metric: str) -> bool:
+    """Whether a metric of an environment is one of the clock."""
+    return metric.endswith("seconds")
 
 
 def _trajectory(
-    plain: dict[str, Any], problems: Mapping[tuple[str, int], Problem], arrays: Mapping[str, np.ndarray], prefix: str
+    plain: dict[str, Any], problems: Mapping[tuple[str, int], Problem], beside: _Beside, prefix: str
 ) -> Trajectory:
-    """A trajectory from its JSON values and the arrays whose names begin so."""
+    """A trajectory from its JSON values and what is beside them under names that begin so."""
     num_segments, reward = plain.pop("segments"), plain.pop("reward")
     plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
     plain["problem"] = _problem(plain.pop("source"), plain["problem"], problems)
-    segments = tuple(Segment(**_read(arrays, SEGMENT_ARRAYS, f"{prefix}{place}.")) for place in range(num_segments))
-    return Trajectory(**plain, segments=segments, reward=reward and Reward(**reward))
+    times = dict(beside.times[prefix])
+    seconds = {name: times.pop(name) for name in SECONDS}
+    plain["metrics"] |= times
+    segments = tuple(
+        Segment(**_read(beside.arrays, SEGMENT_ARRAYS, f"{prefix}{place}.")) for place in range(num_segments)
+    )
+    return Trajectory(**plain, **seconds, segments=segments, reward=reward and Reward(**reward))
 
 
-def _plain_started(group: StartedGroup, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """A group under way as JSON values; its arrays are added to `arrays`."""
+def _plain_started(group: StartedGroup, beside: _Beside) -> dict[str, Any]:
+    """A group under way as JSON values; the rest is added to `beside`."""
     home = f"started.{group.draw}."
     for number, trajectory in group.finished.items():
-        arrays |= _arrays_of(trajectory, f"{home}{number}.")
+        _put_beside(trajectory, f"{home}{number}.", beside)
     calls: list[dict[str, Any]] = []
     recorded = [(number, call) for number, of_attempt in group.calls.items() for call in of_attempt]
     for number, call in recorded:
         prefix = f"{home}call{len(calls)}."
-        arrays[f"{prefix}prompt"] = call.prompt_token_ids
+        beside.arrays[f"{prefix}prompt"] = call.prompt_token_ids
         for place, part in enumerate(call.parts):
-            arrays |= _stored(part, COMPLETION_ARRAYS, f"{prefix}{place}.")
+            beside.arrays.update(_stored(part, COMPLETION_ARRAYS, f"{prefix}{place}."))
         parts = [{"request_id": p.request_id, "finish_reason": p.finish_reason, "error": p.error} for p in call.parts]
         calls.append({"number": number, "parts": parts, "is_done": call.is_done})
     finished = [_plain(group.draw, trajectory) for trajectory in group.finished.values()]
@@ -211,22 +237,20 @@ def _plain_started(group: StartedGroup, arrays: dict[str, np.ndarray]) -> dict[s
     }  # fmt: skip
 
 
-def _started(
-    plain: Mapping[str, Any], problems: Mapping[tuple[str, int], Problem], arrays: Mapping[str, np.ndarray]
-) -> StartedGroup:
-    """A group under way from its JSON values and arrays, as `_plain_started` made them."""
+def _started(plain: Mapping[str, Any], problems: Mapping[tuple[str, int], Problem], beside: _Beside) -> StartedGroup:
+    """A group under way from its JSON values and what is beside them, as `_plain_started` made them."""
     home = f"started.{plain['draw']}."
     group = StartedGroup(plain["draw"], _problem(plain["source"], plain["problem"], problems), plain["temperature"])
     for one in plain["finished"]:
         number = one["number"]
-        group.finished[number] = _trajectory(one, problems, arrays, f"{home}{number}.")
+        group.finished[number] = _trajectory(one, problems, beside, f"{home}{number}.")
     for place, call in enumerate(plain["calls"]):
         prefix = f"{home}call{place}."
         parts = [
-            Completion(**part, **_read(arrays, COMPLETION_ARRAYS, f"{prefix}{number}."))
+            Completion(**part, **_read(beside.arrays, COMPLETION_ARRAYS, f"{prefix}{number}."))
             for number, part in enumerate(call["parts"])
         ]
-        recorded = RecordedCall(arrays[f"{prefix}prompt"], parts, call["is_done"])
+        recorded = RecordedCall(beside.arrays[f"{prefix}prompt"], parts, call["is_done"])
         group.calls.setdefault(call["number"], []).append(recorded)
     return group
 
@@ -245,7 +269,7 @@ def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
         "text": trajectory.text,
         "ended": trajectory.ended,
         "turn_rewards": trajectory.turn_rewards,
-        "metrics": dict(trajectory.metrics),
+        "metrics": {name: value for name, value in trajectory.metrics.items() if not _is_time(name)},
         "restarts": trajectory.restarts,
         "temperature": trajectory.temperature,
     }

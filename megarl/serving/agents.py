@@ -18,6 +18,7 @@ from megarl.environments import Agent, environment_maker, is_agent
 from megarl.rewards.calling import Sample
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
 from megarl.rollout.pool import EnginePool, Generates
+from megarl.rollout.waiting import TimedPool
 from megarl.serving.codec import Codec
 from megarl.serving.sessions import Limits, Session, Sessions
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
@@ -62,10 +63,12 @@ class AgentProgram:
 
     async def attempt(self, task: Task, budget: Budget, pool: Generates) -> Trajectory:
         """Run the program against the endpoint, which has its completions of `pool`; the trajectory of its session."""
+        began = time.monotonic()
+        engines = TimedPool(pool)
         async with self.places:
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
             seed = f"{task.seed} {task.problem.index} {task.number}"
-            session = self.sessions.open(task.name, seed, task.sampling, limits, pool)
+            session = self.sessions.open(task.name, seed, task.sampling, limits, engines)
             failure: str | None = None
             reward: float | None = None
             started = time.monotonic()
@@ -77,7 +80,14 @@ class AgentProgram:
             finally:
                 await self.sessions.end(session)
             seconds = time.monotonic() - started
-        trajectory = _trajectory(task, session, failure, seconds)
+        trajectory = _trajectory(
+            task,
+            session,
+            failure,
+            program_seconds=seconds,
+            engine_seconds=engines.seconds,
+            environment_seconds=time.monotonic() - began - engines.seconds_by_clock,
+        )
         if failure is not None:
             return trajectory
         if (given := session.reward if session.reward is not None else reward) is not None:
@@ -232,7 +242,15 @@ def _reward(said: bytes) -> float | None:
     return _checked(found)
 
 
-def _trajectory(task: Task, session: Session, failure: str | None, seconds: float) -> Trajectory:
+def _trajectory(
+    task: Task,
+    session: Session,
+    failure: str | None,
+    *,
+    program_seconds: float,
+    engine_seconds: float,
+    environment_seconds: float,
+) -> Trajectory:
     answers = session.answers
     calls = [answer.call for answer in answers]
     ended: Ended = "done"
@@ -247,7 +265,9 @@ def _trajectory(task: Task, session: Session, failure: str | None, seconds: floa
         [answer.completion_text for answer in answers],
         ended=ended,
         failure=failure,
-        metrics=counts | {"model_calls": float(len(calls)), "program_seconds": seconds},
+        metrics=counts | {"model_calls": float(len(calls)), "program_seconds": program_seconds},
+        engine_seconds=engine_seconds,
+        environment_seconds=environment_seconds,
     )
 
 

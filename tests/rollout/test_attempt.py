@@ -238,6 +238,8 @@ def test_cases_3_and_4_a_game_of_two_turns_is_one_segment_of_what_the_engine_rea
         stretches = runs(segment.loss_mask)
         assert [is_sampled for is_sampled, _ in stretches] == [False, True, False, True]
         first, second = (sent[f"{trajectory.group}.{trajectory.number}.{turn}"] for turn in (0, 1))
+        assert trajectory.num_observed == stretches[2][1]
+        assert trajectory.engine_seconds > trajectory.environment_seconds > 0
         start = len(first) + stretches[1][1]
         assert tokens[: len(first)] == first and tokens[: len(second)] == second
         # One end of the turn at the border, sampled or, where the turn was cut, added and not trained.

@@ -16,7 +16,7 @@ from megarl.data.batch import TokenBatch
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import Buffer, passes_filter
 from megarl.rollout.sources import Source
-from megarl.rollout.state import Group, RLState, in_one
+from megarl.rollout.state import TIMES, Group, RLState, in_one
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
@@ -256,10 +256,25 @@ def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
     first = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
     first.take_with_logprobs(Trainer())
     assert len(first.state.waiting) == 3
+    waiting = first.state.waiting
+    metrics = {"tools/f/calls": 2.0, "tools/f/seconds": 0.5}
+    waiting[1][2] = replace(waiting[1][2], metrics=metrics, engine_seconds=0.1, environment_seconds=0.7)
     first.state.save(tmp_path)
     second = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
     assert second.load(tmp_path) == 0
-    assert plain(second.state.waiting) == plain(first.state.waiting)
+    assert plain(second.state.waiting) == plain(waiting)
+
+
+def test_what_the_clock_said_is_in_a_file_of_its_own(tmp_path: Path) -> None:
+    saved = []
+    for seconds in (0.25, 0.75):
+        collected = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
+        collected.take()
+        timed = {"engine_seconds": seconds, "environment_seconds": seconds, "metrics": {"tools/f/seconds": seconds}}
+        collected.state.waiting = [[replace(t, **timed) for t in group] for group in collected.state.waiting]
+        collected.state.save(tmp_path)
+        saved.append({path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    assert {name for name in saved[0] if saved[0][name] != saved[1][name]} == {TIMES}
 
 
 def test_segments_of_a_trajectory_that_waits_survive_and_get_their_own_old_logprobs(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.attempt import Budget, Task, attempt
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.waiting import TimedPool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.data.templates import tokenizer_of
 
@@ -111,3 +112,55 @@ def test_a_limit_of_sampled_tokens_is_of_all_turns_together() -> None:
     assert (trajectory.ended, trajectory.turn_tokens) == ("length", [of_turn[0], 3])
     assert [request.sampling.max_new_tokens for request in limited.sent] == [of_turn[0] + 3, 3]
     assert [request.sampling.max_new_tokens for request in policy.sent] == [500] * 3
+
+
+def test_waiting_for_engines_counts_once_for_completions_beside_each_other_and_not_while_they_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two completions: from 10 to 25 and from 12 to 40, the engines held from 20 to 26; later one from 50 to 51."""
+    clock = Clock()
+    monkeypatch.setattr("megarl.rollout.waiting.time", clock)
+    request = Request("r", np.zeros(1, np.int32), SamplingSettings(4), 0)
+
+    async def drive() -> None:
+        pool = TimedPool(clock)
+        tasks: list[asyncio.Task[Completion]] = []
+        for began in (10.0, 12.0):
+            clock.now = began
+            tasks.append(asyncio.create_task(pool.generate(request)))
+            await asyncio.sleep(0)
+        for place, ended in enumerate((25.0, 40.0)):
+            clock.now = ended
+            clock.gates[place].set()
+            await tasks[place]
+        assert (pool.seconds, pool.seconds_by_clock) == (24.0, 30.0)
+        clock.now = 50.0
+        failing = asyncio.create_task(pool.generate(request))
+        await asyncio.sleep(0)
+        clock.now = 51.0
+        failing.cancel()
+        await asyncio.wait([failing])
+        assert (pool.seconds, pool.seconds_by_clock) == (25.0, 31.0)
+
+    asyncio.run(drive())
+
+
+class Clock(Policy):
+    """A clock that says `now`, and engines whose completions come when their gates open."""
+
+    def __init__(self) -> None:
+        super().__init__(["done"] * 2)
+        self.now = 0.0
+        self.gates: list[asyncio.Event] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    @property
+    def seconds_held(self) -> float:
+        return min(max(self.now - 20.0, 0.0), 6.0)
+
+    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+        self.gates.append(gate := asyncio.Event())
+        await gate.wait()
+        return await super().generate(request, affinity=affinity)

@@ -68,13 +68,17 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
 
 def test_each_environment_of_a_mixture_is_measured_alone() -> None:
     games = [
-        replace(trajectory(score, (segment(-1, 0, 1),), metrics={"moves": 4.0}), environment="games")
+        replace(
+            trajectory(score, (segment(-1, 0, -1, 1),), metrics={"moves": 4.0}, engine_seconds=2 + score),
+            environment="games",
+        )
         for score in (1.0, 0.0)
     ]
     metrics = environment_metrics("games", [*games, trajectory(5.0, (segment(-1, 0),))])
     expected = {
         "share": 2 / 3, "reward/mean": 0.5, "reward/accuracy": 0.5, "turns/mean": 2.0, "ended/done": 1.0, "moves": 4.0,
-        "reward/boxed/mean": 0.5, "completion_tokens/mean": 2.0,
+        "reward/boxed/mean": 0.5, "completion_tokens/mean": 2.0, "observed_tokens/max": 1.0,
+        "time/engine_wait_seconds/mean": 2.5,
     }  # fmt: skip
     assert {name: metrics[f"environment/games/{name}"] for name in expected} == pytest.approx(expected)
     assert environment_metrics("absent", games) == {"environment/absent/share": 0.0}
@@ -97,17 +101,29 @@ def test_the_line_of_samples() -> None:
 
 def test_turns_and_ends_are_counted() -> None:
     found = [
-        trajectory(1.0, (segment(-1, 0, 0, -1, 1),), metrics={"moves": 2.0}),
+        trajectory(1.0, (segment(-1, 0, 0, -1, -1, 1, -1, 2),), metrics={"moves": 2.0}, engine_seconds=3.0),
         trajectory(1.0, (segment(-1, 0, 0),), ended="length"),
         trajectory(0.0, ended="error", failure="Refused: too long"),
-        trajectory(0.0, (segment(-1, 0), segment(-1, -1, -1)), failure="timeout", metrics={"moves": 5.0}),
+        trajectory(
+            0.0,
+            (segment(-1, 0), segment(-1, -1, -1, 1)),
+            failure="timeout",
+            metrics={"moves": 5.0},
+            environment_seconds=2.0,
+        ),
     ]
     assert rollout_metrics(found) == {
         "rollout/temperature": 1.0,
-        "rollout/turns/mean": 1.0,
-        "rollout/turns/max": 2.0,
-        "rollout/turn_tokens/mean": 1.5,
+        "rollout/turns/mean": 1.5,
+        "rollout/turns/max": 3.0,
+        "rollout/turn_tokens/mean": 8 / 6,
         "rollout/turn_tokens/max": 2.0,
+        "rollout/observed_tokens/mean": 0.75,
+        "rollout/observed_tokens/max": 3.0,
+        "time/engine_wait_seconds/mean": 0.75,
+        "time/engine_wait_seconds/max": 3.0,
+        "time/environment_wait_seconds/mean": 0.5,
+        "time/environment_wait_seconds/max": 2.0,
         "rollout/restarted": 0.0,
         "rollout/segments/mean": 1.0,
         "rollout/forks": 1.0,

@@ -26,7 +26,7 @@ from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
 from megarl.rollout.sources import Source
-from megarl.rollout.state import ARRAYS, STATE, Group, RLState
+from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState
 from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.rewards.pools import is_alive, pool_of, wait_until
 from tests.rollout.engines import engines
@@ -131,7 +131,7 @@ class Run:
         loaded.load(folder / "before", self.problems)
         await self.buffer.aclose()
         loaded.save(folder / "after")
-        for name in (STATE, ARRAYS):
+        for name in (STATE, ARRAYS, TIMES):
             assert (folder / "before" / name).read_bytes() == (folder / "after" / name).read_bytes()
         source = Source("test", 1.0, self.recipe, self.sampler, self.problems)
         self.buffer = PartialBuffer(self.recipe, [source], loaded)
@@ -293,7 +293,9 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
         state.save(tmp_path / name)
         state = RLState(config, has_stragglers=True)
         state.load(tmp_path / name, [problem])
-    assert all((tmp_path / "once" / n).read_bytes() == (tmp_path / "twice" / n).read_bytes() for n in (STATE, ARRAYS))
+    assert all(
+        (tmp_path / "once" / n).read_bytes() == (tmp_path / "twice" / n).read_bytes() for n in (STATE, ARRAYS, TIMES)
+    )
     assert (state.started[3].oldest_version(9), state.started[3].num_kept) == (4, 3)
     assert state.waiting_experts == [ExpertsHandle(0, 9), ExpertsHandle(1, 9)]
     [_, parked] = state.started[3].calls[1]

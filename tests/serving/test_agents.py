@@ -80,6 +80,7 @@ def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt:
     assert (found.environment, found.group, found.number, found.num_turns) == ("command", 1, 2, 2)
     [segment] = found.segments
     assert found.num_sampled == int(segment.loss_mask.sum()) > 1 and found.metrics["forks"] == 0
+    assert found.num_observed > 0 and found.engine_seconds > 0 and found.environment_seconds > 0
     # The same seed draws the same; a rewritten history is a sequence of its own.
     rewritten = again.replace("answer}", '"No."}')
     other = attempt(sys.executable, "-c", ASKING + rewritten + 'print(json.dumps({"reward": 0}))')

@@ -1,0 +1,44 @@
+"""How long an attempt waits for the engines."""
+
+from __future__ import annotations
+
+import time
+
+from megarl.rollout.pool import Generates
+from megarl.types import Completion, Request
+
+
+class TimedPool:
+    """The engines for one attempt, and how long it waited for them; for several completions at once it waits once.
+
+    `seconds` is that time but for what of it the engines were held, `seconds_by_clock` all of it.
+    """
+
+    def __init__(self, pool: Generates) -> None:
+        self._pool = pool
+        self._num_awaited = 0
+        self._began = self._held_before = 0.0
+        self.seconds = self.seconds_by_clock = 0.0
+
+    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+        """As `EnginePool.generate`."""
+        if not self._num_awaited:
+            self._began, self._held_before = time.monotonic(), self.seconds_held
+        self._num_awaited += 1
+        try:
+            return await self._pool.generate(request, affinity=affinity)
+        finally:
+            self._num_awaited -= 1
+            if not self._num_awaited:
+                seconds = time.monotonic() - self._began
+                self.seconds_by_clock += seconds
+                self.seconds += max(0.0, seconds - (self.seconds_held - self._held_before))
+
+    def forget(self, affinity: str) -> None:
+        """As `EnginePool.forget`."""
+        self._pool.forget(affinity)
+
+    @property
+    def seconds_held(self) -> float:
+        """As `EnginePool.seconds_held`."""
+        return self._pool.seconds_held
