@@ -238,8 +238,11 @@ class Trajectory:
     failure: str | None = None
     """Why the reward functions gave no reward, `error` or `timeout` (`reward` is zero then); or the error that ended
     the attempt: its kind, a colon and its text."""
-    text: str = ""
-    """The completions as text, without special tokens, an empty line between two."""
+    texts: tuple[str, ...] = ()
+    """The completions as text, without special tokens, one for each model call."""
+    messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """The messages that were new before each completion, and those after the last: JSON values, for people to read.
+    The first are the prompt; of one that does not go on from the completion before, all that it answers."""
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -252,6 +255,11 @@ class Trajectory:
     environment_seconds: float = 0.0
     """How long its environment was waited for, tools and the wait for a free process included; of an agent's attempt
     the time in which no completion was waited for."""
+
+    @property
+    def text(self) -> str:
+        """The completions as text, an empty line between two."""
+        return "\n\n".join(self.texts)
 
     @property
     def num_sampled(self) -> int:
@@ -285,10 +293,23 @@ class Trajectory:
         return min(int(versions.min()) for versions in sampled if len(versions))
 
     def record(self) -> dict[str, object]:
-        """The trajectory as a JSON object of the run folder's samples/."""
+        """The trajectory as a JSON object of the run folder's samples/.
+
+        One of several turns has them in `turns`: the completion, its reward, the messages that answered it.
+        """
+        rewards = dict(self.turn_rewards)
+        observations = dict(enumerate(self.messages[1:]))
+        turns = [
+            {"completion": text, "reward": rewards.get(number), "observation": observations.get(number, ())}
+            for number, text in enumerate(self.texts)
+        ]
+        has_turns = len(turns) > 1 or any(observations.values())
         return {
-            "prompt": self.problem.messages,
+            "source": self.environment,
+            "problem": self.problem.index,
+            "prompt": next(iter(self.messages), ()) or self.problem.messages,
             "completion": self.text,
+            **({"turns": turns} if has_turns else {}),
             "answer": self.problem.answer,
             "reward": self.reward and self.reward.score,
             "reward_failure": self.failure,

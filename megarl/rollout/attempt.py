@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 
 from megarl.data.dialogue import Dialogue
-from megarl.environments import Environment, EnvironmentUnavailableError, Step
+from megarl.environments import Environment, EnvironmentUnavailableError, Message, Step
 from megarl.environments.process_pool import RaisedError
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
@@ -188,6 +189,7 @@ async def attempt(
         task,
         calls,
         texts,
+        course.shown(),
         ended=ended,
         failure=failure,
         turn_rewards=tuple(
@@ -339,6 +341,7 @@ def unscored(
     task: Task,
     calls: Sequence[ModelCall],
     texts: Sequence[str],
+    messages: Sequence[Sequence[Message]],
     *,
     ended: Ended,
     failure: str | None,
@@ -348,7 +351,10 @@ def unscored(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """The trajectory of an attempt with these model calls and the texts of their completions, without a reward yet."""
+    """The trajectory of an attempt with these model calls, without a reward yet.
+
+    `texts` are those of the completions, `messages` those that were new before each and after the last.
+    """
     return Trajectory(
         environment=task.environment,
         problem=task.problem,
@@ -357,7 +363,8 @@ def unscored(
         segments=stitch(calls or [unanswered(task.problem)]),
         reward=None,
         failure=failure,
-        text="\n\n".join(texts),
+        texts=tuple(texts),
+        messages=tuple(tuple(map(_as_json, new)) for new in messages),
         ended=ended,
         turn_rewards=turn_rewards,
         metrics=metrics,
@@ -366,6 +373,14 @@ def unscored(
         engine_seconds=engine_seconds,
         environment_seconds=environment_seconds,
     )
+
+
+def _as_json(message: Message) -> dict[str, Any]:
+    """A message as JSON values; what an environment of the driver's says that is none, as text."""
+    try:
+        return json.loads(json.dumps(dict(message), default=str, skipkeys=True))
+    except (ValueError, RecursionError):
+        return {"role": str(message["role"]), "content": "(no JSON)"}
 
 
 def _of_steps(steps: Sequence[Step]) -> Reward:

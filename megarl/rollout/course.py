@@ -87,6 +87,10 @@ class Course:
             messages += [{"role": "assistant", "content": text}, *step.messages]
         return tuple(messages)
 
+    def shown(self) -> tuple[tuple[Message, ...], ...]:
+        """The messages that were new before each completion, and those after the last."""
+        return self.opening, *(tuple(step.messages) for step in self.steps)
+
     def _messages(self) -> tuple[Message, ...]:
         """All messages, the policy's with reasoning and calls apart, as templates take them."""
         messages = list(self.opening)

@@ -205,6 +205,8 @@ def _trajectory(
     """A trajectory from its JSON values and what is beside them under names that begin so."""
     num_segments, reward = plain.pop("segments"), plain.pop("reward")
     plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
+    plain["texts"] = tuple(plain["texts"])
+    plain["messages"] = tuple(tuple(new) for new in plain["messages"])
     plain["problem"] = _problem(plain.pop("source"), plain["problem"], problems)
     times = dict(beside.times[prefix])
     seconds = {name: times.pop(name) for name in SECONDS}
@@ -266,7 +268,8 @@ def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
         "segments": len(trajectory.segments),
         "reward": trajectory.reward and asdict(trajectory.reward),
         "failure": trajectory.failure,
-        "text": trajectory.text,
+        "texts": trajectory.texts,
+        "messages": trajectory.messages,
         "ended": trajectory.ended,
         "turn_rewards": trajectory.turn_rewards,
         "metrics": {name: value for name, value in trajectory.metrics.items() if not _is_time(name)},

@@ -7,20 +7,22 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
+
 from megarl.config import AgentConfig, Recipe
 from megarl.data.chat import load_tokenizer
-from megarl.environments import Agent, environment_maker, is_agent
+from megarl.environments import Agent, Message, environment_maker, is_agent
 from megarl.rewards.calling import Sample
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
 from megarl.rollout.pool import EnginePool, Generates
 from megarl.rollout.waiting import TimedPool
 from megarl.serving.codec import Codec
-from megarl.serving.sessions import Limits, Session, Sessions
+from megarl.serving.sessions import Answer, Limits, Session, Sessions
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
 
 if TYPE_CHECKING:
@@ -263,12 +265,28 @@ def _trajectory(
         task,
         calls,
         [answer.completion_text for answer in answers],
+        _new_messages(answers),
         ended=ended,
         failure=failure,
         metrics=counts | {"model_calls": float(len(calls)), "program_seconds": program_seconds},
         engine_seconds=engine_seconds,
         environment_seconds=environment_seconds,
     )
+
+
+def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
+    """The messages that were new before each answer: all, where its prompt does not go on from the answer before."""
+    found: list[Sequence[Message]] = []
+    before: Answer | None = None
+    for answer in answers:
+        num_known = 0
+        if before is not None:
+            known = before.call.token_ids
+            if np.array_equal(answer.call.prompt_token_ids[: len(known)], known):
+                num_known = len(before.prompt_messages) + 1
+        found.append(answer.prompt_messages[num_known:])
+        before = answer
+    return found
 
 
 def _sample(problem: Problem, session: Session) -> Sample:

@@ -39,5 +39,19 @@ class TensorBoard:
 
 def _markdown(record: Mapping[str, Any]) -> str:
     """A record as Markdown: each field a heading and its text as a code block."""
-    fields = ((name, value if isinstance(value, str) else repr(value)) for name, value in record.items())
+    fields = ((name, _text(value)) for name, value in record.items())
     return "\n\n".join(f"**{name}**\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in fields)
+
+
+def _text(value: Any) -> str:
+    """A value as text: items of lists one below the other, a message as its role and what it says."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        return "\n".join(map(_text, value))
+    if not isinstance(value, Mapping):
+        return repr(value)
+    if isinstance(value.get("role"), str) and isinstance(value.get("content"), str):
+        rest = {name: item for name, item in value.items() if name not in ("role", "content")}
+        return f"{value['role']}: {value['content']}" + (f"\n  {rest}" if rest else "")
+    return "\n".join(f"{name}: {_text(item)}" for name, item in value.items() if item is not None)

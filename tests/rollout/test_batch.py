@@ -43,7 +43,7 @@ def attempt(group: int, score: float, new_tokens: int, finish_reason: Any = "sto
     segments = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), completion)])
     ended = "length" if finish_reason == "length" else "done"
     reward = Reward(score, score >= 0, score > 0)
-    return Trajectory("single_turn", problem, group, 0, segments, reward, text="text", ended=ended)
+    return Trajectory("single_turn", problem, group, 0, segments, reward, texts=("text",), ended=ended)
 
 
 def batch_of(trajectories: Sequence[Trajectory], changed: Recipe | None = None) -> RLBatch:

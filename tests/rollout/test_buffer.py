@@ -68,7 +68,9 @@ class Students:
         is_right = number < self.right[problem.index]
         segments = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), self.completion(name))])
         reward = Reward(10.0 * is_right, True, is_right)
-        return Trajectory("single_turn", problem, group, number, segments, reward, text="text")
+        return Trajectory(
+            "single_turn", problem, group, number, segments, reward, texts=("text",), messages=((*problem.messages,),)
+        )
 
     def completion(self, name: str) -> Completion:
         random = np.random.default_rng(sum(name.encode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,10 @@ class Answering:
         return Start(problem.messages, (TOOL,))
 
     async def step(self, turn: Turn) -> Step:
-        replies = [{"role": "tool", "name": "f", "tool_call_id": c.id, "content": str(c.error)} for c in turn.calls]
+        replies = [
+            {"role": "tool", "name": "f", "tool_call_id": c.id, "content": str(c.error), "at": Path("here")}
+            for c in turn.calls
+        ]
         return Step(tuple(replies), done=not turn.calls)
 
     async def close(self) -> None:
@@ -100,6 +104,13 @@ def test_limits_of_calls(texts: list[str], limits: dict[str, int], ended: str, n
     trajectory, policy = attempted(texts, **limits)
     assert (trajectory.ended, trajectory.num_turns) == (ended, num_turns)
     assert trajectory.reward == Reward(1.0, True, True)
+    asked, *observed = trajectory.messages
+    assert asked == QUESTION and len(trajectory.texts) == num_turns
+    # JSON values, whatever the environment gives.
+    assert all(
+        message.keys() == {"role", "name", "tool_call_id", "content", "at"} for new in observed for message in new
+    )
+    assert {message["at"] for new in observed for message in new} == {"here"}
     [segment] = trajectory.segments
     written = policy.tokenizer.decode(segment.token_ids)
     assert written.count("<tool_response>") == sum(text.count("<tool_call>") for text in texts[: num_turns - 1])

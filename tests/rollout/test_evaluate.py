@@ -85,8 +85,10 @@ def test_each_environment_of_a_mixture_is_measured_alone() -> None:
 
 
 def test_the_line_of_samples() -> None:
-    line = trajectory(2.0, (segment(-1, 0, 0, -1, 1),), text="5", ended="length").record()
+    line = trajectory(2.0, (segment(-1, 0, 0),), texts=("5",), ended="length").record()
     assert line == {
+        "source": "single_turn",
+        "problem": 7,
         "prompt": ({"role": "user"},),
         "completion": "5",
         "answer": "3",
@@ -95,8 +97,27 @@ def test_the_line_of_samples() -> None:
         "answer_correct": True,
         "format_valid": True,
         "finish_reason": "length",
-        "tokens": 3,
+        "tokens": 2,
     }
+
+
+def test_the_line_of_samples_has_the_turns_and_what_an_environment_asked() -> None:
+    asked, hint = {"role": "user", "content": "Guess."}, {"role": "user", "content": "Higher."}
+    line = trajectory(
+        1.0,
+        (segment(-1, 0, -1, 1),),
+        texts=("4", "6"),
+        messages=((asked,), (hint,), ()),
+        turn_rewards=((1, 1.0),),
+    ).record()
+    assert (line["prompt"], line["completion"]) == ((asked,), "4\n\n6")
+    assert line["turns"] == [
+        {"completion": "4", "reward": None, "observation": (hint,)},
+        {"completion": "6", "reward": 1.0, "observation": ()},
+    ]
+    # One that ended before its first completion.
+    line = trajectory(0.0, messages=((asked,),), ended="error").record()
+    assert line["prompt"] == (asked,) and "turns" not in line
 
 
 def test_turns_and_ends_are_counted() -> None:

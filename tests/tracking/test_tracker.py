@@ -113,17 +113,22 @@ def test_samples_are_kept_word_for_word(folder: RunFolder) -> None:
     ]
     tracker.samples(12, records)
     tracker.samples(12, [{"set": "easy", "completion": "later"}])
+    said = [{"role": "user", "content": "Higher.", "name": "host"}, {"role": "tool", "content": "7\n8"}]
+    tracker.samples(12, [{"set": "hard", "turns": [{"completion": "4", "reward": None, "observation": said}] * 2}])
     tracker.close()
     lines = (folder.samples_folder / "step_000012.jsonl").read_text(encoding="utf-8").split("\n")
     read = [json.loads(line) for line in lines if line]
     assert read[0] == {"completion": completion, "reward": 1.5, "token_ids": [2, 3, 5]}
     assert read[1]["reward"] is None
-    assert read[-1] == {"set": "easy", "completion": "later"} and len(read) == 7
+    assert read[-2] == {"set": "easy", "completion": "later"} and len(read) == 8
     events = EventAccumulator(str(folder.tensorboard_folder)).Reload()
     shown = events.Tensors("samples/train/0/text_summary")[0]
     assert shown.step == 12
     # Four spaces make it code, which TensorBoard shows as it is.
     assert "    <b>é</b>\n    \n        # [no] *markup*" in shown.tensor_proto.string_val[0].decode()
+    turn = ["completion: 4", "observation: user: Higher.", "  {'name': 'host'}", "tool: 7", "8"]
+    expected = "**turns**\n\n" + "\n".join(f"    {line}" for line in [*turn, *turn])
+    assert expected in events.Tensors("samples/hard/0/text_summary")[0].tensor_proto.string_val[0].decode()
     assert [tag for tag in events.Tags()["tensors"] if "/4/" in tag or "easy" in tag] == ["samples/easy/0/text_summary"]
 
 
