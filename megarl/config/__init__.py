@@ -133,6 +133,9 @@ class BudgetConfig(Section):
     invalid_calls: PositiveInt = 8
     """Tool calls in a row that cannot be read, are of no tool or have wrong arguments; then the attempt has ended with
     `invalid_calls`. Each is replied to with its error. One that the limit of its turn's length cut does not count."""
+    reply_tokens: Annotated[int, Field(ge=64)] | None = None
+    """Tokens of a tool's reply (a message of role `tool`), 64 at least; a longer one loses its middle, where it says
+    how much is left out. Counted in tools/shortened. Default: no limit but the environment's own, in characters."""
     step_seconds: PositiveFloat | None = 600.0
     """Seconds that the environment may take to begin or to answer a turn; then the attempt has ended with `error`,
     without a reward, and is counted in rollout/errors/Timeout. null: no limit."""

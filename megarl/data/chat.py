@@ -94,6 +94,11 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return _literal_encoder(tokenizer).encode(text)
 
 
+def num_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """How many tokens a text has in a message. Raises ValueError as `render` and `encode`."""
+    return len(encode(tokenizer, _marked(text, special_tokens(tokenizer))))
+
+
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     """Whether rendered text has surely more than `max_tokens` tokens, told from as little of it as that takes."""
     size = PREFIX_CHARACTERS * max_tokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.chat import encode, render, special_tokens
+from megarl.data.chat import encode, num_tokens, render, special_tokens
 from megarl.data.tool_calls import PARSERS, ParsedTurn, parse, parser_of_template
 from megarl.types import ConfigError
 
@@ -55,6 +55,10 @@ class Dialogue:
     def encoded(self, text: str) -> NDArray[np.int32]:
         """Token ids [tokens] of rendered text."""
         return np.array(encode(self.tokenizer, text), np.int32)
+
+    def num_tokens(self, text: str) -> int:
+        """How many tokens a text has in a message. Raises ValueError where it cannot be written there."""
+        return num_tokens(self.tokenizer, text)
 
     def written(self, token_ids: NDArray[np.int64]) -> str:
         """The text of a sampled turn as a template writes it, with special tokens, but without the one that ends it."""

@@ -116,8 +116,9 @@ class ToolEnvironment:
 
     Each call of a turn gets one reply, a message of role `tool`, in the order of the calls however they finish. A call
     that cannot be carried out, a tool that raises and one that takes longer than `tool_seconds` are replied to with an
-    error. A reply longer than `max_reply_characters` loses its middle. The recipe's `rollout.budget.invalid_calls` says
-    after how many calls in a row that cannot be carried out the attempt ends.
+    error. A reply longer than `max_reply_characters` loses its middle (`rollout.budget.reply_tokens` is a limit in
+    tokens). The recipe's `rollout.budget.invalid_calls` says after how many calls in a row that cannot be carried out
+    the attempt ends.
 
     Metrics, means over attempts: `tools/NAME/calls`, `/errors`, `/seconds`; `tools/invalid`: calls of no tool or with
     wrong arguments; `tools/truncated`: replies that lost their middle.

@@ -51,6 +51,7 @@ class Budget:
     sampled_tokens: int | None = None
     tool_calls: int | None = None
     invalid_calls: int | None = None
+    reply_tokens: int | None = None
     step_seconds: float | None = None
     seconds: float | None = None
     attempts: int = 1
@@ -172,7 +173,7 @@ async def attempt(
     engines = TimedPool(pool)
     restarts = 0
     while True:
-        course = Course(dialogue, history, task.problem.messages)
+        course = Course(dialogue, history, task.problem.messages, budget.reply_tokens)
         try:
             ended, failure = await _watched(task, make_environment, engines, course, clock)
             break

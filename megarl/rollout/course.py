@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Message, Step, Turn
 from megarl.environments.answers import checked_start, checked_step
+from megarl.environments.tools import cut_in_the_middle
 from megarl.rollout.stitch import ModelCall
 from megarl.types import Completion, Problem
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 History = Literal["append", "render"]
+_GUESS = 4
+"""Characters of a token."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class Course:
     dialogue: Dialogue
     history: History
     opening: tuple[Message, ...]
+    reply_tokens: int | None = None
+    """Tokens that a tool's reply may have; None: no limit."""
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     calls: list[ModelCall] = field(default_factory=list)
@@ -64,8 +69,16 @@ class Course:
         return turn
 
     def add(self, step: object) -> Step:
-        """The environment's answer to the last turn. Raises TypeError for what is none, ValueError for its numbers."""
+        """The environment's answer to the last turn. Raises TypeError for what is none, ValueError for its numbers.
+
+        Its metrics gain `tools/shortened`, where replies have a limit: how many of them were longer.
+        """
         checked = checked_step(step)
+        if self.reply_tokens is not None:
+            messages = tuple(self._shortened(message, self.reply_tokens) for message in checked.messages)
+            num_shortened = sum(old is not new for old, new in zip(checked.messages, messages, strict=True))
+            metrics = {**checked.metrics, "tools/shortened": float(num_shortened)}
+            checked = replace(checked, messages=messages, metrics=metrics)
         self.steps.append(checked)
         return checked
 
@@ -87,6 +100,14 @@ class Course:
             messages += [{"role": "assistant", "content": text}, *step.messages]
         return tuple(messages)
 
+    def _shortened(self, message: Message, max_tokens: int) -> Message:
+        """The message, or a copy whose text is shorter where it is a tool's and too long."""
+        text = message.get("content")
+        if message["role"] != "tool" or not isinstance(text, str):
+            return message
+        short = shortened(text, lambda part: self.dialogue.num_tokens(part) <= max_tokens, _GUESS * max_tokens)
+        return message if short == text else {**message, "content": short}
+
     def shown(self) -> tuple[tuple[Message, ...], ...]:
         """The messages that were new before each completion, and those after the last."""
         return self.opening, *(tuple(step.messages) for step in self.steps)
@@ -97,6 +118,26 @@ class Course:
         for turn, step in zip(self.turns, self.steps, strict=True):
             messages += [_message(turn), *step.messages]
         return tuple(messages)
+
+
+def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
+    """The text, or as much of its beginning and its end, around a marker, as fits, to a few characters in a hundred.
+
+    Read is little more than what fits: `guess` is the number of characters to begin with.
+    """
+    size = guess
+    while size < len(text) and fits(cut_in_the_middle(text, size)):
+        size *= 2
+    if size >= len(text) and fits(text):
+        return text
+    kept, too_many = 0, min(size, len(text))
+    while too_many - kept > 1 + too_many // 50:
+        size = (kept + too_many) // 2
+        if fits(cut_in_the_middle(text, size)):
+            kept = size
+        else:
+            too_many = size
+    return cut_in_the_middle(text, kept)
 
 
 def _message(turn: Turn) -> Message:

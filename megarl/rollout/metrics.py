@@ -110,7 +110,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     so; `rollout/errors/KIND`: attempts that an error ended, by its kind;
     `rollout/kept_tokens/mean`, `/max`: how many tokens top-p and top-k left to sample from, where they cut any off,
     `rollout/kept_tokens_bytes`: the size of these sets; `environment/NAME`: the means of the environment's own numbers
-    over the attempts that have them, but `tools/...` under their own names (`environments.tools.ToolEnvironment`).
+    over the attempts that have them, but `tools/...` under their own names (`environments.tools.ToolEnvironment`);
+    `tools/shortened` is of replies longer than `rollout.budget.reply_tokens`.
     """
     count = len(trajectories)
     turns = [t.num_turns for t in trajectories]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,23 @@ BROKEN = '<tool_call>\n{"name": "f", "arguments": {"x": \n</tool_call>'
 
 
 class Answering:
-    """Answers every call, and is done with a turn that makes none."""
+    """Answers every call, with `reply` or its error, and is done with a turn that makes none."""
+
+    def __init__(self, reply: str | None = None) -> None:
+        self.reply = reply
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         return Start(problem.messages, (TOOL,))
 
     async def step(self, turn: Turn) -> Step:
         replies = [
-            {"role": "tool", "name": "f", "tool_call_id": c.id, "content": str(c.error), "at": Path("here")}
+            {
+                "role": "tool",
+                "name": "f",
+                "tool_call_id": c.id,
+                "content": self.reply or str(c.error),
+                "at": Path("here"),
+            }
             for c in turn.calls
         ]
         return Step(tuple(replies), done=not turn.calls)
@@ -79,12 +89,14 @@ async def score(sample: Sample) -> Scored:
     return Scored(Reward(1.0, True, True))
 
 
-def attempted(texts: list[str], **limits: Any) -> tuple[Trajectory, Policy]:
+def attempted(texts: list[str], *, reply: str | None = None, **limits: Any) -> tuple[Trajectory, Policy]:
     policy = Policy(texts)
     problem = Problem(0, QUESTION, (1,), "7")
     task = Task("test", problem, 0, 0, "s", SamplingSettings(500))
     budget = Budget(9000, 20, "close", **limits)
-    return asyncio.run(attempt(task, Answering, policy, budget, Dialogue(policy.tokenizer), score)), policy
+    return asyncio.run(
+        attempt(task, lambda: Answering(reply), policy, budget, Dialogue(policy.tokenizer), score)
+    ), policy
 
 
 @pytest.mark.parametrize(
@@ -114,6 +126,28 @@ def test_limits_of_calls(texts: list[str], limits: dict[str, int], ended: str, n
     [segment] = trajectory.segments
     written = policy.tokenizer.decode(segment.token_ids)
     assert written.count("<tool_response>") == sum(text.count("<tool_call>") for text in texts[: num_turns - 1])
+
+
+@pytest.mark.parametrize("reply", ["some words " * 400, "\U0001f642" * 300, "<|im_end|>" * 200, "7" * 3000])
+def test_a_reply_of_too_many_tokens_loses_its_middle_and_says_so(reply: str) -> None:
+    trajectory, policy = attempted([GOOD, "done"], reply=reply, reply_tokens=100)
+    [message] = trajectory.messages[1]
+    content = message["content"]
+    start, _, end = re.split(r"\n(\[\.\.\. \d+ characters and more left out \.\.\.\])\n", content)
+    assert start and reply.startswith(start) and reply.endswith(end) and len(end) in (len(start), len(start) - 1)
+    # Little is given away, and the policy was shown just this.
+    assert 80 <= Dialogue(policy.tokenizer).num_tokens(content) <= 100 and message["name"] == "f"
+    shown = policy.tokenizer.decode(policy.sent[1].prompt_token_ids)
+    assert f"<tool_response>\n{content}\n</tool_response>" in shown
+    assert trajectory.metrics == {"tools/shortened": 1.0} and trajectory.num_observed > 80
+
+
+def test_a_reply_that_fits_is_as_it_was() -> None:
+    reply = "some words " * 5
+    trajectory, _ = attempted([GOOD, GOOD, "done"], reply=reply, reply_tokens=100)
+    assert [message["content"] for new in trajectory.messages[1:] for message in new] == [reply] * 2
+    assert trajectory.metrics == {"tools/shortened": 0.0}
+    assert attempted([GOOD, "done"], reply="some words " * 400)[0].metrics == {}
 
 
 def test_a_limit_of_sampled_tokens_is_of_all_turns_together() -> None:
