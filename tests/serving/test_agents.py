@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
+from tests.end_to_end.processes import rank_processes
 from tests.rollout.engines import CONTEXT_TOKENS
 
 SAMPLING = SamplingSettings(24, temperature=1.0)
@@ -171,9 +173,23 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.end_to_end
-def test_a_model_is_served_until_a_signal_ends_it(tool_model: Path) -> None:
-    command = [sys.executable, "-u", "-m", "megarl", "serve", str(tool_model), "--port", "0", "--kv-cache-gib", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+def test_a_run_s_model_is_served_by_two_ranks_until_ctrl_c_ends_them_all(tool_model: Path, tmp_path: Path) -> None:
+    run, left = tmp_path / "runs/mine", tmp_path / "tmp"
+    run.mkdir(parents=True)
+    left.mkdir()
+    (run / "config.yaml").touch()
+    (run / "hf").symlink_to(tool_model)
+    command = [
+        sys.executable, "-u", "-m", "megarl", "serve", str(run), "--port", "0", "--tp", "2", "--kv-cache-gib", "0.05",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(left)},
+        start_new_session=True,
+    ) as server:
         assert server.stdout is not None
         try:
             line = server.stdout.readline()
@@ -181,13 +197,17 @@ def test_a_model_is_served_until_a_signal_ends_it(tool_model: Path) -> None:
             url = line.partition(" at ")[2].partition(";")[0]
             with OpenAI(base_url=url, api_key="any", max_retries=0) as client:
                 [model] = client.models.list()
+                assert model.id == "mine"
                 asked = client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "Add."}])
                 assert asked.choices[0].finish_reason in ("stop", "length")
-            server.send_signal(signal.SIGTERM)
+            ranks = rank_processes(server.pid)
+            assert ranks.keys() == {0, 1} and list(left.iterdir())
+            os.killpg(server.pid, signal.SIGINT)  # as a terminal does: ranks hear of it too
             _, complaints = server.communicate(timeout=120)
         finally:
             server.kill()
     assert server.returncode == 0, complaints
+    assert not any(Path(f"/proc/{process}").exists() for process in ranks.values()) and not list(left.iterdir())
 
 
 def test_what_is_no_model_is_not_served(tmp_path: Path) -> None:
