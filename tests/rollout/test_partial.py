@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -43,8 +44,8 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 @pytest.fixture(scope="module")
 def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
-    """One engine."""
-    context = engines(model_path, 1)
+    """One engine, which tells what top-p kept."""
+    context = engines(model_path, 1, top_k=5)
     yield runner.run(context.__aenter__())
     runner.run(context.__aexit__(None, None, None))
 
@@ -143,8 +144,8 @@ def scale_of(version: int) -> float:
     return 1.0 - 0.01 * (version % 5)
 
 
-async def gap(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
-    """How far recorded log-probs are from those under the weights that each token's version names."""
+async def gaps(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> list[float]:
+    """By how much recorded log-probs exceed those under the weights that each token's version names."""
     found: list[float] = []
     versions = sorted({int(v) for t in trajectories for v in versions_of(t)})
     for version in versions:
@@ -154,8 +155,13 @@ async def gap(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
             of_version = segment.weight_versions == version
             if of_version.any():
                 [logprobs] = await group.call("logprobs", segment.token_ids.tolist())
-                found.append(float(np.abs(logprobs - segment.rollout_logprobs)[of_version].max()))
-    return max(found)
+                found += (segment.rollout_logprobs - logprobs)[of_version].tolist()
+    return found
+
+
+async def gap(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
+    """How far recorded log-probs are from those under the weights that each token's version names."""
+    return max(map(abs, await gaps(group, trajectories)))
 
 
 def versions_of(trajectory: Trajectory) -> list[int]:
@@ -216,11 +222,16 @@ def goes_on_in_a_later_turn(trajectory: Trajectory) -> bool:
     return any(len({*segment.weight_versions[segment.turns == turn].tolist()}) == 2 for turn in (1, 2))
 
 
+TOP_P = 0.8
+
+
+@pytest.mark.parametrize("top_p", [1.0, TOP_P])
 def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
-    group: WorkerGroup, runner: asyncio.Runner, model_path: str, tmp_path: Path
+    group: WorkerGroup, runner: asyncio.Runner, model_path: str, tmp_path: Path, top_p: float
 ) -> None:
     async def drive() -> None:
-        run = await Run.begin(group, model_path, Talk, sampling=SamplingSettings(40, 1.0, stop=("e", "a")))
+        sampling = SamplingSettings(40, 1.0, top_p=top_p, stop=("e", "a"))
+        run = await Run.begin(group, model_path, Talk, sampling=sampling)
         given: list[Trajectory] = []
         resumed: set[int] = set()
         while not resumed & {t.problem.index for t in given} or not any(goes_on_in_a_later_turn(t) for t in given):
@@ -238,9 +249,26 @@ def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
         assert len({(t.problem.index, t.number) for t in given}) == len(given) and not any(t.restarts for t in given)
         assert all(t.ended in ("done", "length") for t in given)
         assert all(versions_of(t) == sorted(versions_of(t)) for t in given)
-        assert await gap(group, given) <= 1e-5
+        if top_p == 1.0:
+            assert await gap(group, given) <= 1e-5
+            return
+        for trajectory in given:
+            assert_in_kept_sets(trajectory)
+        # What was sampled from had TOP_P of all at least, under the weights of each token.
+        found = await gaps(group, given)
+        assert min(found) >= -1e-5 and 0.01 < max(found) <= -math.log(TOP_P) + 1e-5
 
     runner.run(drive())
+
+
+def assert_in_kept_sets(trajectory: Trajectory) -> None:
+    """Each token that was sampled, and no other, has a set, and is in it."""
+    [segment] = trajectory.segments
+    sets = segment.kept_sets
+    assert sets is not None and ((sets.counts > 0) == segment.loss_mask).all()
+    of_tokens = np.split(sets.token_ids, np.cumsum(sets.counts)[:-1])
+    pairs = zip(segment.token_ids[segment.loss_mask], [kept for kept in of_tokens if len(kept)], strict=True)
+    assert all(token in kept for token, kept in pairs)
 
 
 def test_recorded_calls_are_repeated_until_an_attempt_asks_for_something_else(
