@@ -22,7 +22,7 @@ from megarl.types import Completion, ConfigError, ExpertsHandle, KeptSets, Probl
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
-"""What the clock said of trajectories, which two equal runs do not share; all else in a checkpoint they do."""
+"""The seconds of trajectories, by the clock: two equal runs do not share them, but all else of this state."""
 SEGMENT_ARRAYS = [part.name for part in fields(Segment) if part.name != "kept_sets"]
 COMPLETION_ARRAYS = ["token_ids", "rollout_logprobs", "weight_versions", "routed_experts"]
 KEPT_SETS = [part.name for part in fields(KeptSets)]
@@ -31,10 +31,7 @@ SECONDS = ["engine_seconds", "environment_seconds"]
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """What of trajectories is in other files than their JSON values: arrays, and numbers of the clock by their names.
-
-    Names of both begin with that of the trajectory.
-    """
+    """Arrays and seconds of trajectories, which are in files of their own; names begin with that of the trajectory."""
 
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     times: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -209,7 +206,7 @@ def _trajectory(
     plain["messages"] = tuple(tuple(new) for new in plain["messages"])
     plain["problem"] = _problem(plain.pop("source"), plain["problem"], problems)
     times = dict(beside.times[prefix])
-    seconds = {name: times.pop(name) for name in SECONDS}
+    seconds: dict[str, Any] = {name: times.pop(name) for name in SECONDS}
     plain["metrics"] |= times
     segments = tuple(
         Segment(**_read(beside.arrays, SEGMENT_ARRAYS, f"{prefix}{place}.")) for place in range(num_segments)
