@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
-from megarl.platform import rendezvous
+from megarl.platform import device, rendezvous
 from megarl.platform.imports import uncollected
 
 _LOAD_SECONDS = 600.0
@@ -38,7 +38,7 @@ class RankPool(AbstractContextManager["RankPool"]):
 
     def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
-        self._environment = {"OMP_NUM_THREADS": "1", **(environment or {})}
+        self._environment = {**device.rank_environment(world_size), "OMP_NUM_THREADS": "1", **(environment or {})}
         self._runner = asyncio.Runner()
         self._group: LocalGroup | None = None
         self._logs = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
@@ -61,7 +61,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float, world_size: int
     ) -> list[Any]:
         if self._group is None:
-            self._group = await LocalGroup(self.world_size).start(
+            self._group = await LocalGroup(self.world_size, imports=device.forkable_imports("megarl.worker")).start(
                 "megarl.testing:FunctionRunner",
                 {},
                 log_folder=Path(self._logs.name),

@@ -22,6 +22,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 
+from megarl.platform.fork_server import end_fork_servers
 from megarl.platform.private_folder import PrivateFolder
 from megarl.testing import RankPool
 from tests.session_watch import Watch
@@ -103,6 +104,7 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
         return
     # The folder of a driver that a test has killed is removed by the next run; none comes after the last test.
     PrivateFolder().remove()
+    end_fork_servers()
     left = pytestconfig.stash[WATCH].leftovers(pytestconfig.getoption("--leftover-seconds"))
     if left:
         pytest.fail("this run of the tests has left:\n" + "\n".join(left), pytrace=False)

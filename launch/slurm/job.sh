@@ -39,8 +39,11 @@ end_job() {
     case "$code" in
     75 | 76 | 138 | 143)
         # Slurm ends the job from outside; a script that ended by itself would count as failed. One that was cancelled
-        # stays so.
-        scontrol requeue incomplete "$SLURM_JOB_ID" && sleep 120
+        # stays so. A controller that is busy, or a configuration that is just being written, may refuse once.
+        for _ in 1 2 3; do
+            scontrol requeue incomplete "$SLURM_JOB_ID" && sleep 120
+            sleep 5
+        done
         ;;
     esac
     exit "$code"

@@ -38,7 +38,7 @@ def _group(cluster: ClusterConfig) -> WorkerGroup:
         from megarl.cluster.ray import RayGroup
 
         return RayGroup(cluster.world_size, cluster.ray_address, cluster.ranks_per_node)
-    return LocalGroup(cluster.world_size)
+    return LocalGroup(cluster.world_size, imports=device.forkable_imports("megarl.worker"))
 
 
 def reward_workers(cluster: ClusterConfig) -> MakeScorer:

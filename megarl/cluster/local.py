@@ -1,7 +1,6 @@
 """A worker group of processes on this machine.
 
-Each rank is a fresh interpreter in a session of its own that runs `python -m megarl.cluster.rank` and inherits one end
-of a socket pair.
+Each rank is forked by a fork server, leads a session of its own, and inherits one end of a socket pair.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.platform.fork_server import ForkedProcess, fork_server
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.rendezvous import Rendezvous
 
@@ -26,52 +23,37 @@ _HOST = "127.0.0.1"
 
 
 class _LocalHandle(RankHandle):
-    """A child process at the other end of a socket pair."""
+    """A forked process at the other end of a socket pair."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log: Path) -> None:
         super().__init__(rank, log)
-        self.socket, theirs = socket.socketpair()
-        self.socket.setblocking(False)
-        with theirs, log.open("ab") as output:
-            number = theirs.fileno()
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megarl.cluster.rank", str(number), str(os.getpid())],
-                env=environment,
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+        with log.open("ab") as output:
+            server = fork_server(environment, imports, output)
+            self.process: ForkedProcess = server.fork(
+                f"megarl rank {rank}", "megarl.cluster.rank:serve", environment, output
             )
-        self._pidfd = os.pidfd_open(self.process.pid)
-        asyncio.get_running_loop().add_reader(self._pidfd, self._notice_death)
+        self.socket = self.process.connection
+        self.socket.setblocking(False)
+        self.process.ended.add_done_callback(self._notice_death)
 
-    def _notice_death(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self.died.set_result(time.time())
+    def _notice_death(self, ended: asyncio.Future[float]) -> None:
+        self.died.set_result(ended.result())
         with contextlib.suppress(OSError):  # a child of the rank may hold the other end open: no end of file would come
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
-        # The process is not reaped before, so the group id is still its own.
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
 
     def show_stacks(self) -> None:
         """Make the rank's fault handler write the stacks of all its threads to the log."""
-        if self.process.returncode is None:
-            os.kill(self.process.pid, signal.SIGUSR2)
+        self.process.signal(signal.SIGUSR2)
 
     def release(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        self.process.poll()
-        os.close(self._pidfd)
-        super().release()
+        self.process.release()
 
     def exit_reason(self, is_dead: bool) -> str:
-        code = self.process.returncode
-        if not is_dead:
+        code = self.process.exit_code
+        if not is_dead or code is None:
             return "lost its connection"
         if code >= 0:
             return f"exited with code {code}"
@@ -80,10 +62,14 @@ class _LocalHandle(RankHandle):
 
 
 class LocalGroup(WorkerGroup):
-    """A `WorkerGroup` of child processes, which share a private `TMPDIR`. Make one with `start`."""
+    """A `WorkerGroup` of processes on this machine, which share a private `TMPDIR`. Make one with `start`.
 
-    def __init__(self, world_size: int) -> None:
+    `imports` are modules that their fork server imports once, before the first rank is forked.
+    """
+
+    def __init__(self, world_size: int, *, imports: Sequence[str] = ()) -> None:
         super().__init__(world_size)
+        self._imports = tuple(imports)
         self.hosts, self.topology = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
         self._folder: PrivateFolder | None = None
 
@@ -101,7 +87,7 @@ class LocalGroup(WorkerGroup):
         }
         for rank in range(self.world_size):
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._handles.append(_LocalHandle(rank, own, log_folder / f"rank_{rank:04d}.log"))
+            self._handles.append(_LocalHandle(rank, own, self._imports, log_folder / f"rank_{rank:04d}.log"))
 
     def _rendezvous(self, port: int) -> Rendezvous:
         assert self._folder is not None

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from megarl.files.atomic import disk_full
 from megarl.platform import rendezvous
 from megarl.platform.imports import uncollected
-from megarl.platform.processes import die_with
 from megarl.types import MegarlError
 
 HEAD = struct.Struct("<Q")
@@ -142,15 +141,3 @@ def leave() -> NoReturn:
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(0)
-
-
-def main() -> None:
-    """The main function of a local rank; arguments are its socket and the driver's process id."""
-    number, driver = map(int, sys.argv[1:])
-    die_with(driver)
-    serve(socket.socket(fileno=number))
-    leave()
-
-
-if __name__ == "__main__":
-    main()

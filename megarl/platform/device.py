@@ -38,6 +38,14 @@ def rank_environment(ranks_per_node: int) -> dict[str, str]:
     return environment
 
 
+def forkable_imports(*modules: str) -> tuple[str, ...]:
+    """Those of the modules that may be imported before ranks are forked: all on a CPU, none where there is a GPU.
+
+    What an import may initialise there, CUDA above all, does not survive a fork.
+    """
+    return modules if current().type == "cpu" else ()
+
+
 def init_world(timeout_seconds: float) -> None:
     """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous, unless that is done already."""
     if torch.distributed.is_initialized():

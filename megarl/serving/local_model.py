@@ -63,7 +63,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked_to_end.set)
     with tempfile.TemporaryDirectory() as logs:
-        group = await LocalGroup(rollout.tp).start(
+        group = await LocalGroup(rollout.tp, imports=device.forkable_imports("megarl.engine.engine")).start(
             "megarl.serving.local_model:EngineRank",
             {"folder": str(folder), "config": rollout, "context_tokens": context_tokens},
             log_folder=Path(logs),

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.platform.fork_server import end_fork_servers
+
 
 @pytest.fixture
 def worker_module(monkeypatch):
@@ -20,6 +22,8 @@ def nothing_left():
         children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
         return sorted(pid for pids in children for pid in pids), len(os.listdir("/proc/self/fd"))
 
+    end_fork_servers()
     before = holdings()
     yield
+    end_fork_servers()
     assert holdings() == before

@@ -78,7 +78,7 @@ cancel() {
   echo busy
 }
 case ${1:-} in
-  conf) conf "$2" >"$SLURM_CONF"; scontrol reconfigure ;;
+  conf) conf "$2" >"$SLURM_CONF.new"; mv "$SLURM_CONF.new" "$SLURM_CONF"; scontrol reconfigure ;;  # a job may read it meanwhile
   cancel) cancel ;;
   up) [[ ! -e $D ]] || { echo "$D exists: its cluster has not been ended" >&2; exit 1; }; up "${2:-2}" ;; env) echo "export SLURM_CONF=$SLURM_CONF" ;;
   kill-node) kill_node "$2" ;; start-node) start_node "$2" ;; *) sed -n '2,5p' "$0"; exit 2 ;;

@@ -56,7 +56,9 @@ def test_call_and_scatter_answer_by_rank():
                 (pid, pid) for pid in pids
             ]  # a terminal's ctrl-c does not reach them
             commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
-            assert all(b"megarl.cluster.rank" in command for command in commands)
+            assert all(b"megarl.platform.forking" in command for command in commands)
+            names = [Path(f"/proc/{pid}/comm").read_text() for pid in pids]
+            assert names == [f"megarl rank {rank}\n" for rank in range(3)]
 
     asyncio.run(drive())
 
@@ -395,7 +397,12 @@ def test_close_ends_a_call_that_is_under_way():
 def slow_to_start(folder: Path, statement: str) -> dict[str, str]:
     """An environment in which rank 1 executes the statement before anything else."""
     folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(f"import os, time\nif os.environ.get('RANK') == '1': {statement}\n")
+    (folder / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "forks = []\n"
+        f"def in_child():\n    if len(forks) == 1: {statement}\n"
+        "os.register_at_fork(after_in_parent=lambda: forks.append(1), after_in_child=in_child)\n"
+    )
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 

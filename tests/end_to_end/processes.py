@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+
+from megarl.platform.processes import descendants
 
 
 def rank_processes(driver: int) -> dict[int, int]:
     """Process ids of a driver's ranks, by rank."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            environment = (process / "environ").read_bytes().split(b"\0")
-        except (OSError, IndexError):
-            continue
-        rank = [entry for entry in environment if entry.startswith(b"RANK=")]
-        if parent == driver and rank:
-            found[int(rank[0][5:])] = int(process.name)
+    found: dict[int, int] = {}
+    for process in descendants(driver):
+        with suppress(OSError):
+            name = Path(f"/proc/{process}/comm").read_text()
+            if name.startswith("megarl rank "):
+                found[int(name.split()[-1])] = process
     return found

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.cluster.local import LocalGroup
+from megarl.platform import device
 from megarl.types import ExpertsHandle
 
 CONTEXT_TOKENS = 256
@@ -81,11 +82,11 @@ class Engines:
 async def engines(model_path: str, world_size: int, **settings: Any) -> AsyncIterator[LocalGroup]:
     """So many ranks, each an engine of its own, with the settings of `Engines`."""
     with tempfile.TemporaryDirectory() as folder:
-        group = await LocalGroup(world_size).start(
+        group = await LocalGroup(world_size, imports=device.forkable_imports("megarl.worker")).start(
             "tests.rollout.engines:Engines",
             {"model_path": model_path, **settings},
             log_folder=Path(folder),
-            environment={"OMP_NUM_THREADS": "1"},
+            environment={**device.rank_environment(world_size), "OMP_NUM_THREADS": "1"},
         )
         try:
             yield group

@@ -1,0 +1,190 @@
+"""Processes that share their imports: a fork server imports modules once and forks a process for each request.
+
+Reading torch, Megatron-Core and vLLM takes most of the time in which a rank starts on a CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+from megarl.platform import forking
+
+_OF_A_PROCESS = frozenset(
+    {"TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
+)
+"""Variables that no import reads: a process is given its own when it is forked."""
+_MAX_SERVERS = 2
+_END_SECONDS = 1.0
+"""Limit for a fork server that ended to be reaped."""
+_SERVER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from megarl.platform.forking import main
+main(*sys.argv[2:])
+"""
+
+
+class ForkServer:
+    """A process that has imported `imports` under some environment. It ends with the thread that started it."""
+
+    def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> None:
+        """Starts it; its output while it imports goes to `log`."""
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        shared = {name: value for name, value in environment.items() if name not in _OF_A_PROCESS}
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(
+                # -P: the folder of the script or the current one must not come before the search path.
+                [sys.executable, "-P", "-c", _SERVER, json.dumps(sys.path), str(number), str(os.getpid()), *imports],
+                # With one thread OpenMP and BLAS make no pool of threads, which a fork would not copy.
+                env={**shared, "OMP_NUM_THREADS": "1"},
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._num_forked = 0
+        self._is_closed = False
+        self.is_ready = False
+        """Whether it is known to have imported all."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def exit_code(self) -> int:
+        """How a server that closed its connections ended; negative: the signal that killed it."""
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+
+    def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
+        """A process that runs `function`, `package.module:name`, on a connection; what it prints goes to `log`.
+
+        `ps` and `top` show 15 characters of its name. Of `environment` it gets the variables of a single process; the
+        others are the server's.
+        """
+        request = {
+            "name": name,
+            "function": function,
+            "environment": {variable: environment[variable] for variable in _OF_A_PROCESS & environment.keys()},
+            "unset": sorted(_OF_A_PROCESS - environment.keys()),
+            "folder": os.getcwd(),
+        }
+        connection, theirs = socket.socketpair()
+        status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, their_status:
+            descriptors = [theirs.fileno(), their_status.fileno(), log.fileno()]
+            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+        self._num_forked += 1
+        return ForkedProcess(self, connection, status)
+
+    def kill(self) -> None:
+        """Kill the server and with it all that it forked."""
+        self._requests.close()
+        self._process.kill()
+        self._process.wait()
+
+    def forget(self) -> None:
+        """One process that it forked has been released."""
+        self._num_forked -= 1
+        self._end_unused()
+
+    def close(self) -> None:
+        """End the server, once all that it forked has been released."""
+        self._is_closed = True
+        self._end_unused()
+
+    def _end_unused(self) -> None:
+        if self._is_closed and self._num_forked == 0:
+            self.kill()
+
+
+class ForkedProcess:
+    """A process of a fork server, leader of a session of its own; its id stays its own until `release`."""
+
+    def __init__(self, server: ForkServer, connection: socket.socket, status: socket.socket) -> None:
+        self.connection = connection
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        """None while it runs; negative: the signal that killed it."""
+        self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """Done with the time when the process has ended."""
+        self._server = server
+        self._status = status
+        status.setblocking(False)
+        asyncio.get_running_loop().add_reader(status, self._read_status)
+
+    def _read_status(self) -> None:
+        try:
+            message = self._status.recv(forking.STATUS.size)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if message and self.pid is None:
+            (self.pid,) = forking.STATUS.unpack(message)
+            self._server.is_ready = True
+            return
+        # Without a message the server has ended, and all that it forked with it.
+        self.exit_code = forking.STATUS.unpack(message)[0] if message else self._server.exit_code()
+        asyncio.get_running_loop().remove_reader(self._status)
+        self.ended.set_result(time.time())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it has been forked and still runs."""
+        if self.pid is not None and self.exit_code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and its group, if it still runs."""
+        if self.exit_code is None:
+            with suppress(OSError):
+                self._status.shutdown(socket.SHUT_WR)
+            if not self._server.is_ready:
+                self._server.kill()  # it would only take notice when all is imported
+
+    def release(self) -> None:
+        """Close the connection and let the server reap the process."""
+        asyncio.get_running_loop().remove_reader(self._status)
+        self._status.close()
+        self.connection.close()
+        self._server.forget()
+
+
+_servers: dict[object, ForkServer] = {}
+
+
+def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> ForkServer:
+    """A fork server of this thread that has imported these modules under these variables, as they are read there.
+
+    One that is there already is taken: ranks that are started again, or other ones, import nothing anew.
+    """
+    variables = sorted((name, value) for name, value in environment.items() if name not in _OF_A_PROCESS)
+    key = (threading.get_native_id(), tuple(variables), tuple(sys.path), tuple(imports))
+    server = _servers.pop(key, None)
+    if server is None or not server.is_running:
+        server = ForkServer(environment, imports, log)
+    _servers[key] = server
+    while len(_servers) > _MAX_SERVERS:
+        _servers.pop(next(iter(_servers))).close()
+    return server
+
+
+def end_fork_servers() -> None:
+    """End all fork servers at once, and what they forked with them."""
+    while _servers:
+        _servers.popitem()[1].kill()

@@ -1,0 +1,200 @@
+"""The fork server's own process: imports modules once, then forks a process for each request.
+
+It has one thread, so that a fork copies no lock that another one holds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from megarl.platform.imports import uncollected
+from megarl.platform.processes import die_with
+
+STATUS = struct.Struct("<i")
+"""A message about a process: its id when it has been forked, its exit code (or the negative signal) when it ended."""
+MAX_REQUEST_BYTES = 1 << 16
+_NUM_DESCRIPTORS = 3
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
+
+
+@dataclass(slots=True)
+class _Forked:
+    """A process that was forked and not yet reaped: its id stays its own until the driver has closed its end."""
+
+    pid: int
+    status: socket.socket
+    is_reported: bool = False
+    is_released: bool = False
+
+    def report(self) -> None:
+        """Tell the driver how the process ended, if it has."""
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and not self.is_reported:
+            self.is_reported = True
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            with suppress(OSError):
+                self.status.send(STATUS.pack(code))
+
+    def release(self) -> None:
+        """Kill what is left of the process and its group: the driver has closed its end."""
+        self.is_released = True
+        if not self.is_reported:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it does not lead its session yet
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The task of a forked process, and the server that forked it."""
+
+    server: int
+    content: bytes
+    connection: int
+    log: int
+
+    def begin(self) -> Callable[[socket.socket], object]:
+        """Make this process what a new interpreter would be; the function that it is to run."""
+        os.setsid()
+        die_with(self.server)
+        for number in (*_ENDING_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _print_to(self.log)
+        request = json.loads(self.content)
+        Path("/proc/self/comm").write_text(request["name"])
+        os.chdir(request["folder"])
+        for name in request["unset"]:
+            os.environ.pop(name, None)
+        os.environ.update(request["environment"])
+        tempfile.tempdir = None  # not the server's: TMPDIR is read again
+        _set_num_threads()
+        module, _, function = request["function"].partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+@dataclass(slots=True)
+class _Server:
+    requests: socket.socket
+    forked: dict[int, _Forked] = field(default_factory=dict)
+
+    def run(self) -> _Request | None:
+        """Serve until the driver closes its end and all processes have ended.
+
+        Returns twice: in each forked process with what that is to run.
+        """
+        woken, wake = socket.socketpair()
+        for end in (woken, wake):
+            end.setblocking(False)
+        for number in (*_ENDING_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        selector = selectors.PollSelector()
+        selector.register(self.requests, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while self.forked or self.requests in selector.get_map():
+            for key, _ in selector.select():
+                if key.fileobj is self.requests:
+                    made = self._fork()
+                    if isinstance(made, _Request):
+                        signal.set_wakeup_fd(-1)
+                        for own in (self.requests, woken, wake, *(forked.status for forked in self.forked.values())):
+                            own.close()
+                        return made
+                    if made is None:
+                        selector.unregister(self.requests)
+                    else:
+                        selector.register(made.status, selectors.EVENT_READ, made)
+                elif key.fileobj is woken:
+                    woken.recv(4096)
+                else:
+                    key.data.release()
+                    selector.unregister(key.fileobj)
+            self._reap()
+        return None
+
+    def _fork(self) -> _Forked | _Request | None:
+        """Fork the process of the next request. Returns None where there is none any more, in it the request."""
+        content, descriptors, _, _ = socket.recv_fds(self.requests, MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
+        if not content:
+            return None
+        connection, status, log = descriptors
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(status)
+            return _Request(server, content, connection, log)
+        os.close(connection)
+        os.close(log)
+        forked = self.forked[pid] = _Forked(pid, socket.socket(fileno=status))
+        with suppress(OSError):
+            forked.status.send(STATUS.pack(pid))
+        return forked
+
+    def _reap(self) -> None:
+        """Report the processes that ended, and reap those that the driver has released."""
+        for forked in list(self.forked.values()):
+            forked.report()
+            if forked.is_reported and forked.is_released:
+                os.waitpid(forked.pid, 0)
+                forked.status.close()
+                del self.forked[forked.pid]
+
+
+def _set_num_threads() -> None:
+    """Give torch the threads that OMP_NUM_THREADS names: it has read it, in the server."""
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _print_to(descriptor: int) -> None:
+    """Make it standard output and error, and close it."""
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def main(number: str, driver: str, *modules: str) -> NoReturn:
+    """The main function; its arguments are the socket of requests, the driver's process id, and what to import."""
+    die_with(int(driver))
+    try:
+        with uncollected():
+            for module in modules:
+                importlib.import_module(module)
+    except Exception:
+        # Each forked process meets the error where it is reported, in an interpreter without half of an import.
+        os.execv(sys.executable, sys.orig_argv[: -len(modules)])
+    _print_to(os.open(os.devnull, os.O_WRONLY))
+    request = _Server(socket.socket(fileno=int(number))).run()
+    code = 0
+    if request is not None:
+        try:
+            function = request.begin()
+            function(socket.socket(fileno=request.connection))
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    # At once: Python's finalisation of torch, vLLM and Megatron takes seconds.
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
