@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -23,6 +24,7 @@ from megarl.types import ConfigError, MegarlError
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
+    from megarl.preflight import Dropped
 
 app = typer.Typer(
     name="megarl",
@@ -105,8 +107,8 @@ def train(
         loaded = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
-        layout, records = _checked(loaded, is_start=not dry_run)
-        print_sizes(loaded, layout, records)
+        layout, records, dropped = _checked(loaded, is_start=not dry_run)
+        print_sizes(loaded, layout, records, dropped)
         if dry_run:
             return
         from megarl.loops.run import run
@@ -149,8 +151,8 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     return True
 
 
-def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[str, int]]:
-    """The layout of a recipe, all of which was checked, and its records by data file; warnings are printed.
+def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[str, int], Dropped]:
+    """The layout of a recipe, all of which was checked, its records by data source, and those too long; it warns.
 
     `is_start` as in `preflight.check`.
     """
@@ -158,12 +160,13 @@ def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[st
     from megarl.terminal import Terminal
 
     layout = check(recipe, is_start=is_start)
-    records = count_records(recipe)
+    dropped: Dropped = Counter()
+    records = count_records(recipe, dropped)
     check_rewards(recipe)
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for text in resource_warnings(recipe, layout):
         console.print(f"warning: {text}", style="yellow")
-    return layout, records
+    return layout, records, dropped
 
 
 @app.command()

@@ -31,11 +31,11 @@ def print_error(error: MegarlError) -> None:
         console.print(Text("error: ", style="bold red") + Text(printable(str(error))))
 
 
-def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int]) -> None:
-    """Print the sizes that follow from a recipe: batches, updates, epochs."""
+def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
+    """Print the sizes that follow from a recipe: batches, updates, epochs; and what its data are taken for."""
     from rich.table import Table
 
-    from megarl.preflight import shortened_warmups
+    from megarl.preflight import shortened_warmups, told_formats
     from megarl.terminal import Console
 
     settings = recipe.train
@@ -52,6 +52,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int])
         "nodes": f"{nodes} of {size} ranks, launcher {recipe.cluster.launcher}"
         + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
+        "format": "; ".join(dict.fromkeys(told_formats(recipe).values())) or "made by the environment",
         "steps": f"{settings.steps}, {_epochs(recipe, records)} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
         f"{per_step // updates // layout.dp} an update and data-parallel rank",
@@ -59,6 +60,8 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int])
         "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
         "run folder": f"{recipe.runs_folder}/{recipe.name}",
     }
+    if dropped:
+        rows["left out"] = ", ".join(f"{count} too long of {source}" for source, count in dropped.items())
     if warmups := [*shortened_warmups(recipe)]:
         rows["warning"] = "; ".join(warmups)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")

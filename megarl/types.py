@@ -78,13 +78,14 @@ class PeerLostError(MegarlError):
 class Problem:
     """A record of an RL data set, with its prompt rendered to tokens.
 
-    `index` is its index in the file (the same in every epoch), `answer` the gold answer, `record` the parsed line.
+    `index` is its index in the data (the same in every epoch), `answer` the gold answer, a text or another JSON value,
+    `record` the parsed line.
     """
 
     index: int
     messages: tuple[Mapping[str, Any], ...]
     prompt_token_ids: tuple[int, ...]
-    answer: str
+    answer: Any
     record: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     """The source that it is from, by its name in the recipe's mixture; without one, the name of the environment."""

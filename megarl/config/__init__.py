@@ -213,23 +213,38 @@ class RolloutConfig(Section):
 
 class DataConfig(Section):
     train: str
-    """JSONL file of training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or
-    "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto). Or
+    """Training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or "prompt" and
+    "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto), or other programs'
+    (data.format). A JSON-lines, JSON, CSV, Parquet or Arrow file; a folder of files of one kind; or a data set of the
+    Hugging Face Hub, OWNER/NAME or OWNER/NAME/FOLDER, that is in its cache (hf download OWNER/NAME --repo-type
+    dataset). SPLIT@ before a folder or name takes the files of one split, such as train@data/gsm8k. Or
     `environment:COUNT` (rl): so many problems that rollout.environment makes itself, each a function of its number."""
     validation: dict[Name, str] = Field(default_factory=dict)
-    """Validation sets, JSONL files by name: problems, or pairs (preference, reward_model); or `environment:COUNT`,
+    """Validation sets by name, as data.train: problems, or pairs (preference, reward_model); or `environment:COUNT`,
     problems of other numbers than those of training. Metric: val/NAME/accuracy."""
     validation_conversations: dict[Name, str] = Field(default_factory=dict)
-    """Validation sets of conversations (sft), JSONL files by name. Metric: val/NAME/loss, nats a token."""
+    """Validation sets of conversations (sft) by name, as data.train. Metric: val/NAME/loss, nats a token."""
     ptx: str | None = None
-    """JSONL file of conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient)."""
-    answer_field: str = "gt_answer"
-    """Field of a record with the gold answer."""
+    """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), as data.train."""
+    format: Literal["colossalrl", "rl2", "verl", "trl", "slime", "openrlhf"] | None = None
+    """Whose names the fields of records have (megarl.data.formats); left out: as recognised in the first record of each
+    source, which a start tells. All fields are in `record`, which reward functions get."""
+    fields: dict[Literal["prompt", "response", "chosen", "rejected", "label", "tools"], str] = Field(
+        default_factory=dict
+    )
+    """Names of your own for fields of the records, such as {prompt: question}; dots reach into objects."""
+    answer_field: str | None = None
+    """Field with the gold answer: text, a number, an object or a list; dots reach into objects. Left out: the format's,
+    gt_answer in megarl's own."""
     system_prompt: str | None = None
     """System message put before each conversation that has none; `default`: that of the first of reward.functions whose
     format needs one (boxed, think_answer_tags); `none` or left out: no message."""
     max_prompt_tokens: PositiveInt = 1024
-    """Maximum length of a prompt in tokens, chat template included; a longer one is an error."""
+    """Maximum length of a prompt in tokens, chat template included. Prompts are never cut: see data.overlong."""
+    overlong: Literal["refuse", "drop"] = "refuse"
+    """A prompt of more than data.max_prompt_tokens, or a conversation or pair that does not fit in
+    trainer.max_tokens_per_microbatch: an error that names its line (refuse), or left out before the run, which a start
+    tells and data/dropped counts (drop)."""
     shuffle: bool = True
     """Shuffle the records anew each epoch, by the run's seed."""
     curriculum: CurriculumConfig = CurriculumConfig()

@@ -46,23 +46,24 @@ COUNTERPARTS = (
     Counterpart(("trust_remote_code",), note="code of a model folder is never run; take a model that needs none"),
     Counterpart(("ref_model", "sync_ref_model", "ref_update_steps"), note="the reference is model.path, unchanged"),
     # Data
-    Counterpart(("train_files", "prompt_data", "dataset_name", "train_data_path"), ("data.train",), "a JSONL file"),
+    Counterpart(("train_files", "prompt_data", "dataset_name", "train_data_path"), ("data.train",)),
     Counterpart(
         ("val_files", "eval_prompt_data", "eval_dataset", "val_data_path", "test_files"),
         ("data.validation",),
-        "JSONL files by name",
+        "sources by name",
     ),
     Counterpart(("label_key", "ground_truth_key"), ("data.answer_field",)),
+    Counterpart(("prompt_key", "input_key"), ("data.fields",), "{prompt: NAME}"),
     Counterpart(
-        ("prompt_key", "input_key", "apply_chat_template", "return_raw_chat"),
-        note="a record has its prompt in messages, and the tokenizer's chat template is always applied",
+        ("apply_chat_template", "return_raw_chat"),
+        note="the tokenizer's chat template is always applied",
     ),
     Counterpart(
         ("max_prompt_length", "prompt_max_len", "rollout_max_prompt_len", "max_input_seq_length"),
         ("data.max_prompt_tokens",),
     ),
     Counterpart(
-        ("filter_overlong_prompts", "data.truncation"), note="a prompt above data.max_prompt_tokens is an error"
+        ("filter_overlong_prompts", "data.truncation"), ("data.overlong",), "prompts are never cut"
     ),
     Counterpart(("pretrain_data",), ("data.ptx",)),
     Counterpart(("shuffle_dataset", "rollout_shuffle"), ("data.shuffle",)),

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
 
 OWN = {
-    "data": ("train", "validation", "answer_field", "system_prompt", "max_prompt_tokens", "shuffle", "curriculum"),
+    "data": (
+        "train", "validation", "format", "fields", "answer_field", "system_prompt", "max_prompt_tokens", "overlong",
+        "shuffle", "curriculum",
+    ),
     "rollout": (
         "sampling", "environment", "environment_kwargs", "tool_parser", "agent", "max_turns", "truncated_turn",
         "history", "budget",
@@ -32,8 +35,8 @@ class SourceConfig(Section):
     weight: PositiveFloat = 1.0
     """Share of the prompts that are drawn from this source, over the sum of all weights."""
     data: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own fields of `data`: train, validation, answer_field, system_prompt, max_prompt_tokens, shuffle,
-    curriculum."""
+    """Its own fields of `data`: train, validation, format, fields, answer_field, system_prompt, max_prompt_tokens,
+    overlong, shuffle, curriculum."""
     rollout: dict[str, JsonValue] = Field(default_factory=dict)
     """Its own fields of `rollout`: sampling, environment, environment_kwargs, tool_parser, agent, max_turns,
     truncated_turn, history, budget."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
-from megarl.data.records import Record, read_records
+from megarl.data.formats import FieldNames
+from megarl.data.records import Record, TooLongError, made_of, read_records
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -17,19 +18,26 @@ if TYPE_CHECKING:
 
 
 def read_conversations(
-    path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int
+    source: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str | None,
+    max_tokens: int,
+    names: FieldNames | None = None,
+    on_long: Callable[[TooLongError], object] | None = None,
 ) -> list[TrainingSequence]:
-    """The conversations of a JSONL file, with the assistant's tokens marked for training.
+    """The conversations of a data source, with the assistant's tokens marked for training.
 
-    A record has `messages`, or `prompt` and `response`, texts or messages; assistant's messages may have `tool_calls`,
-    and the record the `tools` that it may call. Raises DataError, with the line, for a
-    faulty record, one without an assistant turn, one longer than `max_tokens` (conversations are never cut), and a chat
-    template that rewrites earlier turns.
+    A record has a conversation, or a prompt and a response, texts or messages (`data.formats`); assistant's messages
+    may have `tool_calls`, and the record the `tools` that it may call. Raises DataError, with the line, for a faulty
+    record, one without an assistant turn, and a chat template that rewrites earlier turns. One longer than `max_tokens`
+    is never cut: `on_long` is told of it, or it is an error.
     """
-    return [
-        conversation_of(record, tokenizer, _messages(record, system_prompt), max_tokens=max_tokens)
-        for record in read_records(path)
-    ]
+
+    def make(_: int, record: Record) -> TrainingSequence:
+        return conversation_of(record, tokenizer, _messages(record, system_prompt), max_tokens=max_tokens)
+
+    return list(made_of(read_records(source, names), make, on_long))
 
 
 def conversation_of(
@@ -62,15 +70,18 @@ def encoded(
 def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
     return record.error(
         f"the conversation has {size}, trainer.max_tokens_per_microbatch allows {max_tokens} tokens; "
-        "raise it or remove the line"
+        "raise it, remove the line, or set data.overlong=drop",
+        TooLongError,
     )
 
 
 def _messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    if "prompt" not in record.fields or "messages" in record.fields:
-        return record.messages(system_prompt)
-    prompt = record.messages(system_prompt, field="prompt", role="user")
-    return (*prompt, *record.messages(field="response", role="assistant"))
+    prompt = record.prompt(system_prompt)
+    if any(message["role"] == "assistant" for message in prompt) and record.value(record.format.response) is None:
+        return prompt
+    if record.field(record.format.prompt) in ("messages", "conversations"):
+        return prompt
+    return (*prompt, *record.messages(field=record.field(record.format.response), role="assistant"))
 
 
 def train_on_assistant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,8 @@ import numpy as np
 
 from megarl.data.batch import TokenBatch, borders
 from megarl.data.conversations import conversation_of, encoded
-from megarl.data.records import Record, read_records
+from megarl.data.formats import FieldNames, first_of
+from megarl.data.records import Record, TooLongError, made_of, read_records
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -22,17 +23,27 @@ Answers = tuple[TrainingSequence, ...]
 
 
 def read_preferences(
-    path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int
+    source: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str | None,
+    max_tokens: int,
+    names: FieldNames | None = None,
+    on_long: Callable[[TooLongError], object] | None = None,
 ) -> list[Answers]:
-    """The pairs of a JSONL file, with the tokens of the two answers marked for training.
+    """The pairs of a data source, with the tokens of the two answers marked for training.
 
     A record has `chosen` and `rejected`: texts, or messages; and what both answer in `messages`, `prompt` or `context`,
-    unless both begin with it. Raises DataError, with the line, for a faulty record, two equal answers, and a pair of
-    more than `max_tokens` together: a pair is never parted, nor cut.
+    unless both begin with it (`data.formats` knows other names). Raises DataError, with the line, for a faulty record
+    and two equal answers. A pair of more than `max_tokens` together is never parted, nor cut: `on_long` is told of it,
+    or it is an error.
     """
-    pairs = []
-    for record in read_records(path):
-        chosen, rejected = (_conversation(record, field, system_prompt) for field in ("chosen", "rejected"))
+
+    def make(_: int, record: Record) -> Answers:
+        format = record.format
+        chosen, rejected = (
+            _conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
+        )
         if chosen == rejected:
             raise record.error("'chosen' and 'rejected' are the same; remove the line")
         shared = next(
@@ -45,33 +56,46 @@ def read_preferences(
         if (size := sum(map(len, pair))) > max_tokens:
             raise record.error(
                 f"the pair has {size} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
-                "raise it or remove the line"
+                "raise it, remove the line, or set data.overlong=drop",
+                TooLongError,
             )
-        pairs.append((pair[0], pair[1]))
-    return pairs
+        return pair[0], pair[1]
+
+    return list(made_of(read_records(source, names), make, on_long))
 
 
-def read_judged(path: str | Path, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> list[Answers]:
-    """The judged answers of a JSONL file, with the answer's tokens marked for training.
+def read_judged(
+    source: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str | None,
+    max_tokens: int,
+    names: FieldNames | None = None,
+    on_long: Callable[[TooLongError], object] | None = None,
+) -> list[Answers]:
+    """The judged answers of a data source, with the answer's tokens marked for training.
 
     A record has `response` (or `completion`), a text or messages, what it answers in `messages`, `prompt` or `context`,
-    and `label`, true for a good one. Raises DataError, with the line, for a faulty record, a file with answers of one
-    kind only, and a conversation of more than `max_tokens`.
+    and `label`, true for a good one (`data.formats` knows other names). Raises DataError, with the line, for a faulty
+    record and a source with answers of one kind only. A conversation of more than `max_tokens` is never cut: `on_long`
+    is told of it, or it is an error.
     """
-    answers = []
     labels: set[bool] = set()
-    for record in read_records(path):
-        label = record.fields.get("label")
+
+    def make(_: int, record: Record) -> Answers:
+        label = record.value(record.format.label)
         if not isinstance(label, bool):
-            raise record.error(f"'label' is {label!r}; give true for a good answer, false for a bad one")
-        field = "completion" if "completion" in record.fields else "response"
-        messages = _conversation(record, field, system_prompt)
+            name = record.field(record.format.label)
+            raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
+        messages = _conversation(record, record.field(record.format.response), system_prompt)
         sequence = conversation_of(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
         labels.add(label)
         desirable = (sequence.loss_mask & label).astype(np.float32)
-        answers.append((replace(sequence, desirable=desirable),))
+        return (replace(sequence, desirable=desirable),)
+
+    answers = list(made_of(read_records(source, names), make, on_long))
     if len(labels) < 2:
-        raise DataError(f"{path}: all labels are the same; kto needs good and bad answers")
+        raise DataError(f"{source}: all labels are the same; kto needs good and bad answers")
     return answers
 
 
@@ -99,7 +123,7 @@ def with_score_places(batch: TokenBatch) -> TokenBatch:
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """The whole conversation that ends with one of the answers."""
-    given = next((name for name in ("messages", "prompt", "context") if name in record.fields), None)
+    given = first_of(record.fields, record.format.prompt)
     before = record.messages(system_prompt, field=given, role="user") if given else ()
     answer = record.messages(None if before else system_prompt, field=field, role="assistant")
     if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):

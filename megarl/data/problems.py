@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.data.chat import encode, exceeds, render
-from megarl.data.records import read_records
+from megarl.data.formats import FieldNames
+from megarl.data.records import Record, TooLongError, made_of, read_records
 from megarl.types import Problem
 
 if TYPE_CHECKING:
@@ -49,29 +51,44 @@ def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None
 
 
 def read_problems(
-    path: str | Path, tokenizer: Tokenizer, *, answer_field: str, system_prompt: str | None, max_prompt_tokens: int
+    source: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str | None,
+    max_prompt_tokens: int,
+    names: FieldNames | None = None,
+    on_long: Callable[[TooLongError], object] | None = None,
 ) -> list[Problem]:
-    """The problems of a JSONL file, prompts rendered up to the opening of the assistant's turn.
+    """The problems of a data source, prompts rendered up to the opening of the assistant's turn.
 
-    Raises DataError, with the line, for a faulty record, a conversation that does not end with what must be answered,
-    and a prompt longer than `max_prompt_tokens`: prompts are never cut.
+    Raises DataError, with the line, for a faulty record and a conversation that does not end with what must be
+    answered. A prompt longer than `max_prompt_tokens` is never cut: `on_long` is told of it, or it is an error.
     """
-    problems = []
-    for index, record in enumerate(read_records(path)):
-        answer, messages = record.text(answer_field), record.messages(system_prompt)
-        if messages[-1]["role"] not in ("user", "tool"):
-            raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
-        try:
-            text = render(tokenizer, messages, generation_prompt=True)
-            is_long = exceeds(tokenizer, text, max_prompt_tokens)
-            prompt = [] if is_long else encode(tokenizer, text)
-        except ValueError as error:
-            raise record.error(str(error)) from error
-        if is_long or len(prompt) > max_prompt_tokens:
-            size = f"{len(text)} characters" if is_long else f"{len(prompt)} tokens"
-            raise record.error(
-                f"the prompt has {size}, data.max_prompt_tokens allows {max_prompt_tokens} tokens; "
-                f"raise it or remove the line"
-            )
-        problems.append(Problem(index, messages, tuple(prompt), answer, record.fields))
-    return problems
+
+    def make(index: int, record: Record) -> Problem:
+        return problem_of(record, index, tokenizer, system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens)
+
+    return list(made_of(read_records(source, names), make, on_long))
+
+
+def problem_of(
+    record: Record, index: int, tokenizer: Tokenizer, *, system_prompt: str | None, max_prompt_tokens: int
+) -> Problem:
+    """A record as a problem. Raises DataError, and TooLongError for a prompt longer than `max_prompt_tokens`."""
+    answer, messages = record.answer(), record.prompt(system_prompt)
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
+    try:
+        text = render(tokenizer, messages, generation_prompt=True)
+        is_long = exceeds(tokenizer, text, max_prompt_tokens)
+        prompt = [] if is_long else encode(tokenizer, text)
+    except ValueError as error:
+        raise record.error(str(error)) from error
+    if is_long or len(prompt) > max_prompt_tokens:
+        size = f"{len(text)} characters" if is_long else f"{len(prompt)} tokens"
+        raise record.error(
+            f"the prompt has {size}, data.max_prompt_tokens allows {max_prompt_tokens} tokens; "
+            "raise it, remove the line, or set data.overlong=drop",
+            TooLongError,
+        )
+    return Problem(index, messages, tuple(prompt), answer, record.fields)

@@ -1,46 +1,78 @@
-"""JSONL records, each fault named by file and line."""
+"""Records of data sources, each fault named by file and line or row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from megarl.data.formats import FORMATS, FieldNames, RecordFormat, first_of, value_at
+from megarl.data.rows import data_files, rows_of
 from megarl.data.tool_calls import check_tools
-from megarl.files.strict_json import parse, shortened
+from megarl.files.strict_json import shortened
 from megarl.types import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
+_ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant"}
+"""Roles as ShareGPT writes them."""
+
+Made = TypeVar("Made")
+
+
+class TooLongError(DataError):
+    """A record has more tokens than the recipe allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a data file: where it stands, and what it says."""
+    """One line or row of a data file: where it stands, what it says, and which of its fields hold what."""
 
     path: Path
     line: int
     fields: Mapping[str, Any]
+    format: RecordFormat = FORMATS["colossalrl"]
+    unit: str = "line"
+    """What `line` counts."""
 
-    def error(self, problem: str) -> DataError:
+    def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
         """A DataError that names this line."""
-        return DataError(f"{self.path}, line {self.line}: {problem}")
+        return kind(f"{self.path}, {self.unit} {self.line}: {problem}")
 
-    def text(self, field: str) -> str:
-        """A field that must be there and hold text; a number counts as its text."""
-        if field not in self.fields:
+    def value(self, names: tuple[str, ...]) -> Any:
+        """The value of the first of these fields that the record has; None without one."""
+        return next((found for name in names if (found := value_at(self.fields, name)) is not None), None)
+
+    def field(self, names: tuple[str, ...]) -> str:
+        """The first of these fields that the record has, else the first."""
+        return first_of(self.fields, names) or names[0]
+
+    def answer(self) -> Any:
+        """The gold answer: its text, where it is a number, or another JSON value, not null, true or false."""
+        field = self.field(self.format.answer)
+        value = value_at(self.fields, field)
+        if value is None and field not in self.fields:
             raise self.error(
                 f"the record has no field '{field}', only {_names(self.fields)}; "
                 f"add it, or name the field that holds the answer in data.answer_field"
             )
-        value = self.fields[field]
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        if value is None or isinstance(value, bool):
             raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
+        if isinstance(value, dict | list):
+            if not value:
+                raise self.error(f"'{field}' is {shown(value)}; give the answer, or remove the line")
+            return value
         if not (text := str(value)).strip():
             raise self.error(f"'{field}' is empty; give the answer, or remove the line")
         return text
+
+    def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
+        """The conversation to answer, from a text, one message or a list of them."""
+        field = self.field(self.format.prompt)
+        # Only `messages` says in its name that it is none.
+        return self.messages(system_prompt, field=field, role=None if field == "messages" else "user")
 
     def messages(
         self, system_prompt: str | None = None, *, field: str | None = None, role: str | None = None
@@ -50,7 +82,7 @@ class Record:
         With `role` a text stands for its message. `system_prompt` goes first unless one is there.
         """
         field = field or "messages"
-        value = self.fields.get(field)
+        value = value_at(self.fields, field)
         if role and isinstance(value, str) and value.strip():
             value = {"role": role, "content": value}
         if isinstance(value, Mapping):
@@ -60,6 +92,7 @@ class Record:
                 f"'{field}' is {'missing' if value is None else shown(value)}; give "
                 f'{"a text, " if role else ""}one message {{"role": "user", "content": "..."}} or a list of them'
             )
+        value = [_of_other_names(message) for message in value]
         for place, message in enumerate(value):
             self._check_message(f"{field}[{place}]", message, is_first=place == 0)
         if system_prompt is not None and value[0]["role"] != "system":
@@ -81,10 +114,10 @@ class Record:
             raise self.error(f"{place} is a system message; only the first message may be one")
 
     def tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools of a conversation, its field `tools`: JSON schemas in OpenAI's form; none if it is missing."""
-        value = self.fields.get("tools") or ()
+        """The tools of a conversation: JSON schemas in OpenAI's form; none if the field is missing."""
+        value = self.value(self.format.tools) or ()
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.error(f"'tools' is {shown(value)}; give a list of JSON schemas")
+            raise self.error(f"'{self.field(self.format.tools)}' is {shown(value)}; give a list of JSON schemas")
         try:
             check_tools(value)
         except ValueError as error:
@@ -109,29 +142,52 @@ class Record:
             )
 
 
-def read_records(path: str | Path) -> Iterator[Record]:
-    """The records of a JSONL file in order; blank lines are skipped.
+def read_records(source: str | Path, names: FieldNames | None = None) -> Iterator[Record]:
+    """The records of a data source in order (`data.rows`); blank lines are skipped.
 
-    Raises DataError where the file is missing, holds no record, or a line is not a JSON object (`strict_json.parse`).
+    `names` says which fields hold what; without it the format is recognised from the first record. Raises DataError
+    where the source is missing, holds no record, or a row is not an object with fields.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; check the path in data.train or data.validation")
-    empty = True
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            empty = False
-            try:
-                fields = parse(raw)
-            except ValueError as error:
-                raise DataError(f"{path}, line {line}: not JSON ({error}); each line must be one JSON object") from None
-            if not isinstance(fields, dict):
-                raise DataError(f"{path}, line {line}: {shown(fields)} is not a JSON object with fields")
-            yield Record(path, line, fields)
-    if empty:
-        raise DataError(f"{path}: holds no record; write one JSON object per line")
+    format: RecordFormat | None = None
+    for path in data_files(source):
+        for row in rows_of(path):
+            if not isinstance(row.value, dict):
+                place = f"{path}, {row.unit} {row.number}"
+                raise DataError(f"{place}: {shown(row.value)} is not a JSON object with fields")
+            format = format or (names or FieldNames()).of(row.value)
+            yield Record(path, row.number, row.value, format, row.unit)
+    if format is None:
+        raise DataError(f"{source}: holds no record; write one JSON object per line")
+
+
+def made_of(
+    records: Iterable[Record],
+    make: Callable[[int, Record], Made],
+    on_long: Callable[[TooLongError], object] | None = None,
+) -> Iterator[Made]:
+    """What is made of each record and its number, from 0; of those that are too long `on_long` is told, if given.
+
+    Raises what `make` raises, TooLongError only without `on_long`.
+    """
+    for index, record in enumerate(records):
+        try:
+            made = make(index, record)
+        except TooLongError as error:
+            if on_long is None:
+                raise
+            on_long(error)
+        else:
+            yield made
+
+
+def _of_other_names(message: Any) -> Any:
+    """A message with `role` and `content`, also where it has `from` and `value` (ColossalChat, ShareGPT)."""
+    if not isinstance(message, Mapping) or "role" in message or "from" not in message:
+        return message
+    rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+    role = message["from"]
+    content = {"content": message["value"]} if "value" in message else {}
+    return {"role": _ROLES_ELSEWHERE.get(role, role) if isinstance(role, str) else role, **content, **rest}
 
 
 def shown(value: Any) -> str:

@@ -20,10 +20,10 @@ from megarl.types import TrainingSequence
 async def train(session: Session) -> None:
     """Metrics: `train/loss` (a pair, an answer), those of `preference_objective`; kto: `kl/reference` of an answer."""
     recipe, tracker = session.recipe, session.tracker
-    answers = read_preferences(recipe, session.tokenizer, recipe.data.train)
+    answers = read_preferences(recipe, session.tokenizer, recipe.data.train, session.dropped)
     order = DataOrder(len(answers), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     held_out = {
-        name: read_preferences(recipe, session.tokenizer, path)[: recipe.evaluation.max_problems]
+        name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()
     }
     if not session.folder.resumed_step:

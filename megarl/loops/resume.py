@@ -14,6 +14,7 @@ from megarl.checkpoint.manifest import canonical_sha256, file_record
 from megarl.config import Recipe
 from megarl.config.recipe import error_page, recipe_changes
 from megarl.data.problems import num_made
+from megarl.data.rows import data_files
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.checkpointing import Survey, survey
@@ -47,8 +48,10 @@ class Inputs:
             if num_made(path) is not None:
                 data[field] = canonical_sha256({"source": path})
                 continue
-            with storage_faults_named(Path(path)):
-                data[field] = file_record(Path(path))["sha256"]
+            files = data_files(path)
+            with storage_faults_named(files[0]):
+                hashes = [file_record(file)["sha256"] for file in files]
+            data[field] = hashes[0] if len(files) == 1 else canonical_sha256({"files": hashes})
         return cls(models, data)
 
     def as_json(self) -> dict[str, Any]:

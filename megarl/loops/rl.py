@@ -123,6 +123,6 @@ def _conversations(session: Session) -> Callable[[int], TokenBatch | None]:
     recipe = session.recipe
     if not recipe.data.ptx:
         return lambda number: None
-    conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx)
+    conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx, session.dropped)
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
     return lambda number: TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.preflight import row_multiple
+from megarl.preflight import Dropped, row_multiple
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -84,7 +85,8 @@ async def _started(
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = load_tokenizer(recipe.model.path)
-        data = read_data(recipe, tokenizer)
+        dropped: Dropped = Counter()
+        data = read_data(recipe, tokenizer, dropped)
         with tracker.phase("start"):
             ranks = await start_ranks(recipe.cluster, folder.logs_folder)
             stack.push_async_callback(ranks.close)
@@ -124,6 +126,7 @@ async def _started(
             checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),
             origin=origin,
             stop=stop,
+            dropped=dropped,
         )
         if origin.checkpoint:
             await ranks.call("sleep_engine")

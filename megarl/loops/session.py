@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
+from megarl.preflight import Dropped
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.pool import AbandonedError, EnginePool
 from megarl.rollout.sources import Source
@@ -64,6 +66,8 @@ class Session:
     origin: Origin
     """The checkpoint that the run was resumed from, if any."""
     stop: StopRequest
+    dropped: Dropped = field(default_factory=Counter)
+    """How many records were left out because they are too long, by data source."""
 
     async def stop_if_asked(
         self,
@@ -85,8 +89,13 @@ class Session:
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
-        """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run."""
+        """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run.
+
+        Metric of every loop: `data/dropped`, records that are left out because they are too long, where there are any.
+        """
         step = Step(number)
+        if self.dropped:
+            step.log({"data/dropped": float(self.dropped.total())})
         async with self.leaving_in_order(step, state):
             yield step
         self.tracker.log(number, step.metrics)

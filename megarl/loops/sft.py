@@ -21,9 +21,9 @@ HeldOut = Mapping[str, Sequence[TrainingSequence]]
 async def train(session: Session) -> None:
     """Metrics: `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
     recipe = session.recipe
-    conversations = read_conversations(recipe, session.tokenizer, recipe.data.train)
+    conversations = read_conversations(recipe, session.tokenizer, recipe.data.train, session.dropped)
     held_out: HeldOut = {
-        name: read_conversations(recipe, session.tokenizer, path)[: recipe.evaluation.max_problems]
+        name: read_conversations(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation_conversations.items()
     }
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)

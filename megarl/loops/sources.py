@@ -16,7 +16,7 @@ from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker, is_agent, num_processes
 from megarl.environments.process import process_settings
 from megarl.environments.process_pool import EnvironmentPool
-from megarl.preflight import read_problems
+from megarl.preflight import Dropped, read_problems
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import WorkerSettings, worker_settings
 from megarl.rollout.groups import GroupSampler
@@ -30,15 +30,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-def read_data(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, tuple[list[Problem], dict[str, list[Problem]]]]:
-    """Training problems and validation sets of each source; nothing of a recipe that samples nothing."""
+def read_data(
+    recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped
+) -> dict[str, tuple[list[Problem], dict[str, list[Problem]]]]:
+    """Training problems and validation sets of each source; nothing of a recipe that samples nothing.
+
+    Problems that are left out are counted in `dropped`.
+    """
     found: dict[str, tuple[list[Problem], dict[str, list[Problem]]]] = {}
     for source in recipe.sources:
         own, train = source.recipe, list[Problem]()
         if own.loop == "rl":
-            train = [replace(p, source=source.name) for p in read_problems(own, tokenizer, own.data.train)]
+            train = [replace(p, source=source.name) for p in read_problems(own, tokenizer, own.data.train, dropped)]
         sets = own.data.validation if own.has_engine else {}
-        heldout = {name: read_problems(own, tokenizer, path, is_heldout=True) for name, path in sets.items()}
+        heldout = {name: read_problems(own, tokenizer, path, dropped, is_heldout=True) for name, path in sets.items()}
         found[source.name] = train, {name: p[: own.evaluation.max_problems] for name, p in heldout.items()}
     return found
 

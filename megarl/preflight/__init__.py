@@ -20,6 +20,7 @@ from megarl.preflight import learning, sizes
 from megarl.preflight.engine import engine_fit
 from megarl.preflight.environment import environment
 from megarl.preflight.files import (
+    Dropped,
     count_records,
     data_files,
     made_sources,
@@ -27,6 +28,7 @@ from megarl.preflight.files import (
     read_preferences,
     read_problems,
     runs_folder,
+    told_formats,
 )
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import shortened_warmups
@@ -37,6 +39,7 @@ from megarl.preflight.sizes import row_multiple
 from megarl.types import ConfigError, DataError
 
 __all__ = [
+    "Dropped",
     "check",
     "check_plan",
     "check_rewards",
@@ -48,6 +51,7 @@ __all__ = [
     "resource_warnings",
     "row_multiple",
     "shortened_warmups",
+    "told_formats",
 ]
 
 

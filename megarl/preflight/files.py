@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
+from megarl.data.formats import FieldNames, first_of
 from megarl.data.problems import MADE, num_made
+from megarl.data.records import TooLongError, read_records
+from megarl.data.rows import data_files as found_files
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import SYSTEM_PROMPTS
 from megarl.types import ConfigError, DataError, Problem, TrainingSequence
@@ -20,19 +24,23 @@ if TYPE_CHECKING:
 
     from megarl.data.preferences import Answers
 
+Dropped = Counter[str]
+"""How many records are left out because they are too long, by data source."""
 
-def count_records(recipe: Recipe) -> dict[str, int]:
-    """Records of each data file, `train` and the validation names, parsed and rendered as the run will.
 
-    Raises one DataError with the first faulty line of each file.
+def count_records(recipe: Recipe, dropped: Dropped | None = None) -> dict[str, int]:
+    """Records of each data source, `train` and the validation names, parsed and rendered as the run will.
+
+    Those that are left out are counted in `dropped`. Raises one DataError with the first faulty line of each source.
     """
+    dropped = Counter() if dropped is None else dropped
     from megarl.data.chat import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model.path)
     counts: dict[str, int] = {}
     broken: list[str] = []
     for source in recipe.sources:
-        found = _count_of_source(source.recipe, tokenizer, broken)
+        found = _count_of_source(source.recipe, tokenizer, broken, dropped)
         named = {f"{source.name} train" if recipe.mixture and name == "train" else name: n for name, n in found.items()}
         counts |= named
     if broken:
@@ -40,7 +48,7 @@ def count_records(recipe: Recipe) -> dict[str, int]:
     return counts
 
 
-def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str]) -> dict[str, int]:
+def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped) -> dict[str, int]:
     """Records by data file; what is wrong with one is added to `broken`."""
     data = recipe.data
     files = {"train": data.train, **data.validation, **({"ptx": data.ptx} if data.ptx else {})}
@@ -50,31 +58,75 @@ def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str]) ->
     for name, path in files.items():
         try:
             if recipe.loop in ("preference", "reward_model"):
-                counts[name] = len(read_preferences(recipe, tokenizer, path))
+                counts[name] = len(read_preferences(recipe, tokenizer, path, dropped))
             elif path in conversations:
-                counts[name] = len(read_conversations(recipe, tokenizer, path))
+                counts[name] = len(read_conversations(recipe, tokenizer, path, dropped))
             else:
-                counts[name] = len(read_problems(recipe, tokenizer, path, is_heldout=name != "train"))
+                counts[name] = len(read_problems(recipe, tokenizer, path, dropped, is_heldout=name != "train"))
         except DataError as error:
             broken.append(str(error))
     return counts
 
 
-def read_problems(recipe: Recipe, tokenizer: Tokenizer, path: str, *, is_heldout: bool = False) -> list[Problem]:
-    """The problems of a data file, as a run of this recipe renders them; DataError names a faulty line.
+def field_names(recipe: Recipe) -> FieldNames:
+    """How a recipe names the fields of its records."""
+    return FieldNames(recipe.data.format, recipe.data.fields, recipe.data.answer_field)
 
-    Or those that its environment makes; `is_heldout` says that they are for validation.
+
+def told_formats(recipe: Recipe) -> dict[str, str]:
+    """The format of each source of training records, with the fields of its first: `verl (prompt, answer ...)`."""
+    found: dict[str, str] = {}
+    for source in recipe.sources:
+        if num_made(source.recipe.data.train) is None:
+            record = next(read_records(source.recipe.data.train, field_names(source.recipe)))
+            roles = ("prompt", "answer") if recipe.loop == "rl" else ("prompt", "response", "chosen", "rejected")
+            names = {role: first_of(record.fields, getattr(record.format, role)) for role in roles}
+            fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
+            found[source.place("data.train")] = f"{record.format.name} ({fields})"
+    return found
+
+
+def _reading(recipe: Recipe, source: str, dropped: Dropped | None) -> dict[str, Any]:
+    """Keyword arguments of the functions that read a source; what is too long is an error or counted."""
+
+    def drop(_: TooLongError) -> None:
+        if dropped is not None:
+            dropped[source] += 1
+
+    return {
+        "system_prompt": system_prompt(recipe),
+        "names": field_names(recipe),
+        "on_long": drop if recipe.data.overlong == "drop" else None,
+    }
+
+
+def _some(found: list[Any], source: str) -> list[Any]:
+    """What was found. Raises DataError where everything was too long."""
+    if not found:
+        raise DataError(f"{source}: every record is too long, and data.overlong = drop leaves none; raise the limit")
+    return found
+
+
+def read_problems(
+    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None, *, is_heldout: bool = False
+) -> list[Problem]:
+    """The problems of a data source, as a run of this recipe renders them; DataError names a faulty line.
+
+    Or those that its environment makes; `is_heldout` says that they are for validation. Prompts that are left out are
+    counted in `dropped`.
     """
     from megarl.data import problems
 
     if (count := problems.num_made(path)) is not None:
         return problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
-    found = problems.read_problems(
+    found: list[Problem] = _some(
+        problems.read_problems(
+            path,
+            tokenizer,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            **_reading(recipe, path, dropped),
+        ),
         path,
-        tokenizer,
-        answer_field=recipe.data.answer_field,
-        system_prompt=system_prompt(recipe),
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
     curriculum = recipe.data.curriculum
     if curriculum.band is not None and curriculum.by is not None and not is_heldout:
@@ -107,16 +159,19 @@ def system_prompt(recipe: Recipe) -> str | None:
     return prompts[0]
 
 
-def read_conversations(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[TrainingSequence]:
-    """The conversations of a data file, each fitting a padded row."""
+def read_conversations(
+    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None
+) -> list[TrainingSequence]:
+    """The conversations of a data source, each fitting a padded row."""
     from megarl.data import conversations
 
     longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
-    return conversations.read_conversations(path, tokenizer, system_prompt=system_prompt(recipe), max_tokens=longest)
+    settings = _reading(recipe, path, dropped)
+    return _some(conversations.read_conversations(path, tokenizer, max_tokens=longest, **settings), path)
 
 
-def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[Answers]:
-    """The pairs of a data file, or for kto its judged answers, each fitting a row however it is padded.
+def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None) -> list[Answers]:
+    """The pairs of a data source, or for kto its judged answers, each fitting a row however it is padded.
 
     For a reward model, sequences whose last place alone counts (`data.preferences.scored`).
     """
@@ -124,13 +179,13 @@ def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str) -> list[An
 
     multiple = row_multiple(recipe)
     longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
+    settings = _reading(recipe, path, dropped)
     if recipe.loop == "reward_model":
-        pairs = preferences.read_preferences(
-            path, tokenizer, system_prompt=system_prompt(recipe), max_tokens=longest - 2
-        )
+        pairs = preferences.read_preferences(path, tokenizer, max_tokens=longest - 2, **settings)
+        pairs = _some(pairs, path)
         return [(preferences.scored(chosen), preferences.scored(rejected)) for chosen, rejected in pairs]
     read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
-    return read(path, tokenizer, system_prompt=system_prompt(recipe), max_tokens=longest)
+    return _some(read(path, tokenizer, max_tokens=longest, **settings), path)
 
 
 def runs_folder(recipe: Recipe) -> Iterator[str]:
@@ -184,14 +239,16 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
             yield f"{field} = {path}: {error}"
             continue
         if is_made and not takes_problems(recipe, field):
-            yield f"{field} = {path}: an environment makes problems, which are not what this holds; give a JSONL file"
+            yield f"{field} = {path}: an environment makes problems, which are not what this holds; give records"
 
 
 def data_files(recipe: Recipe) -> Iterator[str]:
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE):
             continue
-        if not Path(path).is_file():
-            yield f"{path}: {field} is not there; give the path of a JSONL file"
-        elif not Path(path).stat().st_size:
-            yield f"{path}: {field} is empty; write one JSON record a line"
+        try:
+            files = found_files(path)
+        except DataError as error:
+            yield f"{error} ({field})"
+            continue
+        yield from (f"{file}: {field} is empty; write records into it" for file in files if not file.stat().st_size)

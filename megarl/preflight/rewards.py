@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from megarl.config import Recipe, RewardFunctionConfig
 from megarl.config.recipe import error_page
 from megarl.data.problems import num_made
 from megarl.data.records import read_records
-from megarl.preflight.files import system_prompt
+from megarl.preflight.files import field_names, system_prompt
 from megarl.rewards.calling import Sample, expected
 from megarl.rewards.worker import RewardWorker, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
@@ -34,9 +35,10 @@ def _faults_of_source(recipe: Recipe) -> Iterator[str]:
     path = recipe.data.train if recipe.loop == "rl" else next(iter(recipe.data.validation.values()))
     if num_made(path) is not None:
         return  # there is no record to try them on
-    record = next(read_records(path))
-    answer = record.text(recipe.data.answer_field)
-    sample = Sample(answer, answer, record.messages(system_prompt(recipe)), record.fields, num_tokens=1)
+    record = next(read_records(path, field_names(recipe)))
+    answer = record.answer()
+    said = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    sample = Sample(said, answer, record.prompt(system_prompt(recipe)), record.fields, num_tokens=1)
     settings = worker_settings(recipe.reward)
     for function in settings.functions:
         yield from _try(function, settings, sample)
@@ -59,6 +61,6 @@ def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sampl
     if scored.failure:
         yield (
             f"reward.functions: {function.name!r} gives no reward for the first record, whose gold answer "
-            f"{sample.answer!r:.60} was given as completion too: {scored.detail.strip()}\n"
+            f"{str(sample.answer)!r:.60} was given as completion too: {scored.detail.strip()}\n"
             f"Mend it; for example: {expected(function.name)}"
         )

@@ -13,7 +13,7 @@ from megarl.types import Completion, ConfigError, Problem
 
 PARAMETERS = {
     "completion_text": "str: the completion as text",
-    "answer": "str: the gold answer",
+    "answer": "str: the gold answer; a dict or a list where the data have one",
     "messages": "list of dicts: prompt_messages, then the completion as the assistant's",
     "prompt_messages": "list of dicts: the messages that it answers, earlier turns among them",
     "record": "dict: the line of the data file",
@@ -34,7 +34,7 @@ class Sample:
     """A completion to score, with its problem and its place in the attempt; JSON values."""
 
     completion_text: str
-    answer: str
+    answer: Any
     prompt_messages: tuple[Mapping[str, Any], ...] = ()
     record: Mapping[str, Any] | None = None
     finish_reason: str = "stop"

@@ -39,6 +39,8 @@ WRITTEN = {
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
     "data.train_files": "data.train",
     "data.val_files": "data.validation",
+    "data.prompt_key": "data.fields",
+    "data.filter_overlong_prompts": "data.overlong",
     "data.train_batch_size": "train.prompts_per_step",
     "data.max_prompt_length": "data.max_prompt_tokens",
     "data.max_response_length": "rollout.sampling.max_new_tokens",
@@ -121,7 +123,7 @@ NONE = {
     "zero_stage": "Megatron-Core trains",
     "trainer.logger": "TensorBoard",
     "resume_mode": "--resume",
-    "data.prompt_key": "messages",
+    "data.return_raw_chat": "always applied",
     "actor_rollout_ref.model.use_remove_padding": "always packed",
 }
 

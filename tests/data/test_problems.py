@@ -17,7 +17,7 @@ def tokenizer(tiny_model):
 def read(tmp_path, tokenizer, *records, **options):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = {"answer_field": "gt_answer", "system_prompt": None, "max_prompt_tokens": 100} | options
+    options = {"system_prompt": None, "max_prompt_tokens": 100} | options
     return read_problems(path, tokenizer, **options)
 
 

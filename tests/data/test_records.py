@@ -29,7 +29,7 @@ def test_one_message_or_a_list(tmp_path, messages):
     record = only_record(tmp_path, {"messages": messages, "gt_answer": "5"})
     assert record.messages() == (USER,)
     assert record.messages("Be brief.") == (SYSTEM, USER)
-    assert record.text("gt_answer") == "5"
+    assert record.answer() == "5"
 
 
 def test_a_record_keeps_its_own_system_message(tmp_path):
@@ -37,9 +37,11 @@ def test_a_record_keeps_its_own_system_message(tmp_path):
     assert only_record(tmp_path, {"messages": [own, USER]}).messages("Be brief.") == (own, USER)
 
 
-@pytest.mark.parametrize(("answer", "text"), [("05", "05"), (5, "5"), (0, "0"), (2.5, "2.5")])
-def test_answers_are_text_or_numbers(tmp_path, answer, text):
-    assert only_record(tmp_path, {"gt_answer": answer}).text("gt_answer") == text
+@pytest.mark.parametrize(
+    ("answer", "text"), [("05", "05"), (5, "5"), (0, "0"), (2.5, "2.5"), (["5", 6], ["5", 6]), ({"x": 1}, {"x": 1})]
+)
+def test_answers_are_text_or_numbers_or_structured(tmp_path, answer, text):
+    assert only_record(tmp_path, {"gt_answer": answer}).answer() == text
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,13 @@ def test_answers_are_text_or_numbers(tmp_path, answer, text):
         pytest.param({}, "no field 'gt_answer', only none at all", id="no fields"),
         pytest.param({"gt_answer": None}, "line 1: 'gt_answer' is null", id="null"),
         pytest.param({"gt_answer": True}, "'gt_answer' is true", id="boolean"),
-        pytest.param({"gt_answer": ["5"]}, r"'gt_answer' is \[\"5\"\]", id="list"),
+        pytest.param({"gt_answer": []}, r"'gt_answer' is \[\]; give the answer", id="empty list"),
         pytest.param({"gt_answer": " "}, "'gt_answer' is empty", id="empty"),
     ],
 )
 def test_faulty_answers(tmp_path, fields, message):
     with pytest.raises(DataError, match=message):
-        only_record(tmp_path, fields).text("gt_answer")
+        only_record(tmp_path, fields).answer()
 
 
 @pytest.mark.parametrize(
@@ -114,5 +116,5 @@ def test_a_missing_file(tmp_path):
 def test_a_record_of_many_fields_is_told_by_a_few(tmp_path):
     record = only_record(tmp_path, {f"field{number}" * 20: 0 for number in range(1000)})
     with pytest.raises(DataError, match="980 more") as raised:
-        record.text("gt_answer")
+        record.answer()
     assert len(str(raised.value)) < 3000

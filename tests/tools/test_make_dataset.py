@@ -35,9 +35,7 @@ def test_answers_are_right(dataset):
 
 def test_the_readers_take_the_files(dataset, tiny_model):
     tokenizer = load_tokenizer(tiny_model())
-    problems = read_problems(
-        dataset / "train.jsonl", tokenizer, answer_field="gt_answer", system_prompt=None, max_prompt_tokens=48
-    )
+    problems = read_problems(dataset / "train.jsonl", tokenizer, system_prompt=None, max_prompt_tokens=48)
     conversations = read_conversations(dataset / "sft.jsonl", tokenizer, system_prompt=None, max_tokens=64)
     assert (len(problems), len(conversations)) == (70, 60)
     assert max(sequence.loss_mask.sum() for sequence in conversations) <= 48

@@ -1,0 +1,162 @@
+"""Rows of every kind of file, of folders, and of data sets in the Hub's cache."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.data.records import read_records
+from megarl.data.rows import data_files
+from megarl.files import hub
+from megarl.types import DataError
+
+RECORDS: list[dict[str, Any]] = [{"prompt": f"say, {n}", "answer": str(n)} for n in (2, 3, 5, 7)]
+
+
+def lines(records: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def write(path: Path, records: list[dict[str, Any]] = RECORDS) -> Path:
+    """The records in the format that the path's ending names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(records, indent=1))
+    elif path.suffix == ".csv":
+        cells = [list(records[0]), *([str(value) for value in record.values()] for record in records)]
+        path.write_text("\n".join(",".join(f'"{cell}"' for cell in row) for row in cells))
+    elif path.suffix in (".parquet", ".arrow"):
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        table = pa.Table.from_pylist(records)
+        if path.suffix == ".parquet":
+            from pyarrow import parquet
+
+            parquet.write_table(table, path, row_group_size=3)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table, max_chunksize=3)
+    else:
+        path.write_text(lines(records))
+    return path
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet", ".arrow", ".txt"])
+def test_each_kind_of_file_has_the_same_records(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"data{ending}")
+    read = list(read_records(path))
+    assert [record.fields for record in read] == RECORDS
+    first = 2 if ending == ".csv" else 1  # its header is a line
+    assert [record.line for record in read] == [first + place for place in range(4)]
+    assert read[1].unit == {".json": "record", ".parquet": "row", ".arrow": "row"}.get(ending, "line")
+
+
+def test_json_lines_may_end_in_json_and_arrow_has_a_format_of_files_too(tmp_path: Path) -> None:
+    (tmp_path / "lines.json").write_text("\n" + lines(RECORDS))
+    assert [record.fields for record in read_records(tmp_path / "lines.json")] == RECORDS
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    table = pa.Table.from_pylist(RECORDS)
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert [record.fields for record in read_records(tmp_path / "a.arrow")] == RECORDS
+
+
+def test_values_of_arrow_are_those_of_json(tmp_path: Path) -> None:
+    """A struct of Arrow has all fields that any row has: those that are null were missing."""
+    day, none = datetime.date(2024, 2, 29), None
+    records = [
+        {"m": [{"role": "user", "calls": none}], "d": day, "x": float("nan"), "p": Decimal("1.50"), "b": b"\x00\xff"},
+        {"m": [{"role": "assistant", "calls": ["f"]}], "d": none, "x": 0.5, "p": none, "b": none},
+    ]
+    read = [record.fields for record in read_records(write(tmp_path / "data.parquet", records))]
+    assert read == [
+        {"m": [{"role": "user"}], "d": "2024-02-29", "p": "1.50", "b": "AP8="},
+        {"m": [{"role": "assistant", "calls": ["f"]}], "x": 0.5},
+    ]
+    assert json.loads(json.dumps(read)) == read
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        pytest.param("a.json", "[{}, ", "a.json: not JSON", id="cut JSON"),
+        pytest.param("a.json", "[1]", "record 1: 1 is not a JSON object", id="numbers"),
+        pytest.param("a.json", "[]", "holds no record", id="empty list"),
+        pytest.param("a.csv", "a,a\n1,2\n", "line 1: the columns", id="a column twice"),
+        pytest.param("a.csv", "a,b\n1,2\n1,2,3\n", "line 3: has 3 cells, the header has 2", id="too many cells"),
+        pytest.param("a.csv", 'a\n"1\n', "not CSV", id="open quotes"),
+        pytest.param("a.csv", "a,b\n", "holds no record", id="a header alone"),
+    ],
+)
+def test_faulty_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        list(read_records(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_files_that_are_not_what_they_end_in(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    (tmp_path / name).write_bytes(b"PAR1 not quite")
+    with pytest.raises(DataError, match=rf"{name}: cannot be read"):
+        list(read_records(tmp_path / name))
+
+
+def test_a_folder_of_shards(tmp_path: Path) -> None:
+    write(tmp_path / "d" / "data-00001-of-00002.jsonl", RECORDS[2:])
+    write(tmp_path / "d" / "data-00000-of-00002.jsonl", RECORDS[:2])
+    (tmp_path / "d" / "dataset_info.json").write_text("{}")
+    (tmp_path / "d" / "README.md").write_text("# data")
+    write(tmp_path / "d" / ".cache" / "old.jsonl")
+    assert [record.fields for record in read_records(tmp_path / "d")] == RECORDS
+
+
+def test_splits_of_a_folder(tmp_path: Path) -> None:
+    for split, records in (("train", RECORDS[:3]), ("test", RECORDS[3:])):
+        write(tmp_path / "named" / "data" / f"{split}-00000-of-00001.jsonl", records)
+        write(tmp_path / "folders" / split / "data-00000-of-00001.jsonl", records)
+    write(tmp_path / "named" / "data" / "train_sft.jsonl")
+    for folder in ("named", "folders"):
+        assert [r.fields for r in read_records(f"train@{tmp_path / folder}")] == RECORDS[:3]
+        assert [r.fields for r in read_records(f"test@{tmp_path / folder}")] == RECORDS[3:]
+        with pytest.raises(DataError, match="has several splits, test, train; name one: test@"):
+            data_files(tmp_path / folder)
+        with pytest.raises(DataError, match="has no split 'dev'; it has test, train"):
+            data_files(f"dev@{tmp_path / folder}")
+    with pytest.raises(DataError, match="is one file, which has no splits"):
+        data_files(f"train@{tmp_path / 'named/data/train_sft.jsonl'}")
+
+
+def test_folders_that_are_no_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no file of data"):
+        data_files(tmp_path)
+    write(tmp_path / "a.jsonl")
+    write(tmp_path / "b.csv")
+    with pytest.raises(DataError, match=r"several kinds, \.csv, \.jsonl"):
+        data_files(tmp_path)
+
+
+def test_a_data_set_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders are those that `hf download` makes."""
+    cache = tmp_path / "cache"
+    repository = cache / "datasets--megarl-tests--sums"
+    write(repository / "snapshots" / "abc" / "main" / "train-00000-of-00001.jsonl")
+    write(repository / "snapshots" / "abc" / "main" / "test-00000-of-00001.jsonl", RECORDS[:1])
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(cache))
+    hub.cached_folder.cache_clear()
+    try:
+        assert [r.fields for r in read_records("train@megarl-tests/sums/main")] == RECORDS
+        assert [r.fields for r in read_records("test@megarl-tests/sums")] == RECORDS[:1]
+        with pytest.raises(DataError, match="the data set megarl-tests/sums has no other"):
+            data_files("megarl-tests/sums/other")
+        with pytest.raises(DataError, match="hf download megarl-tests/products --repo-type dataset"):
+            data_files("train@megarl-tests/products")
+    finally:
+        hub.cached_folder.cache_clear()

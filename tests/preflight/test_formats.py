@@ -1,0 +1,171 @@
+"""Data in the formats of other programs make the same problems, conversations and pairs as megarl's own."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Recipe
+from megarl.data.chat import load_tokenizer
+from megarl.preflight import check, check_rewards, count_records, told_formats
+from megarl.preflight.files import read_conversations, read_preferences, read_problems
+from megarl.types import DataError
+
+USER = {"role": "user", "content": "1 + 2"}
+SAID = {"role": "assistant", "content": "3"}
+WRONG = {"role": "assistant", "content": "4"}
+TESTS = {"inputs": ["1 2"], "outputs": ["3"]}
+
+PROBLEMS = {
+    "colossalrl, one message": ({"messages": USER, "gt_answer": "3"}, "colossalrl (prompt messages, answer gt_answer)"),
+    "colossalrl, a list": ({"messages": [USER], "gt_answer": 3}, "colossalrl (prompt messages, answer gt_answer)"),
+    "rl2": ({"messages": [USER], "answer": "3"}, "rl2 (prompt messages, answer answer)"),
+    "verl": (
+        {
+            "data_source": "sums", "prompt": [USER], "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "3"}, "extra_info": {"index": 7},
+        },
+        "verl (prompt prompt, answer reward_model.ground_truth)",
+    ),
+    "trl, conversational": ({"prompt": [USER], "solution": "3"}, "trl (prompt prompt, answer solution)"),
+    "trl, plain": ({"prompt": "1 + 2", "ground_truth": "3"}, "trl (prompt prompt, answer ground_truth)"),
+    "slime": ({"prompt": [USER], "label": "3", "metadata": {"n": 1}}, "slime (prompt prompt, answer label)"),
+    "openrlhf": ({"input": "1 + 2", "label": "3"}, "openrlhf (prompt input, answer label)"),
+    "ShareGPT's names": (
+        {"conversations": [{"from": "human", "value": "1 + 2"}], "gt_answer": "3"},
+        "colossalrl (prompt conversations, answer gt_answer)",
+    ),
+}  # fmt: skip
+
+
+def write(path: Path, *records: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_problems(recipe: Callable[..., Recipe], tmp_path: Path, name: str) -> None:
+    record, told = PROBLEMS[name]
+    own = recipe()
+    other = recipe(data={"train": write(tmp_path / "other.jsonl", record, record)})
+    check(other)
+    if name == "verl":
+        check_rewards(other)
+    assert count_records(other) == {"train": 2}
+    assert told_formats(other) == {"data.train": told}
+    tokenizer = load_tokenizer(own.model.path)
+    expected = read_problems(own, tokenizer, own.data.train)[0]
+    found = read_problems(other, tokenizer, other.data.train)[0]
+    assert (found.messages, found.prompt_token_ids, found.answer) == (
+        expected.messages,
+        expected.prompt_token_ids,
+        expected.answer,
+    )
+    assert found.record == record
+
+
+def test_a_format_and_fields_may_be_named(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    record = {"messages": USER, "gt_answer": "3", "reward_model": {"ground_truth": "5"}, "q": {"text": "2 + 3"}}
+    path = write(tmp_path / "other.jsonl", record)
+    tokenizer = load_tokenizer(recipe().model.path)
+
+    def read(**data: Any) -> tuple[str, Any]:
+        made = recipe(data={"train": path, **data})
+        problem = read_problems(made, tokenizer, path)[0]
+        return problem.messages[0]["content"], problem.answer
+
+    assert read() == ("1 + 2", "5")  # what verl writes is recognised
+    assert read(format="colossalrl") == ("1 + 2", "3")
+    assert read(fields={"prompt": "q.text"}, answer_field="q") == ("2 + 3", {"text": "2 + 3"})
+    with pytest.raises(DataError, match=r"line 1: the record has no field 'label'"):
+        read(format="slime")
+    with pytest.raises(DataError, match=r"'q\.none' is missing"):
+        read(fields={"prompt": "q.none"})
+
+
+def test_a_structured_answer_reaches_the_reward_function(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    path = write(tmp_path / "code.jsonl", {"messages": USER, "test_cases": TESTS})
+    own = tmp_path / "own.py"
+    own.write_text("def tests(completion_text, answer, record):\n    return float(answer['outputs'] == ['3'])\n")
+    made = recipe(data={"train": path}, reward={"functions": [f"{own}:tests"]})
+    check_rewards(made)
+    assert read_problems(made, load_tokenizer(made.model.path), path)[0].answer == TESTS
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param({"messages": [USER, SAID]}, id="messages"),
+        pytest.param({"prompt": [USER], "completion": [SAID]}, id="trl, conversational"),
+        pytest.param({"prompt": "1 + 2", "completion": "3"}, id="trl, plain"),
+        pytest.param({"prompt": "1 + 2", "response": "3"}, id="verl and RL2"),
+        pytest.param({"input": "1 + 2", "output": "3"}, id="openrlhf"),
+        pytest.param({"messages": [{"from": "user", "content": "1 + 2"}, {"from": "gpt", "value": "3"}]}, id="from"),
+    ],
+)
+def test_conversations(recipe: Callable[..., Recipe], tmp_path: Path, record: dict[str, Any]) -> None:
+    own = write(tmp_path / "own.jsonl", {"messages": [USER, SAID]})
+    path = write(tmp_path / "other.jsonl", record)
+    made = recipe(loop="sft", data={"train": path}, rollout={"sampling": {}})
+    tokenizer = load_tokenizer(made.model.path)
+    [expected], [found] = (read_conversations(made, tokenizer, name) for name in (own, path))
+    assert np.array_equal(found.token_ids, expected.token_ids)
+    assert np.array_equal(found.loss_mask, expected.loss_mask) and found.loss_mask.any()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param({"prompt": [USER], "chosen": [SAID], "rejected": [WRONG]}, id="trl, conversational"),
+        pytest.param({"prompt": "1 + 2", "chosen": "3", "rejected": "4"}, id="trl, plain"),
+        pytest.param({"chosen": [USER, SAID], "rejected": [USER, WRONG]}, id="trl, the prompt in both"),
+        pytest.param({"input": "1 + 2", "chosen": "3", "rejected": "4"}, id="openrlhf"),
+    ],
+)
+def test_pairs(recipe: Callable[..., Recipe], tmp_path: Path, record: dict[str, Any]) -> None:
+    own = write(tmp_path / "own.jsonl", {"messages": USER, "chosen": "3", "rejected": "4"})
+    path = write(tmp_path / "other.jsonl", record)
+    made = recipe(loop="preference", data={"train": path}, rollout={"sampling": {}})
+    tokenizer = load_tokenizer(made.model.path)
+    [expected], [found] = (read_preferences(made, tokenizer, name) for name in (own, path))
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.loss_mask, other.loss_mask)
+
+
+def test_what_is_too_long_is_left_out_and_counted_where_that_is_wanted(
+    recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    long = {"messages": {"role": "user", "content": "1 + " * 200 + "2"}, "gt_answer": "402"}
+    short = {"messages": USER, "gt_answer": "3"}
+    path = write(tmp_path / "mixed.jsonl", short, long, short, long, long)
+    with pytest.raises(DataError, match=r"line 2: the prompt has .* or set data\.overlong=drop"):
+        count_records(recipe(data={"train": path}))
+    made, dropped = recipe(data={"train": path, "overlong": "drop"}), Counter[str]()
+    assert count_records(made, dropped) == {"train": 2} and dropped == {path: 3}
+    kept = read_problems(made, load_tokenizer(made.model.path), path)
+    assert [problem.index for problem in kept] == [0, 2]
+    only_long = write(tmp_path / "long.jsonl", long)
+    with pytest.raises(DataError, match="every record is too long"):
+        count_records(recipe(data={"train": only_long, "overlong": "drop"}))
+
+
+def test_conversations_and_pairs_that_are_too_long(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    words = "1 + " * 200
+    talk = write(tmp_path / "talk.jsonl", {"prompt": words, "response": "3"}, {"prompt": "1", "response": "1"})
+    pairs = write(tmp_path / "pairs.jsonl", {"prompt": "1", "chosen": "1", "rejected": "2"},
+                  {"prompt": words, "chosen": "1", "rejected": "2"})  # fmt: skip
+    settings: dict[str, Any] = {"trainer": {"max_tokens_per_microbatch": 200}, "rollout": {"sampling": {}}}
+    for loop, path in (("sft", talk), ("preference", pairs), ("reward_model", pairs)):
+        with pytest.raises(DataError, match="allows"):
+            count_records(recipe(loop=loop, data={"train": path}, **settings))
+        dropped = Counter[str]()
+        assert count_records(recipe(loop=loop, data={"train": path, "overlong": "drop"}, **settings), dropped) == {
+            "train": 1
+        }
+        assert dropped == {path: 1}
