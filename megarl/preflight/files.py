@@ -70,7 +70,9 @@ def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dr
 
 def field_names(recipe: Recipe) -> FieldNames:
     """How a recipe names the fields of its records."""
-    return FieldNames(recipe.data.format, recipe.data.fields, recipe.data.answer_field)
+    return FieldNames(
+        recipe.data.format, {str(role): name for role, name in recipe.data.fields.items()}, recipe.data.answer_field
+    )
 
 
 def told_formats(recipe: Recipe) -> dict[str, str]:
@@ -249,6 +251,6 @@ def data_files(recipe: Recipe) -> Iterator[str]:
         try:
             files = found_files(path)
         except DataError as error:
-            yield f"{error} ({field})"
+            yield f"{field}: {error}"
             continue
         yield from (f"{file}: {field} is empty; write records into it" for file in files if not file.stat().st_size)
