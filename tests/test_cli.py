@@ -114,7 +114,7 @@ def test_a_job_is_checked_before_it_is_submitted(recipe: Path, tmp_path: Path) -
     done = megarl("slurm", "submit", recipe, *nodes, "rollout.vllm.block_sise=16", cwd=tmp_path, env=path)
     assert done.returncode == 2 and "did you mean block_size?" in done.stderr
     done = megarl("slurm", "submit", recipe, *nodes, f"data.train={tmp_path / 'absent'}", cwd=tmp_path, env=path)
-    assert done.returncode == 65 and "no such file" in done.stderr
+    assert done.returncode == 65 and "data.train is not there" in done.stderr
     assert not (tmp_path / "sbatch.log").exists()
     done = megarl("slurm", "submit", recipe, *nodes, cwd=tmp_path, env=path)
     assert (done.returncode, done.stdout) == (0, "Submitted\n"), done.stderr
@@ -165,7 +165,7 @@ def test_plan_refuses_what_does_not_fit(recipe: Path) -> None:
         pytest.param(["trainer.pp=3"], 2, "trainer.pp = 3", id="sizes"),
         pytest.param(["reward.functions=[nope]"], 2, "'nope'", id="reward"),
         pytest.param(["model.path=absent"], 65, "absent: model folder not found", id="model"),
-        pytest.param(["data.train=absent.jsonl"], 65, "data.train: absent.jsonl: no such file", id="data"),
+        pytest.param(["data.train=absent.jsonl"], 65, "absent.jsonl: data.train is not there", id="data"),
         pytest.param(["data.answer_field=answer"], 65, "line 1: the record has no field 'answer'", id="record"),
     ],
 )

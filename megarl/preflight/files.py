@@ -251,6 +251,8 @@ def data_files(recipe: Recipe) -> Iterator[str]:
         try:
             files = found_files(path)
         except DataError as error:
-            yield f"{field}: {error}"
+            fault = str(error).partition(": ")[2]
+            is_absent = fault.startswith("no such file")
+            yield f"{path}: {field} {'is not there' if is_absent else 'cannot be read'}: {fault}"
             continue
         yield from (f"{file}: {field} is empty; write records into it" for file in files if not file.stat().st_size)

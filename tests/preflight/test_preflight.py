@@ -334,7 +334,7 @@ def test_faults_of_recipe_and_files_come_together(recipe: Callable[..., Recipe],
         "config.json: not found",
         "neither model.safetensors nor",
         "tokenizer.json: not found",
-        "data.train: absent.jsonl: no such file",
+        "absent.jsonl: data.train is not there",
         "empty.jsonl: data.validation.easy is empty",
     )
     with pytest.raises(ConfigError) as caught:
