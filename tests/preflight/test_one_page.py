@@ -74,7 +74,7 @@ EXPECTED = {
     "algorithm.overlong_buffer = 24": "use fewer tokens",
     "algorithm.policy_loss_kwargs.temperature_positiv = 2.0": "did you mean temperature_positive?",
     "trainer.megatron.hidden_dropout = 'none'": "give a value of that type",
-    "absent.jsonl": "give the path of a JSONL file",
+    "absent.jsonl": "check the path",
 }
 """How a line begins, and its remedy."""
 
