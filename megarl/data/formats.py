@@ -20,7 +20,7 @@ class RecordFormat:
     answer: tuple[str, ...] = ("gt_answer",)
     """The gold answer: text, or another JSON value."""
     response: tuple[str, ...] = RESPONSES
-    """What the assistant said, to learn from."""
+    """The assistant's answer to learn from."""
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected",)
     label: tuple[str, ...] = ("label",)

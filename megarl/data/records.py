@@ -35,7 +35,7 @@ class Record:
     fields: Mapping[str, Any]
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
-    """What `line` counts."""
+    """The unit that `line` counts."""
 
     def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
         """A DataError that names this line."""
@@ -165,7 +165,7 @@ def made_of(
     make: Callable[[int, Record], Made],
     on_long: Callable[[TooLongError], object] | None = None,
 ) -> Iterator[Made]:
-    """What is made of each record and its number, from 0; of those that are too long `on_long` is told, if given.
+    """The results of `make` for each record and its number, from 0; of those that are too long `on_long` is told, if given.
 
     Raises what `make` raises, TooLongError only without `on_long`.
     """

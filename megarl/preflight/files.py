@@ -103,7 +103,7 @@ def _reading(recipe: Recipe, source: str, dropped: Dropped | None) -> dict[str, 
 
 
 def _some(found: list[Any], source: str) -> list[Any]:
-    """What was found. Raises DataError where everything was too long."""
+    """The records that were found. Raises DataError where everything was too long."""
     if not found:
         raise DataError(f"{source}: every record is too long, and data.overlong = drop leaves none; raise the limit")
     return found
