@@ -88,7 +88,7 @@ def train(
 ) -> None:
     """Check a recipe, its model and its data; then train."""
     from megarl.platform.imports import uncollected
-    from megarl.preflight import load
+    from megarl.preflight import load, with_steps
     from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 
     if resume and restart:
@@ -104,7 +104,7 @@ def train(
         given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
     with uncollected():
-        loaded = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
+        loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
         layout, records, dropped = _checked(loaded, is_start=not dry_run)
@@ -311,13 +311,13 @@ def submit(
 ) -> None:
     """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
     from megarl.cluster.sbatch import submit
-    from megarl.preflight import load
+    from megarl.preflight import load, with_steps
 
     given = list(overrides or ())
     loaded = load(recipe, given, is_start=False)
     # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
-    _checked(load(recipe, [*given, *by_slurm]), is_start=False)
+    _checked(with_steps(load(recipe, [*given, *by_slurm])), is_start=False)
     print(submit(_batch_script(recipe, given), option or ()))
 
 
@@ -329,7 +329,7 @@ def _model_of_run(checkpoint: Path) -> Path | None:
     home = folder if folder.name == "checkpoints" else folder.parent
     if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
         return None
-    return Path(load(home.parent / "config.yaml").model.path)
+    return Path(load(home.parent / "config.yaml").model.folder)
 
 
 def _batch_script(recipe: str, overrides: Sequence[str]) -> str:

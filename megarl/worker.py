@@ -18,6 +18,7 @@ from megarl.checkpoint import peft, safetensors
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
+from megarl.data.chat import tokenizer_of
 from megarl.engine.engine import RolloutEngine
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
@@ -58,12 +59,12 @@ class Worker:
             self.engine.sleep()
         self.reference: FrozenModel | StartingPolicy | None = None
         if recipe.has_reference and not recipe.lora.rank:
-            self.reference = self._build(FrozenModel, recipe.model.path)
+            self.reference = self._build(FrozenModel, recipe.model.folder)
         self.reward_model: FrozenModel | None = None
         if (reward_model := recipe.further_models.get("reward.model")) is not None:
             self.reward_model = self._build(FrozenModel, reward_model, has_value_head=True)
         is_reward_model = recipe.loop == "reward_model"
-        self.policy = self._build(TrainingEngine, recipe.model.path, has_value_head=is_reward_model)
+        self.policy = self._build(TrainingEngine, recipe.model.folder, has_value_head=is_reward_model)
         if recipe.has_reference and recipe.lora.rank:
             self.reference = StartingPolicy(self.policy)
         if recipe.trainer.router_replay:
@@ -73,7 +74,7 @@ class Worker:
         if recipe.has_critic:
             critic = partial(TrainingEngine, role="critic", lender=self.policy)
             self.policy.offload()
-            self.critic = self._build(critic, recipe.critic.path or recipe.model.path, has_value_head=True)
+            self.critic = self._build(critic, self._critic_source, has_value_head=True)
             self.critic.offload()
             self.policy.onload(("parameters",))
         self.notices: list[str] = []
@@ -181,7 +182,7 @@ class Worker:
         recipe = self.recipe
         lora = recipe.lora
         bucket_bytes = recipe.weights.bucket_mib << 20
-        source = recipe.model.path if model == "policy" else recipe.critic.path or recipe.model.path
+        source = recipe.model.folder if model == "policy" else self._critic_source
         trained = self.policy if model == "policy" else self.critic
         assert trained is not None
         with trained.in_memory():
@@ -197,11 +198,12 @@ class Worker:
                     weights,
                     dtype=trained.dtype,
                     bucket_bytes=bucket_bytes,
+                    others=self._own_template(),
                 )
             if trained.is_adapted and lora.export_adapter:
                 beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
                 cuts = peft.adapter_layouts(layouts, lora.targets, lora.rank)
-                config = peft.adapter_config(cuts, source, alpha=lora.alpha, dropout=lora.dropout)
+                config = peft.adapter_config(cuts, recipe.model.path, alpha=lora.alpha, dropout=lora.dropout)
                 with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
                     peft.export(
                         beside,
@@ -253,6 +255,18 @@ class Worker:
         yield {"": self.policy, "critic": self.critic}
         self.critic.offload()
 
+    @property
+    def _critic_source(self) -> str:
+        """The folder that the critic's weights begin with."""
+        return self.recipe.further_models.get("critic.path", self.recipe.model.folder)
+
+    def _own_template(self) -> dict[str, str]:
+        """The text of the recipe's chat template by the name of its file, where it is not the tokenizer's own."""
+        model = self.recipe.model
+        if model.chat_template is None and not model.chat_template_kwargs:
+            return {}
+        return {"chat_template.jinja": str(tokenizer_of(model).chat_template)}
+
     def _build_engine(self) -> RolloutEngine:
         recipe = self.recipe
         rollout = recipe.rollout
@@ -262,7 +276,7 @@ class Worker:
         if recipe.trainer.router_replay:
             rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
         return RolloutEngine(
-            recipe.model.path,
+            recipe.model.folder,
             rollout,
             max_model_len=recipe.context_tokens,
             dtype=recipe.model.dtype,

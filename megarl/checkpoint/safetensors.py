@@ -108,12 +108,14 @@ def export(
     dtype: torch.dtype,
     bucket_bytes: int,
     shard_bytes: int = SHARD_BYTES,
+    others: Mapping[str, str] | None = None,
 ) -> None:
     """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
 
     `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights are copied from the folder
-    `source`. A rank stages at most `bucket_bytes`, a file has at most `shard_bytes` unless one tensor is larger. The
-    folder is replaced atomically. Raises OSError if the disk is full.
+    `source`, but for `others`, texts by the names of their files. A rank stages at most `bucket_bytes`, a file has at
+    most `shard_bytes` unless one tensor is larger. The folder is replaced atomically. Raises OSError if the disk is
+    full.
     """
     files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
 
@@ -122,6 +124,8 @@ def export(
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             is_config = name == "config.json"
             (partial / name).write_bytes(config_of_type(path, dtype, model) if is_config else path.read_bytes())
+        for name, text in (others or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
         if len(files) > 1:
             total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
             (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")

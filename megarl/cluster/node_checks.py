@@ -97,7 +97,7 @@ async def inspect(ranks: WorkerGroup, recipe: Recipe, run_folder: Path) -> tuple
     The group's worker must be a `NodeReport`; it may be replaced afterwards.
     """
     cluster = recipe.cluster
-    models = [str(Path(model).absolute()) for model in (recipe.model.path, *recipe.further_models.values())]
+    models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
     ranks.deadlines = Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds")
     nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))

@@ -37,15 +37,28 @@ from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sou
 from megarl.config.sampling import EvaluationSamplingConfig, SamplingConfig
 from megarl.config.secrets import Place
 from megarl.config.section import Section
+from megarl.files.model_folder import found_folder
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class ModelConfig(Section):
     path: str
-    """Folder of the Hugging Face model that training starts from: config.json, safetensors, tokenizer."""
+    """Folder of the Hugging Face model that training starts from: config.json, safetensors, tokenizer. Or its name on
+    the Hub, OWNER/NAME, where its cache has it (hf download OWNER/NAME); nothing is downloaded by a run."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights and of the matrix products, in the trainer and in the engine alike."""
+    chat_template: str | None = None
+    """Chat template instead of the tokenizer's: a Jinja file, or `plain`, which writes the messages' contents alone, as
+    base models read them (the end-of-sequence token follows an assistant's). It is exported with the model."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Values of the chat template's own variables, such as {enable_thinking: false} of Qwen3, wherever it is applied.
+    The exported model's template has them as defaults."""
+
+    @property
+    def folder(self) -> str:
+        """The model's folder: `path`, or its place in the Hub's cache."""
+        return found_folder(self.path)
 
 
 class TrainerConfig(Section):
@@ -306,6 +319,9 @@ class RewardConfig(Section):
 class TrainConfig(Section):
     steps: NonNegativeInt = 100
     """Number of steps: rollouts in `rl`, optimizer updates in other loops; 0: only evaluate the validation sets."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data, instead of `steps`: their number is that of the records times this over
+    prompts_per_step, rounded up. Dynamic sampling draws further prompts."""
     prompts_per_step: PositiveInt = 32
     """Batch size of a step: prompts in rl, conversations in sft, pairs in preference and reward_model."""
     samples_per_prompt: PositiveInt = 8
@@ -466,7 +482,7 @@ class Recipe(Section):
             "critic.path": self.critic.path if self.has_critic else None,
             "reward.model": self.reward.model if self.loop == "rl" else None,
         }
-        return {field: folder for field, folder in folders.items() if folder}
+        return {field: found_folder(folder) for field, folder in folders.items() if folder}
 
     @property
     def frozen_steps(self) -> int:

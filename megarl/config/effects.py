@@ -56,6 +56,10 @@ def _given(field: str) -> Needs:
     return Needs((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)))
 
 
+def _left_out(field: str) -> Needs:
+    return Needs((field,), f"leave out {field}", lambda recipe: not value_at(recipe, field))
+
+
 def _above_zero(field: str) -> Needs:
     return Needs((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0)
 
@@ -147,7 +151,8 @@ def _optimizer(section: str, needs: tuple[Needs, ...]) -> dict[str, tuple[Needs,
         "learning_rate": _ALWAYS,
         "schedule": _ALWAYS,
         "decay_steps": (_one_of(f"{section}.schedule", "wsd"),),
-        "warmup_steps": _ALWAYS,
+        "warmup_steps": (_left_out(f"{section}.warmup_ratio"),),
+        "warmup_ratio": _ALWAYS,
         "min_learning_rate": (falling,),
         "weight_decay": _ALWAYS,
         "betas": (adam,),
@@ -179,6 +184,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "trackers": _ALWAYS,
     "model.path": _ALWAYS,
     "model.dtype": _ALWAYS,
+    "model.chat_template": _ALWAYS,
+    "model.chat_template_kwargs": _ALWAYS,
     "data.train": _ALWAYS,
     "data.validation": _ALWAYS,
     "data.validation_conversations": (_SFT,),
@@ -310,7 +317,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "preference.desirable_weight": _preference("desirable_weight"),
     "preference.undesirable_weight": _preference("undesirable_weight"),
     "preference.loss_kwargs": (_PREFERENCE,),
-    "train.steps": _ALWAYS,
+    "train.steps": (_left_out("train.epochs"),),
+    "train.epochs": (_left_out("mixture"),),
     "train.prompts_per_step": _ALWAYS,
     "train.samples_per_prompt": (_RL,),
     "train.updates_per_step": (_RL,),

@@ -78,6 +78,8 @@ class OptimizerConfig(Section):
     """Optimizer steps of the decay of a wsd schedule; default: a tenth of the run."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up from zero."""
+    warmup_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Optimizer steps of linear warm-up as a share of all, instead of `warmup_steps`."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Final learning rate of a decaying schedule."""
     weight_decay: NonNegativeFloat = 0.0
@@ -90,6 +92,11 @@ class OptimizerConfig(Section):
     """Clip the gradient to this global norm; 0: no clipping."""
     max_skipped_updates: NonNegativeInt = 3
     """Consecutive updates that may be skipped because loss or gradient is not finite, before the run ends."""
+
+    def warmup_updates(self, num_updates: int) -> int:
+        """Optimizer steps of linear warm-up in a run of so many, at most all of them."""
+        wanted = self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * num_updates)
+        return min(wanted, num_updates)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -56,7 +56,8 @@ COUNTERPARTS = (
     Counterpart(("prompt_key", "input_key"), ("data.fields",), "{prompt: NAME}"),
     Counterpart(
         ("apply_chat_template", "return_raw_chat"),
-        note="the tokenizer's chat template is always applied",
+        ("model.chat_template",),
+        "plain writes no more than the contents",
     ),
     Counterpart(
         ("max_prompt_length", "prompt_max_len", "rollout_max_prompt_len", "max_input_seq_length"),
@@ -67,6 +68,9 @@ COUNTERPARTS = (
     ),
     Counterpart(("pretrain_data",), ("data.ptx",)),
     Counterpart(("shuffle_dataset", "rollout_shuffle"), ("data.shuffle",)),
+    Counterpart(("chat_template_path", "custom_chat_template", "conversation_template_config"),
+                ("model.chat_template",)),
+    Counterpart(("apply_chat_template_kwargs",), ("model.chat_template_kwargs",)),
     # Batches and length of the run
     Counterpart(
         (
@@ -124,9 +128,8 @@ COUNTERPARTS = (
         ("total_training_steps", "max_steps", "num_rollout", "max_num_steps", "max_train_steps"), ("train.steps",)
     ),
     Counterpart(
-        ("total_epochs", "num_train_epochs", "max_num_epochs", "num_episodes", "num_epochs"),
-        ("train.steps",),
-        "in steps; an epoch has records / train.prompts_per_step of them",
+        ("total_epochs", "num_train_epochs", "max_num_epochs", "num_episodes", "num_epochs", "n_epochs", "num_epoch"),
+        ("train.epochs",),
     ),
     Counterpart(("val_batch_size", "per_device_eval_batch_size"), ("rollout.max_concurrent_requests",)),
     # Algorithm
@@ -222,10 +225,13 @@ COUNTERPARTS = (
     Counterpart(("min_lr", "lr_min", "min_lr_ratio", "lr_end"), ("optimizer.min_learning_rate",), "not a ratio"),
     Counterpart(("lr_scheduler_type", "lr_scheduler", "lr_decay_style", "warmup_style"), ("optimizer.schedule",)),
     Counterpart(
-        ("lr_warmup_steps", "lr_warmup_iters", "lr_warmup_steps_ratio", "warmup_ratio", "lr_warmup_ratio",
-         "lr_warmup_fraction", "num_warmup_steps"),
+        ("lr_warmup_steps", "lr_warmup_iters", "num_warmup_steps"),
         ("optimizer.warmup_steps",),
         "in optimizer steps",
+    ),
+    Counterpart(
+        ("lr_warmup_steps_ratio", "lr_warmup_ratio", "lr_warmup_fraction"),
+        ("optimizer.warmup_ratio",),
     ),
     Counterpart(("grad_clip", "max_grad_norm", "clip_grad", "max_norm", "gradient_clipping"),
                 ("optimizer.clip_grad_norm",)),

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.files.model_folder import read_object
 from megarl.platform.processes import fault_of
-from megarl.types import DataError
+from megarl.types import ConfigError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from megarl.config import ModelConfig
 
 MARKS = "\ufdd0", "\ufdd1"
 """Stand around a special token that a message wrote. Unicode keeps these two out of all text."""
@@ -35,10 +37,27 @@ RENDER_SECONDS = 5.0
 _RENDER_BYTES = 1 << 30
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+PLAIN = "plain"
+_PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'system' %}{{ '\\n\\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def tokenizer_of(model: ModelConfig) -> Tokenizer:
+    """The tokenizer of a recipe's model with its chat template. Errors as of `load_tokenizer`."""
+    return load_tokenizer(model.folder, template=model.chat_template, defaults=model.chat_template_kwargs)
+
+
+def load_tokenizer(
+    folder: str | Path, *, template: str | None = None, defaults: Mapping[str, Any] | None = None
+) -> Tokenizer:
     """The tokenizer of a Hugging Face model folder.
 
-    Raises DataError if it is missing, broken, or has no chat template that renders messages.
+    `template` is a Jinja file, or PLAIN, instead of its own chat template; `defaults` are values of the template's
+    variables. Raises DataError if the tokenizer is missing, broken, or has no chat template that renders messages;
+    ConfigError for a template that is not there and for variables that it does not read.
     """
     from transformers import AutoTokenizer
 
@@ -51,10 +70,77 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     except Exception as error:
         _check_config(folder)
         raise DataError(f"{folder}: the tokenizer does not load ({error}); copy the tokenizer files there") from error
+    if template is not None:
+        tokenizer.chat_template = _template_of(template)
     if not tokenizer.chat_template:
-        raise DataError(f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder")
+        raise DataError(
+            f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder, set "
+            "model.chat_template to a Jinja file, or for a base model to plain, which writes the contents alone"
+        )
+    if defaults:
+        tokenizer.chat_template = _with_defaults(tokenizer.chat_template, defaults)
     _check_template(folder, tokenizer)
     return tokenizer
+
+
+def _template_of(name: str) -> str:
+    if name == PLAIN:
+        return _PLAIN_TEMPLATE
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model.chat_template = {name}: no such file; give the path of a Jinja file, or plain"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.chat_template = {name}: cannot be read ({error})") from None
+
+
+def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
+    """A template whose variables have these values where they are not given."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    if not isinstance(template, str):
+        raise ConfigError(
+            "model.chat_template_kwargs: the tokenizer has several chat templates; give one as model.chat_template"
+        )
+    try:
+        # Only the names are wanted: `generation` blocks, which transformers knows, are plain text here.
+        known = meta.find_undeclared_variables(Environment().parse(_GENERATION.sub("", template)))
+    except TemplateSyntaxError:
+        known = None  # a fault of the template, which is told as such
+    for name in defaults:
+        if not name.isidentifier() or (known is not None and name not in known):
+            read = ", ".join(sorted((known or set()) - _GIVEN_VARIABLES)) or "none of its own"
+            raise ConfigError(
+                f"model.chat_template_kwargs.{name}: the chat template does not read it, so it would do nothing; it "
+                f"reads {read}"
+            )
+    settings = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
+        for name, value in defaults.items()
+    )
+    # White space before the template's first tag is the template's own.
+    return f"{settings}{template}"
+
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_GIVEN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
+     "eos_token", "pad_token", "unk_token", "namespace"}
+)  # fmt: skip
+"""Variables of a template that are not for its users to set."""
+
+
+def _jinja(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(map(_jinja, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_jinja(name)}: {_jinja(item)}' for name, item in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def render(

@@ -165,7 +165,7 @@ def made_of(
     make: Callable[[int, Record], Made],
     on_long: Callable[[TooLongError], object] | None = None,
 ) -> Iterator[Made]:
-    """The results of `make` for each record and its number, from 0; of those that are too long `on_long` is told, if given.
+    """The results of `make` for each record and its number, from 0; `on_long`, if given, is told of those too long.
 
     Raises what `make` raises, TooLongError only without `on_long`.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from megarl.files.hub import cached_folder
 from megarl.files.strict_json import parse
 from megarl.types import DataError
 
@@ -39,6 +40,16 @@ def check_model_folder(folder: str | Path) -> list[str]:
     return problems
 
 
+def found_folder(path: str) -> str:
+    """The folder of a model: the path, or for a name on the Hub (OWNER/NAME) that is no folder its place in the cache.
+
+    A path that is neither comes back as it is.
+    """
+    if Path(path).exists() or (cached := cached_folder(path, "model")) is None:
+        return path
+    return str(cached)
+
+
 HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 """Owners on the Hugging Face Hub by the prefix of their models' names."""
 
@@ -49,8 +60,8 @@ def missing_folder(folder: Path) -> str:
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
     known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
     return (
-        f"{folder}: model folder not found. model.path is a local folder; "
-        f"a model of the Hugging Face hub comes with: hf download {known} --local-dir {folder}"
+        f"{folder}: model folder not found. model.path is a local folder, or the name of a model in the Hugging Face "
+        f"Hub's cache. It comes with: hf download {known}; into this folder: hf download {known} --local-dir {folder}"
     )
 
 

@@ -41,7 +41,7 @@ class Inputs:
     @classmethod
     def read(cls, recipe: Recipe) -> Self:
         """Hash the files that the recipe names. Raises DataError for a broken config.json, StorageError."""
-        folders = {"model.path": recipe.model.path, **recipe.further_models}
+        folders = {"model.path": recipe.model.folder, **recipe.further_models}
         models = {field: _model_identity(Path(folder)) for field, folder in folders.items()}
         data = {}
         for field, path in data_paths(recipe).items():
@@ -108,7 +108,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Ori
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    folders = {"model.path": recipe.model.path, **recipe.further_models}
+    folders = {"model.path": recipe.model.folder, **recipe.further_models}
     before = earlier.get("models", {})
     wrong = [
         f"{field} = {folders[field]}: is another model than the run began with (its config.json differs; then: "

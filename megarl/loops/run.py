@@ -16,7 +16,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
-from megarl.data.chat import load_tokenizer
+from megarl.data.chat import tokenizer_of
 from megarl.data.packing import attention_ratio
 from megarl.environments.shared import close_shared
 from megarl.families.shape import read_model_shape
@@ -84,7 +84,7 @@ async def _started(
         )
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice, folder.path))
-        tokenizer = load_tokenizer(recipe.model.path)
+        tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
         data = read_data(recipe, tokenizer, dropped)
         with tracker.phase("start"):
@@ -142,7 +142,7 @@ def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[
         layout,
         recipe.trainer.max_tokens_per_microbatch,
         row_multiple(recipe),
-        attention_ratio(read_model_shape(recipe.model.path)),
+        attention_ratio(read_model_shape(recipe.model.folder)),
         together=recipe.sequences_per_example,
     )
     has = {

@@ -29,6 +29,7 @@ from megarl.preflight.files import (
     read_problems,
     runs_folder,
     told_formats,
+    with_steps,
 )
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import shortened_warmups
@@ -52,6 +53,7 @@ __all__ = [
     "row_multiple",
     "shortened_warmups",
     "told_formats",
+    "with_steps",
 ]
 
 
@@ -124,12 +126,12 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
     wrong += [*learning.stragglers(recipe), *learning.trackers(recipe)]
-    incomplete = check_model_folder(recipe.model.path)
+    incomplete = check_model_folder(recipe.model.folder)
     broken = [*incomplete, *data_files(recipe)]
     wrong += environment(recipe, has_model=not incomplete)
-    if Path(recipe.model.path).is_dir():
+    if Path(recipe.model.folder).is_dir():
         try:
-            shape = read_model_shape(recipe.model.path)
+            shape = read_model_shape(recipe.model.folder)
             wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
             wrong += [
                 *sizes.expert_fit(recipe, shape),
@@ -138,11 +140,11 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
                 *learning.head(recipe, shape),
                 *learning.adapters(recipe, shape),
             ]
-            broken += [] if incomplete else tensor_faults(recipe.model.path, shape)
+            broken += [] if incomplete else tensor_faults(recipe.model.folder, shape)
             further = [*_further_models(recipe, shape)]
             wrong += [text for text in further if not isinstance(text, DataError)]
             broken += [str(error) for error in further if isinstance(error, DataError)]
-            broken += _tokens_beyond(recipe.model.path, shape)
+            broken += _tokens_beyond(recipe.model.folder, shape)
             layout = layout if wrong else sizes.aligned(recipe, shape, layout)
         except DataError as error:
             broken.insert(0, str(error))
@@ -154,7 +156,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
 
     Raises DataError for that file, or one ConfigError that lists all sizes that do not fit.
     """
-    shape = read_model_shape(recipe.model.path)
+    shape = read_model_shape(recipe.model.folder)
     if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
     return shape, sizes.aligned(recipe, shape, sizes.layout_of(recipe))
@@ -175,7 +177,7 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         fit = (*sizes.model_fit(recipe, shape, is_sampled=False), *sizes.positions(recipe, shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
-            if _tokens(folder) != _tokens(recipe.model.path):
+            if _tokens(folder) != _tokens(recipe.model.folder):
                 yield f"{field} = {folder}: its tokenizer is not the policy's; take a model of the same family"
         except DataError as error:
             yield error

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.data.chat import load_tokenizer
+from megarl.data.chat import tokenizer_of
 from megarl.data.dialogue import Dialogue
 from megarl.data.problems import MADE
 from megarl.data.template_history import REFUSES, history_faults
@@ -35,7 +35,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
             return
     if name == "single_turn" or not has_model:
         return
-    dialogue = Dialogue(load_tokenizer(recipe.model.path), recipe.rollout.tool_parser)
+    dialogue = Dialogue(tokenizer_of(recipe.model), recipe.rollout.tool_parser)
     yield from _rewritten_history(recipe, dialogue)
     if tools:
         yield from _faults_with_tools(name, tools, dialogue)

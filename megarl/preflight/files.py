@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from megarl.data.records import TooLongError, read_records
 from megarl.data.rows import data_files as found_files
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import SYSTEM_PROMPTS
-from megarl.types import ConfigError, DataError, Problem, TrainingSequence
+from megarl.types import ConfigError, DataError, MegarlError, Problem, TrainingSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -34,9 +35,9 @@ def count_records(recipe: Recipe, dropped: Dropped | None = None) -> dict[str, i
     Those that are left out are counted in `dropped`. Raises one DataError with the first faulty line of each source.
     """
     dropped = Counter() if dropped is None else dropped
-    from megarl.data.chat import load_tokenizer
+    from megarl.data.chat import tokenizer_of
 
-    tokenizer = load_tokenizer(recipe.model.path)
+    tokenizer = tokenizer_of(recipe.model)
     counts: dict[str, int] = {}
     broken: list[str] = []
     for source in recipe.sources:
@@ -46,6 +47,28 @@ def count_records(recipe: Recipe, dropped: Dropped | None = None) -> dict[str, i
     if broken:
         raise DataError(error_page(f"data of recipe {recipe.name}", list(dict.fromkeys(broken))))
     return counts
+
+
+def with_steps(recipe: Recipe) -> Recipe:
+    """The recipe with the number of steps that train.epochs makes of its training data.
+
+    Data that cannot be read leave it as it is, for what checks them to tell.
+    """
+    epochs, data = recipe.train.epochs, recipe.data
+    if epochs is None:
+        return recipe
+    try:
+        records = num_made(data.train)
+        if records is None and data.overlong == "drop":
+            records = count_records(recipe)["train"]
+        elif records is None:
+            records = sum(1 for _ in read_records(data.train))
+    except (MegarlError, ValueError):
+        return recipe
+    steps = math.ceil(epochs * records / recipe.train.prompts_per_step)
+    resolved = recipe.train.model_copy(update={"steps": steps})
+    resolved.model_fields_set.discard("steps")
+    return recipe.model_copy(update={"train": resolved})
 
 
 def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped) -> dict[str, int]:

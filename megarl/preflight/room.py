@@ -44,7 +44,7 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
 
 def _least_bytes(recipe: Recipe, layout: ParallelConfig) -> float:
     """Host memory of a rank on CPU, at least: libraries, the trainer's weights and gradients, the engine's weights."""
-    shape = read_model_shape(recipe.model.path)
+    shape = read_model_shape(recipe.model.folder)
     numbers = sum(prod(size) for size in hf_tensors(shape).values())
     item_bytes = 4 if recipe.model.dtype == "float32" else 2
     gradient_bytes = 4

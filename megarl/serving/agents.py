@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from megarl.config import AgentConfig, Recipe
-from megarl.data.chat import load_tokenizer
+from megarl.data.chat import tokenizer_of
 from megarl.environments import Agent, Message, environment_maker, is_agent
 from megarl.rewards.calling import Sample
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
@@ -184,7 +184,7 @@ async def agent_program(
 
     longest = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     context_tokens = recipe.data.max_prompt_tokens + longest
-    codec = Codec(load_tokenizer(recipe.model.path), context_tokens, recipe.rollout.tool_parser)
+    codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
     sessions = Sessions(pool, codec)
     endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, sampling=sampling, notice=tell)
     try:

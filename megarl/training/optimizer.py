@@ -81,7 +81,7 @@ def build_schedule(
         init_lr=0.0,
         max_lr=config.learning_rate,
         min_lr=config.min_learning_rate,
-        lr_warmup_steps=min(config.warmup_steps, last - 1),
+        lr_warmup_steps=config.warmup_updates(last - 1),
         lr_decay_steps=last,
         lr_decay_style="WSD" if is_wsd else config.schedule,
         start_wd=config.weight_decay,

@@ -48,7 +48,9 @@ WRITTEN = {
     "trainer.nnodes": "cluster.nodes",
     "trainer.save_freq": "checkpoint.every_steps",
     "trainer.test_freq": "evaluation.every_steps",
-    "trainer.total_epochs": "train.steps",
+    "trainer.total_epochs": "train.epochs",
+    "return_raw_chat": "model.chat_template",
+    "lr_warmup_steps_ratio": "optimizer.warmup_ratio",
     "trainer.total_training_steps": "train.steps",
     "trainer.experiment_name": "name",
     "custom_reward_function.path": "reward.functions",
@@ -123,7 +125,6 @@ NONE = {
     "zero_stage": "Megatron-Core trains",
     "trainer.logger": "TensorBoard",
     "resume_mode": "--resume",
-    "data.return_raw_chat": "always applied",
     "actor_rollout_ref.model.use_remove_padding": "always packed",
 }
 

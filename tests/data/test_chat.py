@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.data import chat
 from megarl.data.chat import encode, exceeds, load_tokenizer, render
 from megarl.data.conversations import train_on_assistant
-from megarl.types import DataError
+from megarl.types import ConfigError, DataError
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"
@@ -218,3 +218,56 @@ def test_a_text_far_too_long_is_told_from_its_beginning(tokenizer: Any) -> None:
     assert exceeds(tokenizer, text, 4096)
     assert time.process_time() - started < 2
     assert not exceeds(tokenizer, "12 + 3", 100)
+
+
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think></think>{% endif %}{% for word in words %}{{ word }}{% endfor %}{% endif %}"
+)
+
+
+def test_a_template_of_the_recipe_and_its_variables(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "thinking.jinja"
+    file.write_text(THINKING)
+    question = [said("user", "a")]
+
+    def opening(**defaults: Any) -> str:
+        tokenizer = load_tokenizer(tiny_model(), template=str(file), defaults=defaults)
+        return render(tokenizer, question, generation_prompt=True)
+
+    assert opening() == "[user]a<|im_end|>[assistant]"
+    assert opening(enable_thinking=False) == "[user]a<|im_end|>[assistant]<think></think>"
+    assert opening(enable_thinking=True, words=["'a'", '"\\\n', "ü\U0001f600"]).endswith(
+        "[assistant]'a'\"\\\nü\U0001f600"
+    )
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinkin: .* it reads enable_thinking, words"):
+        opening(enable_thinkin=False)
+    with pytest.raises(ConfigError, match=r"model\.chat_template = .*absent: no such file"):
+        load_tokenizer(tiny_model(), template=str(tmp_path / "absent"))
+
+
+def test_given_variables_go_before_the_recipes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """The exported template has the recipe's values as defaults, which its user may still change."""
+    (tmp_path / "thinking.jinja").write_text(THINKING)
+    tokenizer = load_tokenizer(
+        tiny_model(), template=str(tmp_path / "thinking.jinja"), defaults={"enable_thinking": False}
+    )
+    texts = [
+        tokenizer.apply_chat_template([said("user", "a")], add_generation_prompt=True, tokenize=False, **given)
+        for given in ({}, {"enable_thinking": True})
+    ]
+    assert ["<think>" in str(text) for text in texts] == [True, False]
+
+
+def test_a_base_model_without_a_template_reads_plain_text(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model(), tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match=r"has no chat template; .* or for a base model to plain"):
+        load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, template="plain")
+    messages = [said("system", "Add."), said("user", "1 + 2 ="), said("assistant", " 3")]
+    assert render(tokenizer, messages[:2], generation_prompt=True) == "Add.\n\n1 + 2 ="
+    sequence = train_on_assistant(tokenizer, messages)
+    trained = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
+    assert trained == f" 3{tokenizer.eos_token}"

@@ -23,7 +23,10 @@ MEGARL = [sys.executable, "-m", "megarl"]
 
 @dataclass(frozen=True)
 class Runs:
-    """A folder with a tiny model, data and two finished runs."""
+    """A folder with a tiny model, data, a chat template and two finished runs.
+
+    That of reinforcement learning has its data in verl's format, a folder of two shards and another split.
+    """
 
     folder: Path
     model: Path
@@ -38,6 +41,19 @@ class Runs:
 
     def status(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / "runs" / name / "status.json").read_text())
+
+
+def in_verls_format(path: Path, folder: Path) -> None:
+    """Write a file's problems as verl has them, in two shards of a split of a folder."""
+    folder.mkdir()
+    for number, line in enumerate(path.read_text().splitlines()):
+        own = json.loads(line)
+        messages = own["messages"] if isinstance(own["messages"], list) else [own["messages"]]
+        record = {"data_source": "sums", "prompt": messages, "extra_info": {"index": number}}
+        record["reward_model"] = {"style": "rule", "ground_truth": own["gt_answer"]}
+        with (folder / f"train-{number % 2:05d}-of-00002.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    (folder / "test-00000-of-00001.jsonl").write_text("not to be read")
 
 
 RECIPE = """
@@ -59,9 +75,14 @@ def runs(
     tool("make_dataset").make_dataset(runs.folder / "data", sft=256, train=64, heldout=32)
     sft = RECIPE.format(model=runs.model, data="sft", learning_rate="2e-3")
     (runs.folder / "sft.yaml").write_text(f"name: sft\nloop: sft\ntrain: {{steps: 12, prompts_per_step: 32}}\n{sft}")
-    rl = RECIPE.format(model="runs/sft/hf", data="train", learning_rate="1e-4")
+    in_verls_format(runs.folder / "data/train.jsonl", runs.folder / "data/verl")
+    (runs.folder / "own.jinja").write_text(
+        "{#- the recipe's own -#}\n" + (runs.model / "chat_template.jinja").read_text()
+    )
+    rl = RECIPE.format(model="runs/sft/hf, chat_template: own.jinja", data="train", learning_rate="1e-4")
+    rl = rl.replace("data/train.jsonl", "train@data/verl")
     (runs.folder / "rl.yaml").write_text(
-        f"name: rl\nloop: rl\ntrain: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}\n{rl}"
+        f"name: rl\nloop: rl\ntrain: {{epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4}}\n{rl}"
     )
     for recipe in ("sft.yaml", "rl.yaml"):
         done = runs.train(recipe)
@@ -114,8 +135,9 @@ def test_the_exported_model_serves_in_transformers_and_in_a_stock_vllm(runs: Run
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = runs.folder / "runs/rl/hf"
-    for file in ("chat_template.jinja", "generation_config.json", "tokenizer.json"):
+    for file in ("generation_config.json", "tokenizer.json"):
         assert (folder / file).read_bytes() == (runs.model / file).read_bytes()
+    assert (folder / "chat_template.jinja").read_bytes() == (runs.folder / "own.jinja").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Calculate 4 + 3 - 2."}], add_generation_prompt=True, return_dict=False
@@ -148,7 +170,7 @@ def test_a_finished_run_is_not_overwritten(runs: Runs) -> None:
 
 def test_a_killed_worker_ends_the_run_and_is_named(runs: Runs) -> None:
     driver = subprocess.Popen(
-        [*MEGARL, "train", "rl.yaml", "name=killed", "train.steps=10000"],
+        [*MEGARL, "train", "rl.yaml", "name=killed", "train.epochs=1000"],
         cwd=runs.folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
