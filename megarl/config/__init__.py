@@ -258,6 +258,10 @@ class DataConfig(Section):
     """A prompt of more than data.max_prompt_tokens, or a conversation or pair that does not fit in
     trainer.max_tokens_per_microbatch: an error that names its line (refuse), or left out before the run, which a start
     tells and data/dropped counts (drop)."""
+    streaming: bool = False
+    """Keep training records on disk, for data that do not fit in memory: they are read and checked once before the
+    start, copied into an unnamed file of the run's folder, and made into prompts or sequences when they are drawn.
+    Order, shuffling, curricula and resume are the same."""
     shuffle: bool = True
     """Shuffle the records anew each epoch, by the run's seed."""
     curriculum: CurriculumConfig = CurriculumConfig()

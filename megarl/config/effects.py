@@ -196,6 +196,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "data.system_prompt": _ALWAYS,
     "data.max_prompt_tokens": _ENGINE,
     "data.overlong": _ALWAYS,
+    "data.streaming": _ALWAYS,
     "data.shuffle": _ALWAYS,
     "data.curriculum.band": (_RL,),
     "data.curriculum.outside": _CURRICULUM,

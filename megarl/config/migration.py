@@ -71,6 +71,7 @@ COUNTERPARTS = (
     Counterpart(("chat_template_path", "custom_chat_template", "conversation_template_config"),
                 ("model.chat_template",)),
     Counterpart(("apply_chat_template_kwargs",), ("model.chat_template_kwargs",)),
+    Counterpart(("dataset_streaming", "use_streaming_dataset"), ("data.streaming",)),
     # Batches and length of the run
     Counterpart(
         (

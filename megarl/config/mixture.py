@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 OWN = {
     "data": (
         "train", "validation", "format", "fields", "answer_field", "system_prompt", "max_prompt_tokens", "overlong",
-        "shuffle", "curriculum",
+        "streaming", "shuffle", "curriculum",
     ),
     "rollout": (
         "sampling", "environment", "environment_kwargs", "tool_parser", "agent", "max_turns", "truncated_turn",
@@ -36,7 +36,7 @@ class SourceConfig(Section):
     """Share of the prompts that are drawn from this source, over the sum of all weights."""
     data: dict[str, JsonValue] = Field(default_factory=dict)
     """Its own fields of `data`: train, validation, format, fields, answer_field, system_prompt, max_prompt_tokens,
-    overlong, shuffle, curriculum."""
+    overlong, streaming, shuffle, curriculum."""
     rollout: dict[str, JsonValue] = Field(default_factory=dict)
     """Its own fields of `rollout`: sampling, environment, environment_kwargs, tool_parser, agent, max_turns,
     truncated_turn, history, budget."""

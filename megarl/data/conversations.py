@@ -10,7 +10,8 @@ import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import FieldNames
-from megarl.data.records import Record, TooLongError, made_of, read_records
+from megarl.data.records import Record, TooLongError, read_records
+from megarl.data.streamed import Collect, in_memory
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def read_conversations(
     max_tokens: int,
     names: FieldNames | None = None,
     on_long: Callable[[TooLongError], object] | None = None,
-) -> list[TrainingSequence]:
+    collect: Collect = in_memory,
+) -> Sequence[TrainingSequence]:
     """The conversations of a data source, with the assistant's tokens marked for training.
 
     A record has a conversation, or a prompt and a response, texts or messages (`data.formats`); assistant's messages
@@ -37,7 +39,7 @@ def read_conversations(
     def make(_: int, record: Record) -> TrainingSequence:
         return conversation_of(record, tokenizer, _messages(record, system_prompt), max_tokens=max_tokens)
 
-    return list(made_of(read_records(source, names), make, on_long))
+    return collect(read_records(source, names), make, on_long)
 
 
 def conversation_of(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.config.curriculum import CurriculumConfig
+from megarl.data.streamed import numbers_of
 from megarl.types import Problem
 
 Rates = Mapping[str, float]
@@ -18,7 +19,7 @@ Rates = Mapping[str, float]
 class Curriculum:
     """The buckets of a source's problems, each with a solve rate, and how likely a problem is drawn.
 
-    `buckets` [problems]: a problem's own number, or the value of the record's field `config.by`.
+    `buckets` [problems]: a problem's own number, or the value of the record's field `config.by`; none without a band.
     """
 
     config: CurriculumConfig
@@ -27,13 +28,16 @@ class Curriculum:
     @classmethod
     def of(cls, problems: Sequence[Problem], config: CurriculumConfig) -> Curriculum:
         """The curriculum of these problems, which have the record's field where the config names one."""
+        if config.band is None:
+            return cls(config, ())
         if config.by is None:
-            return cls(config, [str(problem.index) for problem in problems])
+            return cls(config, [str(number) for number in numbers_of(problems)])
         return cls(config, [str(problem.record[config.by]) for problem in problems])
 
     def draws(self, place: int, rates: Rates, seed: Sequence[int]) -> bool:
         """Whether the problem at a place in the data is drawn now that it comes up; `seed` is that of this moment."""
-        band, rate = self.config.band, rates.get(self.buckets[place])
+        band = self.config.band
+        rate = None if band is None else rates.get(self.buckets[place])
         if band is None or rate is None or band[0] <= rate <= band[1]:
             return True
         return bool(np.random.default_rng(seed).random() < self.config.outside)

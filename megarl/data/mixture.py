@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megarl.data.curriculum import Curriculum, Rates
 from megarl.data.sampler import DataOrder
+from megarl.data.streamed import Places
 from megarl.types import MegarlError, Problem
 
 _MOST_PASSED = 10_000_000
@@ -62,7 +63,7 @@ class Mixture:
     def __init__(self, streams: Sequence[SourceStream], seed: int) -> None:
         self._streams = {stream.name: stream for stream in streams}
         self._places = {
-            stream.name: {problem.index: place for place, problem in enumerate(stream.problems)} for stream in streams
+            stream.name: Places(stream.problems) for stream in streams if stream.curriculum.config.band is not None
         }
         self._seed = seed
         total = sum(stream.weight for stream in streams)
@@ -97,7 +98,9 @@ class Mixture:
         stream, at = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions
-        rates = stream.curriculum.observed(at.rates, self._places[problem.source][problem.index], solve_rate)
+        place = self._places[problem.source].get(problem.index)
+        assert place is not None
+        rates = stream.curriculum.observed(at.rates, place, solve_rate)
         return {**positions, problem.source: Position(at.taken, at.passed, at.credit, rates)}
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ import numpy as np
 from megarl.data.batch import TokenBatch, borders
 from megarl.data.conversations import conversation_of, encoded
 from megarl.data.formats import FieldNames, first_of
-from megarl.data.records import Record, TooLongError, made_of, read_records
+from megarl.data.records import Record, TooLongError, read_records
+from megarl.data.streamed import Collect, in_memory
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -30,38 +31,22 @@ def read_preferences(
     max_tokens: int,
     names: FieldNames | None = None,
     on_long: Callable[[TooLongError], object] | None = None,
-) -> list[Answers]:
+    collect: Collect = in_memory,
+    is_scored: bool = False,
+) -> Sequence[Answers]:
     """The pairs of a data source, with the tokens of the two answers marked for training.
 
     A record has `chosen` and `rejected`: texts, or messages; and what both answer in `messages`, `prompt` or `context`,
     unless both begin with it (`data.formats` knows other names). Raises DataError, with the line, for a faulty record
     and two equal answers. A pair of more than `max_tokens` together is never parted, nor cut: `on_long` is told of it,
-    or it is an error.
+    or it is an error. With `is_scored` the last place of each sequence alone counts (`scored`).
     """
 
     def make(_: int, record: Record) -> Answers:
-        format = record.format
-        chosen, rejected = (
-            _conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
-        )
-        if chosen == rejected:
-            raise record.error("'chosen' and 'rejected' are the same; remove the line")
-        shared = next(
-            (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-            min(len(chosen), len(rejected)),
-        )
-        pair = [
-            encoded(record, tokenizer, messages, max_tokens=max_tokens, first=shared) for messages in (chosen, rejected)
-        ]
-        if (size := sum(map(len, pair))) > max_tokens:
-            raise record.error(
-                f"the pair has {size} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
-                "raise it, remove the line, or set data.overlong=drop",
-                TooLongError,
-            )
-        return pair[0], pair[1]
+        pair = pair_of(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
+        return tuple(map(scored, pair)) if is_scored else pair
 
-    return list(made_of(read_records(source, names), make, on_long))
+    return collect(read_records(source, names), make, on_long)
 
 
 def read_judged(
@@ -72,7 +57,8 @@ def read_judged(
     max_tokens: int,
     names: FieldNames | None = None,
     on_long: Callable[[TooLongError], object] | None = None,
-) -> list[Answers]:
+    collect: Collect = in_memory,
+) -> Sequence[Answers]:
     """The judged answers of a data source, with the answer's tokens marked for training.
 
     A record has `response` (or `completion`), a text or messages, what it answers in `messages`, `prompt` or `context`,
@@ -83,20 +69,50 @@ def read_judged(
     labels: set[bool] = set()
 
     def make(_: int, record: Record) -> Answers:
-        label = record.value(record.format.label)
-        if not isinstance(label, bool):
-            name = record.field(record.format.label)
-            raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
-        messages = _conversation(record, record.field(record.format.response), system_prompt)
-        sequence = conversation_of(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
-        labels.add(label)
-        desirable = (sequence.loss_mask & label).astype(np.float32)
-        return (replace(sequence, desirable=desirable),)
+        judged = judged_of(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
+        labels.add(bool(record.value(record.format.label)))
+        return judged
 
-    answers = list(made_of(read_records(source, names), make, on_long))
+    answers = collect(read_records(source, names), make, on_long)
     if len(labels) < 2:
         raise DataError(f"{source}: all labels are the same; kto needs good and bad answers")
     return answers
+
+
+def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+    """A record's pair. Raises DataError, and TooLongError for one of more than `max_tokens`."""
+    format = record.format
+    chosen, rejected = (
+        _conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
+    )
+    if chosen == rejected:
+        raise record.error("'chosen' and 'rejected' are the same; remove the line")
+    shared = next(
+        (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+        min(len(chosen), len(rejected)),
+    )
+    pair = [
+        encoded(record, tokenizer, messages, max_tokens=max_tokens, first=shared) for messages in (chosen, rejected)
+    ]
+    if (size := sum(map(len, pair))) > max_tokens:
+        raise record.error(
+            f"the pair has {size} tokens, trainer.max_tokens_per_microbatch allows {max_tokens}; "
+            "raise it, remove the line, or set data.overlong=drop",
+            TooLongError,
+        )
+    return pair[0], pair[1]
+
+
+def judged_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+    """A record's judged answer. Raises DataError, and TooLongError for one of more than `max_tokens`."""
+    label = record.value(record.format.label)
+    if not isinstance(label, bool):
+        name = record.field(record.format.label)
+        raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
+    messages = _conversation(record, record.field(record.format.response), system_prompt)
+    sequence = conversation_of(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
+    desirable = (sequence.loss_mask & label).astype(np.float32)
+    return (replace(sequence, desirable=desirable),)
 
 
 def scored(sequence: TrainingSequence) -> TrainingSequence:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import FieldNames
-from megarl.data.records import Record, TooLongError, made_of, read_records
+from megarl.data.records import Record, TooLongError, read_records
+from megarl.data.streamed import Collect, in_memory
 from megarl.types import Problem
 
 if TYPE_CHECKING:
@@ -56,19 +58,28 @@ def read_problems(
     *,
     system_prompt: str | None,
     max_prompt_tokens: int,
+    name: str = "",
+    needed: str | None = None,
     names: FieldNames | None = None,
     on_long: Callable[[TooLongError], object] | None = None,
-) -> list[Problem]:
+    collect: Collect = in_memory,
+) -> Sequence[Problem]:
     """The problems of a data source, prompts rendered up to the opening of the assistant's turn.
 
     Raises DataError, with the line, for a faulty record and a conversation that does not end with what must be
-    answered. A prompt longer than `max_prompt_tokens` is never cut: `on_long` is told of it, or it is an error.
+    answered. A prompt longer than `max_prompt_tokens` is never cut: `on_long` is told of it, or it is an error. `name`
+    is that of the problems' `source`; `needed` is a field that each record must have.
     """
 
     def make(index: int, record: Record) -> Problem:
-        return problem_of(record, index, tokenizer, system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens)
+        if needed is not None and needed not in record.fields:
+            raise record.error(
+                f"has no field {needed!r} of data.curriculum.by; add it to every record, or name another"
+            )
+        made = problem_of(record, index, tokenizer, system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens)
+        return replace(made, source=name) if name else made
 
-    return list(made_of(read_records(source, names), make, on_long))
+    return collect(read_records(source, names), make, on_long)
 
 
 def problem_of(

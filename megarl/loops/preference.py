@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from megarl.data.batch import TokenBatch
 from megarl.data.preferences import Answers
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session
-from megarl.preflight import read_preferences
+from megarl.preflight import collect_for, read_preferences
 from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
@@ -20,7 +20,8 @@ from megarl.types import TrainingSequence
 async def train(session: Session) -> None:
     """Metrics: `train/loss` (a pair, an answer), those of `preference_objective`; kto: `kl/reference` of an answer."""
     recipe, tracker = session.recipe, session.tracker
-    answers = read_preferences(recipe, session.tokenizer, recipe.data.train, session.dropped)
+    keep = collect_for(recipe, session.folder.path)
+    answers = read_preferences(recipe, session.tokenizer, recipe.data.train, session.dropped, collect=keep)
     order = DataOrder(len(answers), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     held_out = {
         name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
@@ -78,7 +79,7 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
     return max(0.0, float(np.mean(_worths(with_held, policy))))
 
 
-async def _evaluate(session: Session, held_out: dict[str, list[Answers]]) -> dict[str, float]:
+async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
     """`val/SET/accuracy`: the rate of held-out pairs whose chosen answer has the larger worth (`_worths`).
 
     Of judged answers: the probability that a desirable one has a larger worth than an undesirable one (AUC). Of a

@@ -19,7 +19,7 @@ from megarl.rollout.metrics import step_metrics, update_metrics
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.scores import add_model_scores, score_tokens
-from megarl.rollout.state import RLState, in_one
+from megarl.rollout.state import RLState, finder, in_one
 from megarl.types import MegarlError
 
 
@@ -101,8 +101,7 @@ async def _resume_or_evaluate(session: Session, state: RLState) -> None:
     """Go on from the checkpoint and make up for an evaluation that was cut short, or evaluate before the first step."""
     step = Step(session.folder.resumed_step, is_trained=True)
     if checkpoint := session.origin.checkpoint:
-        problems = [problem for source in session.sources for problem in source.problems]
-        if lacking := state.load(checkpoint, problems):
+        if lacking := state.load(checkpoint, finder({source.name: source.problems for source in session.sources})):
             session.tracker.notice(
                 f"{lacking} trajectories of {checkpoint} wait without the trainer's log-probs, since "
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"

@@ -86,7 +86,7 @@ async def _started(
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
-        data = read_data(recipe, tokenizer, dropped)
+        data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
             ranks = await start_ranks(recipe.cluster, folder.logs_folder)
             stack.push_async_callback(ranks.close)

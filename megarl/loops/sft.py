@@ -9,7 +9,7 @@ import numpy as np
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session, Step
-from megarl.preflight import read_conversations
+from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
@@ -21,7 +21,8 @@ HeldOut = Mapping[str, Sequence[TrainingSequence]]
 async def train(session: Session) -> None:
     """Metrics: `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
     recipe = session.recipe
-    conversations = read_conversations(recipe, session.tokenizer, recipe.data.train, session.dropped)
+    keep = collect_for(recipe, session.folder.path)
+    conversations = read_conversations(recipe, session.tokenizer, recipe.data.train, session.dropped, collect=keep)
     held_out: HeldOut = {
         name: read_conversations(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation_conversations.items()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker, is_agent, num_processes
 from megarl.environments.process import process_settings
 from megarl.environments.process_pool import EnvironmentPool
-from megarl.preflight import Dropped, read_problems
+from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import WorkerSettings, worker_settings
 from megarl.rollout.groups import GroupSampler
@@ -30,18 +29,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-def read_data(
-    recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped
-) -> dict[str, tuple[list[Problem], dict[str, list[Problem]]]]:
+Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
+"""Training problems of a source, and its validation sets."""
+
+
+def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path) -> dict[str, Data]:
     """Training problems and validation sets of each source; nothing of a recipe that samples nothing.
 
-    Problems that are left out are counted in `dropped`.
+    Problems that are left out are counted in `dropped`. Records that stay on disk are kept in `folder`.
     """
-    found: dict[str, tuple[list[Problem], dict[str, list[Problem]]]] = {}
+    found: dict[str, Data] = {}
     for source in recipe.sources:
-        own, train = source.recipe, list[Problem]()
+        own: Recipe = source.recipe
+        train: Sequence[Problem] = ()
         if own.loop == "rl":
-            train = [replace(p, source=source.name) for p in read_problems(own, tokenizer, own.data.train, dropped)]
+            train = read_problems(
+                own, tokenizer, own.data.train, dropped, name=source.name, collect=collect_for(own, folder)
+            )
         sets = own.data.validation if own.has_engine else {}
         heldout = {name: read_problems(own, tokenizer, path, dropped, is_heldout=True) for name, path in sets.items()}
         found[source.name] = train, {name: p[: own.evaluation.max_problems] for name, p in heldout.items()}
@@ -95,7 +99,7 @@ def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) 
 
 async def make_source(
     given: SourceRecipe,
-    data: tuple[list[Problem], dict[str, list[Problem]]],
+    data: Data,
     rewards: RewardPool,
     environments: EnvironmentPool | None,
     pool: EnginePool,

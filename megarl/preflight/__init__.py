@@ -21,6 +21,7 @@ from megarl.preflight.engine import engine_fit
 from megarl.preflight.environment import environment
 from megarl.preflight.files import (
     Dropped,
+    collect_for,
     count_records,
     data_files,
     made_sources,
@@ -44,6 +45,7 @@ __all__ = [
     "check",
     "check_plan",
     "check_rewards",
+    "collect_for",
     "count_records",
     "load",
     "read_conversations",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from megarl.data.formats import FieldNames, first_of
 from megarl.data.problems import MADE, num_made
 from megarl.data.records import TooLongError, read_records
 from megarl.data.rows import data_files as found_files
+from megarl.data.streamed import Collect, Streamed, counted, in_memory
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import SYSTEM_PROMPTS
 from megarl.types import ConfigError, DataError, MegarlError, Problem, TrainingSequence
@@ -81,11 +84,13 @@ def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dr
     for name, path in files.items():
         try:
             if recipe.loop in ("preference", "reward_model"):
-                counts[name] = len(read_preferences(recipe, tokenizer, path, dropped))
+                counts[name] = len(read_preferences(recipe, tokenizer, path, dropped, collect=counted))
             elif path in conversations:
-                counts[name] = len(read_conversations(recipe, tokenizer, path, dropped))
+                counts[name] = len(read_conversations(recipe, tokenizer, path, dropped, collect=counted))
             else:
-                counts[name] = len(read_problems(recipe, tokenizer, path, dropped, is_heldout=name != "train"))
+                is_heldout = name != "train"
+                found = read_problems(recipe, tokenizer, path, dropped, is_heldout=is_heldout, collect=counted)
+                counts[name] = len(found)
         except DataError as error:
             broken.append(str(error))
     return counts
@@ -111,7 +116,12 @@ def told_formats(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def _reading(recipe: Recipe, source: str, dropped: Dropped | None) -> dict[str, Any]:
+def collect_for(recipe: Recipe, folder: Path) -> Collect:
+    """How the results of a recipe's training records are kept: in memory, or their records in files of a folder."""
+    return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
+
+
+def _reading(recipe: Recipe, source: str, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
     """Keyword arguments of the functions that read a source; what is too long is an error or counted."""
 
     def drop(_: TooLongError) -> None:
@@ -122,10 +132,11 @@ def _reading(recipe: Recipe, source: str, dropped: Dropped | None) -> dict[str, 
         "system_prompt": system_prompt(recipe),
         "names": field_names(recipe),
         "on_long": drop if recipe.data.overlong == "drop" else None,
+        "collect": collect,
     }
 
 
-def _some(found: list[Any], source: str) -> list[Any]:
+def _some(found: Sequence[Any], source: str) -> Sequence[Any]:
     """The records that were found. Raises DataError where everything was too long."""
     if not found:
         raise DataError(f"{source}: every record is too long, and data.overlong = drop leaves none; raise the limit")
@@ -133,34 +144,38 @@ def _some(found: list[Any], source: str) -> list[Any]:
 
 
 def read_problems(
-    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None, *, is_heldout: bool = False
-) -> list[Problem]:
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    path: str,
+    dropped: Dropped | None = None,
+    *,
+    name: str = "",
+    is_heldout: bool = False,
+    collect: Collect = in_memory,
+) -> Sequence[Problem]:
     """The problems of a data source, as a run of this recipe renders them; DataError names a faulty line.
 
-    Or those that its environment makes; `is_heldout` says that they are for validation. Prompts that are left out are
-    counted in `dropped`.
+    Or those that its environment makes; `is_heldout` says that they are for validation. `name` is that of their
+    source. Prompts that are left out are counted in `dropped`.
     """
     from megarl.data import problems
 
     if (count := problems.num_made(path)) is not None:
-        return problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
-    found: list[Problem] = _some(
+        made = problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
+        return [replace(problem, source=name) for problem in made] if name else made
+    curriculum = recipe.data.curriculum
+    by = curriculum.by if curriculum.band is not None and not is_heldout else None
+    found: Sequence[Problem] = _some(
         problems.read_problems(
             path,
             tokenizer,
             max_prompt_tokens=recipe.data.max_prompt_tokens,
-            **_reading(recipe, path, dropped),
+            name=name,
+            needed=by,
+            **_reading(recipe, path, dropped, collect),
         ),
         path,
     )
-    curriculum = recipe.data.curriculum
-    if curriculum.band is not None and curriculum.by is not None and not is_heldout:
-        for problem in found:
-            if curriculum.by not in problem.record:
-                raise DataError(
-                    f"{path}: problem {problem.index} has no field {curriculum.by!r} of data.curriculum.by; "
-                    "add it to every record, or name another"
-                )
     return found
 
 
@@ -185,17 +200,19 @@ def system_prompt(recipe: Recipe) -> str | None:
 
 
 def read_conversations(
-    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None
-) -> list[TrainingSequence]:
+    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None, *, collect: Collect = in_memory
+) -> Sequence[TrainingSequence]:
     """The conversations of a data source, each fitting a padded row."""
     from megarl.data import conversations
 
     longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
-    settings = _reading(recipe, path, dropped)
+    settings = _reading(recipe, path, dropped, collect)
     return _some(conversations.read_conversations(path, tokenizer, max_tokens=longest, **settings), path)
 
 
-def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None) -> list[Answers]:
+def read_preferences(
+    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None, *, collect: Collect = in_memory
+) -> Sequence[Answers]:
     """The pairs of a data source, or for kto its judged answers, each fitting a row however it is padded.
 
     For a reward model, sequences whose last place alone counts (`data.preferences.scored`).
@@ -204,11 +221,10 @@ def read_preferences(recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: D
 
     multiple = row_multiple(recipe)
     longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
-    settings = _reading(recipe, path, dropped)
+    settings = _reading(recipe, path, dropped, collect)
     if recipe.loop == "reward_model":
-        pairs = preferences.read_preferences(path, tokenizer, max_tokens=longest - 2, **settings)
-        pairs = _some(pairs, path)
-        return [(preferences.scored(chosen), preferences.scored(rejected)) for chosen, rejected in pairs]
+        found = preferences.read_preferences(path, tokenizer, max_tokens=longest - 2, is_scored=True, **settings)
+        return _some(found, path)
     read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
     return _some(read(path, tokenizer, max_tokens=longest, **settings), path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -16,9 +16,12 @@ from safetensors.numpy import load_file, save
 from megarl.algorithms.kl import adapted
 from megarl.config import AlgorithmConfig
 from megarl.data.mixture import Position, Positions
+from megarl.data.streamed import Places
 from megarl.rollout.recording import RecordedCall, StartedGroup
 from megarl.types import Completion, ConfigError, ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
 
+Find = Callable[[str, int], Problem | None]
+"""Finds the problem of a source with an index; None where there is none."""
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
@@ -102,8 +105,8 @@ class RLState:
         arrays = {name: np.ascontiguousarray(array) for name, array in beside.arrays.items()}
         (folder / ARRAYS).write_bytes(save(arrays))
 
-    def load(self, folder: Path, problems: Sequence[Problem]) -> int:
-        """Go on from a checkpoint's state; `problems` are the run's.
+    def load(self, folder: Path, find: Find) -> int:
+        """Go on from a checkpoint's state; `find` finds the run's problems.
 
         Returns how many trajectories that wait lack the trainer's log-probs. The weights that sampled them are gone:
         they get the engine's log-probs instead.
@@ -114,26 +117,36 @@ class RLState:
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
             self.kl_coefficient = state["kl_coefficient"]
-        by_index = {(problem.source, problem.index): problem for problem in problems}
         trajectories: list[Trajectory] = []
         num_lacking = 0
         is_old_kept = self._algorithm.old_logprobs == "trainer" and not self._has_stragglers
         for index, plain in enumerate(state["waiting"]):
-            trajectory = _trajectory(plain, by_index, beside, f"{index}.")
+            trajectory = _trajectory(plain, find, beside, f"{index}.")
             if is_old_kept and lacks_old_logprobs(trajectory):
                 logprobs = [segment.rollout_logprobs for segment in trajectory.segments]
                 trajectory = with_old_logprobs(trajectory, iter(logprobs))
                 num_lacking += 1
             trajectories.append(trajectory)
         self.waiting = in_groups(trajectories)
-        groups = [_started(plain, by_index, beside) for plain in state["started"]]
+        groups = [_started(plain, find, beside) for plain in state["started"]]
         self.started = {group.draw: group for group in groups}
         return num_lacking
 
 
-def _problem(source: str, index: int, problems: Mapping[tuple[str, int], Problem]) -> Problem:
+def finder(problems: Mapping[str, Sequence[Problem]]) -> Find:
+    """Finds problems by their source and index."""
+    places = {source: Places(found) for source, found in problems.items()}
+
+    def find(source: str, index: int) -> Problem | None:
+        place = places[source].get(index) if source in places else None
+        return None if place is None else problems[source][place]
+
+    return find
+
+
+def _problem(source: str, index: int, find: Find) -> Problem:
     """The problem of a source with this index. Raises ConfigError where the run has it no longer."""
-    if (found := problems.get((source, index))) is None:
+    if (found := find(source, index)) is None:
         raise ConfigError(
             f"mixture.{source}: its problem {index} waits in the checkpoint with its samples, and the recipe has it no "
             "longer; keep this source, with a small weight, or begin anew with --restart"
@@ -196,15 +209,13 @@ def _is_time(metric: str) -> bool:
     return metric.endswith("seconds")
 
 
-def _trajectory(
-    plain: dict[str, Any], problems: Mapping[tuple[str, int], Problem], beside: _Beside, prefix: str
-) -> Trajectory:
+def _trajectory(plain: dict[str, Any], find: Find, beside: _Beside, prefix: str) -> Trajectory:
     """A trajectory from its JSON values and what is beside them under names that begin so."""
     num_segments, reward = plain.pop("segments"), plain.pop("reward")
     plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
     plain["texts"] = tuple(plain["texts"])
     plain["messages"] = tuple(tuple(new) for new in plain["messages"])
-    plain["problem"] = _problem(plain.pop("source"), plain["problem"], problems)
+    plain["problem"] = _problem(plain.pop("source"), plain["problem"], find)
     times = dict(beside.times[prefix])
     seconds: dict[str, Any] = {name: times.pop(name) for name in SECONDS}
     plain["metrics"] |= times
@@ -236,13 +247,13 @@ def _plain_started(group: StartedGroup, beside: _Beside) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _started(plain: Mapping[str, Any], problems: Mapping[tuple[str, int], Problem], beside: _Beside) -> StartedGroup:
+def _started(plain: Mapping[str, Any], find: Find, beside: _Beside) -> StartedGroup:
     """A group under way from its JSON values and what is beside them, as `_plain_started` made them."""
     home = f"started.{plain['draw']}."
-    group = StartedGroup(plain["draw"], _problem(plain["source"], plain["problem"], problems), plain["temperature"])
+    group = StartedGroup(plain["draw"], _problem(plain["source"], plain["problem"], find), plain["temperature"])
     for one in plain["finished"]:
         number = one["number"]
-        group.finished[number] = _trajectory(one, problems, beside, f"{home}{number}.")
+        group.finished[number] = _trajectory(one, find, beside, f"{home}{number}.")
     for place, call in enumerate(plain["calls"]):
         prefix = f"{home}call{place}."
         parts = [

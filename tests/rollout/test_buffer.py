@@ -16,7 +16,7 @@ from megarl.data.batch import TokenBatch
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import Buffer, passes_filter
 from megarl.rollout.sources import Source
-from megarl.rollout.state import TIMES, Group, RLState, in_one
+from megarl.rollout.state import TIMES, Group, RLState, finder, in_one
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
@@ -98,8 +98,7 @@ class Collected:
         return asyncio.run(self.buffer.add_old_logprobs(self.take(), trainer.forward))
 
     def load(self, folder: Path) -> int:
-        problems = [problem for source in self.buffer._sources.values() for problem in source.problems]
-        return self.state.load(folder, problems)
+        return self.state.load(folder, finder({n: source.problems for n, source in self.buffer._sources.items()}))
 
 
 def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Collected:

@@ -27,7 +27,7 @@ from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
 from megarl.rollout.sources import Source
-from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState
+from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState, finder
 from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.rewards.pools import is_alive, pool_of, wait_until
 from tests.rollout.engines import engines
@@ -129,7 +129,7 @@ class Run:
         """Go on from a checkpoint, in place of what is under way; it has all of that."""
         self.state.save(folder / "before")
         loaded = RLState(self.recipe.algorithm, has_stragglers=True)
-        loaded.load(folder / "before", self.problems)
+        loaded.load(folder / "before", finder({"test": self.problems}))
         await self.buffer.aclose()
         loaded.save(folder / "after")
         for name in (STATE, ARRAYS, TIMES):
@@ -320,7 +320,7 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         state.save(tmp_path / name)
         state = RLState(config, has_stragglers=True)
-        state.load(tmp_path / name, [problem])
+        state.load(tmp_path / name, finder({problem.source: [problem]}))
     assert all(
         (tmp_path / "once" / n).read_bytes() == (tmp_path / "twice" / n).read_bytes() for n in (STATE, ARRAYS, TIMES)
     )
