@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megarl.cluster.doctor import Finding
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
+    from megarl.data.survey import Survey
     from megarl.sandbox.check import Examination
 
 
@@ -165,3 +166,61 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) 
             f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
             f"{other['seconds'] * 1e3:.1f} ms"
         )
+
+
+_BARS = 12
+_BAR_WIDTH = 40
+
+
+def print_survey(found: Survey, *, unit: str) -> None:
+    """Print a look at a data source; trained tokens are green, or in double brackets where there is no colour."""
+    from rich.text import Text
+
+    from megarl.terminal import Console
+
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    taken_for = f", {found.format.name}" if found.format else ""
+    console.print(f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} faulty")
+    for fault in found.faults:
+        console.print(f"  {fault}")
+    if found.num_faults > len(found.faults):
+        console.print(f"  and {found.num_faults - len(found.faults)} more")
+    console.print(f"duplicates: {found.num_duplicates}{_list(found.duplicates, found.num_duplicates)}")
+    for other, count in found.num_overlaps.items():
+        console.print(f"prompts that are in {other} too: {count}")
+    if found.overlaps:
+        console.print(f"overlap:{_list(found.overlaps, sum(found.num_overlaps.values()))}")
+    for line in _histogram(found.lengths.tolist(), unit):
+        console.print(line)
+    if found.first:
+        shown = Text()
+        for token, is_trained in found.first:
+            plain = f"[[{token}]]" if is_trained and not console.is_terminal else token
+            shown.append(plain, style="bold green" if is_trained else "dim")
+        console.print("the first record; what is trained is green, or in double brackets:")
+        console.print(shown)
+
+
+def _list(places: Sequence[str], count: int) -> str:
+    more = f", and {count - len(places)} more" if count > len(places) else ""
+    return f" {', '.join(places)}{more}" if places else ""
+
+
+def _histogram(lengths: Sequence[int], unit: str) -> list[str]:
+    """Lines of a histogram with bins of equal width, and of the quantiles that limits are chosen by."""
+    if not lengths:
+        return []
+    ordered = sorted(lengths)
+    least, most = ordered[0], ordered[-1]
+    width = max(1, -(-(most - least + 1) // _BARS))
+    counts = [0] * ((most - least) // width + 1)
+    for length in ordered:
+        counts[(length - least) // width] += 1
+    at = {f"{share:.0%}": ordered[round(share * (len(ordered) - 1))] for share in (0.5, 0.9, 0.99)}
+    quantiles = ", ".join(f"{name} at most {length}" for name, length in at.items())
+    lines = [f"{unit} of a record: {least} to {most}, mean {sum(ordered) / len(ordered):.1f}; {quantiles}"]
+    for place, count in enumerate(counts):
+        bar = "#" * -(-count * _BAR_WIDTH // max(counts))
+        start = least + place * width
+        lines.append(f"  {start:>7} - {min(start + width - 1, most):<7} {count:>8} {bar}")
+    return lines

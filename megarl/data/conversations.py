@@ -37,7 +37,7 @@ def read_conversations(
     """
 
     def make(_: int, record: Record) -> TrainingSequence:
-        return conversation_of(record, tokenizer, _messages(record, system_prompt), max_tokens=max_tokens)
+        return conversation_of(record, tokenizer, conversation_messages(record, system_prompt), max_tokens=max_tokens)
 
     return collect(read_records(source, names), make, on_long)
 
@@ -77,7 +77,8 @@ def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
     )
 
 
-def _messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
+def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
+    """A record's conversation: as it is, or a prompt and its response. Raises DataError."""
     prompt = record.prompt(system_prompt)
     if any(message["role"] == "assistant" for message in prompt) and record.value(record.format.response) is None:
         return prompt

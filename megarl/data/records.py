@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.data.formats import FORMATS, FieldNames, RecordFormat, first_of, value_at
-from megarl.data.rows import data_files, rows_of
+from megarl.data.rows import Row, data_files, rows_of
 from megarl.data.tool_calls import check_tools
 from megarl.files.strict_json import shortened
 from megarl.types import DataError
@@ -151,13 +151,22 @@ def read_records(source: str | Path, names: FieldNames | None = None) -> Iterato
     format: RecordFormat | None = None
     for path in data_files(source):
         for row in rows_of(path):
-            if not isinstance(row.value, dict):
-                place = f"{path}, {row.unit} {row.number}"
-                raise DataError(f"{place}: {shown(row.value)} is not a JSON object with fields")
-            format = format or (names or FieldNames()).of(row.value)
-            yield Record(path, row.number, row.value, format, row.unit)
+            record = record_of(path, row, names, format)
+            format = record.format
+            yield record
     if format is None:
         raise DataError(f"{source}: holds no record; write one JSON object per line")
+
+
+def record_of(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
+    """The record of a row; `format` is that of the source's first record. Raises DataError for a row that is none."""
+    if isinstance(row.value, DataError):
+        raise row.value
+    if not isinstance(row.value, dict):
+        place = f"{path}, {row.unit} {row.number}"
+        raise DataError(f"{place}: {shown(row.value)} is not a JSON object with fields")
+    format = format or (names or FieldNames()).of(row.value)
+    return Record(path, row.number, row.value, format, row.unit)
 
 
 def made_of(

@@ -34,7 +34,8 @@ _LONGEST_CELL = 1 << 27
 
 
 class Row(NamedTuple):
-    """A row of a file: its number, from 1, in what `unit` counts, and its value as the file has it."""
+    """A row of a file: its number, from 1, in what `unit` counts, and its value; of a faulty one, behind which others
+    can be read, the DataError."""
 
     number: int
     unit: str
@@ -121,7 +122,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
                     yield Row(line, "line", parse(raw))
                 except ValueError as error:
                     text = f"not JSON ({error}); each line must be one JSON object"
-                    raise DataError(f"{path}, line {line}: {text}") from None
+                    yield Row(line, "line", DataError(f"{path}, line {line}: {text}"))
 
 
 def _json(path: Path) -> Iterator[Row]:
@@ -156,10 +157,9 @@ def _csv(path: Path) -> Iterator[Row]:
                 if not cells:
                     continue
                 if len(cells) != len(header):
-                    raise DataError(
-                        f"{path}, line {reader.line_num}: has {len(cells)} cells, the header has {len(header)}; put "
-                        "text with commas or line ends in quotes"
-                    )
+                    fault = f"has {len(cells)} cells, the header has {len(header)}; put text with commas in quotes"
+                    yield Row(reader.line_num, "line", DataError(f"{path}, line {reader.line_num}: {fault}"))
+                    continue
                 fields = {name: cell for name, cell in zip(header, cells, strict=True) if cell}
                 yield Row(reader.line_num, "line", fields)
         except csv.Error as error:

@@ -1,0 +1,192 @@
+"""A look at a data source before anything is trained on it: faults, lengths, duplicates, overlap with other sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.conversations import conversation_messages, conversation_of
+from megarl.data.formats import FieldNames, RecordFormat, first_of
+from megarl.data.preferences import judged_of, pair_of
+from megarl.data.problems import problem_of
+from megarl.data.records import Record, record_of
+from megarl.data.rows import data_files, rows_of
+from megarl.types import DataError, TrainingSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+Kind = Literal["problems", "conversations", "pairs", "judged"]
+"""What records are made into: for rl; for sft; for preference and reward_model; for preference with kto."""
+_NO_LIMIT = 1 << 24
+MOST_TOLD = 20
+"""Faults, duplicates and overlaps that are told; all are counted."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """The findings of a look at a source."""
+
+    source: str
+    kind: Kind
+    format: RecordFormat | None = None
+    num_records: int = 0
+    """Records without a fault."""
+    num_faults: int = 0
+    faults: list[str] = field(default_factory=list)
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Tokens of each prompt, conversation or pair, those of both answers; characters without a tokenizer."""
+    num_duplicates: int = 0
+    duplicates: list[str] = field(default_factory=list)
+    """Records that are equal to an earlier one in all that trains: `line 7 (as line 3)`."""
+    num_overlaps: dict[str, int] = field(default_factory=dict)
+    """Records whose prompt is one of another source, by that source."""
+    overlaps: list[str] = field(default_factory=list)
+    first: list[tuple[str, bool]] = field(default_factory=list)
+    """The first record's text, in pieces that are trained or not."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a run could read the source."""
+        return self.num_records > 0 and self.num_faults == 0
+
+
+def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
+    """What a record can be made into, by its fields."""
+    if first_of(fields, format.chosen) and first_of(fields, format.rejected):
+        return "pairs"
+    if isinstance(fields.get("label"), bool):
+        return "judged"
+    if first_of(fields, format.answer):
+        return "problems"
+    return "conversations"
+
+
+def survey(
+    source: str,
+    *,
+    names: FieldNames | None = None,
+    kind: Kind | None = None,
+    tokenizer: Tokenizer | None = None,
+    system_prompt: str | None = None,
+    others: Sequence[str] = (),
+) -> Survey:
+    """Look at all records of a source: each is made into what trains, its faults are noted and the next is read.
+
+    Without a tokenizer records are only read, and lengths are in characters. `others` are sources whose prompts this
+    one should not have, such as held-out sets. Raises DataError where a source is not there.
+    """
+    prompts = {other: _prompts_of(other, names, system_prompt) for other in others}
+    found: Survey | None = None
+    lengths: list[int] = []
+    seen: dict[bytes, str] = {}
+    faults: list[str] = []
+    for record in _records(source, names, faults):
+        if found is None:
+            found = Survey(source, kind or kind_of(record.fields, record.format), record.format)
+            found.num_overlaps = dict.fromkeys(prompts, 0)
+        try:
+            messages = _trained_messages(record, found.kind, system_prompt)
+            sequences = [] if tokenizer is None else _sequences(record, found.kind, tokenizer, system_prompt)
+            prompt = _digest(_prompt_messages(record, system_prompt))
+        except DataError as error:
+            faults.append(str(error))
+            continue
+        found.num_records += 1
+        lengths.append(sum(map(len, sequences)) if tokenizer else len(json.dumps(messages, ensure_ascii=False)))
+        place = f"{record.unit} {record.line}"
+        if (earlier := seen.setdefault(_digest(messages), place)) != place:
+            found.num_duplicates += 1
+            found.duplicates += [f"{place} (as {earlier})"] * (len(found.duplicates) < MOST_TOLD)
+        for other, known in prompts.items():
+            if prompt in known:
+                found.num_overlaps[other] += 1
+                found.overlaps += [f"{place} ({other}, {known[prompt]})"] * (len(found.overlaps) < MOST_TOLD)
+        if tokenizer is not None and not found.first:
+            found.first = _shown(tokenizer, sequences[0])
+    found = found or Survey(source, kind or "problems")
+    found.num_faults, found.faults = len(faults), faults[:MOST_TOLD]
+    found.lengths = np.array(lengths, np.int64)
+    return found
+
+
+def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
+    """The texts of a sequence's tokens, neighbours that are trained alike together, and whether they are trained."""
+    borders = [0, *(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence)]
+    return [
+        (str(tokenizer.decode(sequence.token_ids[start:end].tolist())), bool(sequence.loss_mask[start]))
+        for start, end in pairwise(borders)
+        if end > start
+    ]
+
+
+def _records(source: str, names: FieldNames | None, faults: list[str]) -> Iterator[Record]:
+    """The records of a source; rows that are none are noted, and those of the rest of a file that cannot be read."""
+    format: RecordFormat | None = None
+    for path in data_files(source):
+        try:
+            for row in rows_of(path):
+                try:
+                    record = record_of(path, row, names, format)
+                except DataError as error:
+                    faults.append(str(error))
+                    continue
+                format = record.format
+                yield record
+        except DataError as error:
+            faults.append(str(error))
+
+
+def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
+    """The places of a source's prompts by their digests."""
+    found: dict[bytes, str] = {}
+    for record in _records(source, names, []):
+        try:
+            found.setdefault(_digest(_prompt_messages(record, system_prompt)), f"{record.unit} {record.line}")
+        except DataError:
+            continue
+    return found
+
+
+def _prompt_messages(record: Record, system_prompt: str | None) -> list[Mapping[str, Any]]:
+    """The messages before the assistant's first: of a pair without a prompt of its own, those of both answers."""
+    has_prompt = first_of(record.fields, record.format.prompt) is not None
+    messages = record.prompt(system_prompt) if has_prompt else record.messages(system_prompt, field="chosen")
+    first = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    return list(messages[:first])
+
+
+def _trained_messages(record: Record, kind: Kind, system_prompt: str | None) -> list[Any]:
+    """All of a record that trains."""
+    if kind == "problems":
+        return [*record.prompt(system_prompt), record.answer()]
+    if kind == "conversations":
+        return list(conversation_messages(record, system_prompt))
+    names = (record.format.chosen, record.format.rejected) if kind == "pairs" else (record.format.response,)
+    return [*_prompt_messages(record, system_prompt), *(record.value(name) for name in names)]
+
+
+def _sequences(
+    record: Record, kind: Kind, tokenizer: Tokenizer, system_prompt: str | None
+) -> Sequence[TrainingSequence]:
+    if kind == "pairs":
+        return pair_of(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
+    if kind == "judged":
+        return judged_of(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
+    if kind == "conversations":
+        messages = conversation_messages(record, system_prompt)
+        return [conversation_of(record, tokenizer, messages, max_tokens=_NO_LIMIT)]
+    problem = problem_of(record, 0, tokenizer, system_prompt=system_prompt, max_prompt_tokens=_NO_LIMIT)
+    tokens = np.array(problem.prompt_token_ids, np.int64)
+    return [TrainingSequence(tokens, np.zeros(len(tokens), np.bool_))]
+
+
+def _digest(value: Any) -> bytes:
+    return blake2b(json.dumps(value, ensure_ascii=False, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,0 +1,93 @@
+"""`megarl data check`: every fault with its line, duplicates, overlap with held-out data, lengths, the first record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import cli
+from megarl.data.chat import load_tokenizer
+from megarl.data.survey import survey
+from megarl.types import DataError
+
+
+def problem(number: int, **changes: Any) -> dict[str, Any]:
+    return {"messages": {"role": "user", "content": f"{number} + 1"}, "gt_answer": str(number + 1)} | changes
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write(
+        tmp_path / "train.jsonl", problem(1), "{broken", problem(2), problem(3, gt_answer=None), "[7]", problem(1),
+        problem(5), {"gt_answer": "8"}, problem(2, gt_answer="4"),
+    )  # fmt: skip
+
+
+def test_all_faults_are_told_with_their_lines(source: str) -> None:
+    found = survey(source)
+    assert (found.kind, found.num_records, found.num_faults, found.is_sound) == ("problems", 5, 4, False)
+    assert [fault.partition(", ")[2].partition(":")[0] for fault in found.faults] == [
+        "line 2", "line 4", "line 5", "line 8",
+    ]  # fmt: skip
+    assert (found.num_duplicates, found.duplicates) == (1, ["line 6 (as line 1)"])  # line 9 has another answer
+    with pytest.raises(DataError, match="no such file"):
+        survey("absent.jsonl")
+
+
+def test_overlap_with_other_sources_is_that_of_prompts(source: str, tmp_path: Path) -> None:
+    heldout = write(tmp_path / "heldout.jsonl", problem(9), problem(2, gt_answer="x"), "{broken")
+    other = write(tmp_path / "other.jsonl", problem(10))
+    found = survey(source, others=[heldout, other])
+    assert found.num_overlaps == {heldout: 2, other: 0}
+    assert found.overlaps == [f"line 3 ({heldout}, line 2)", f"line 9 ({heldout}, line 2)"]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "trained"),
+    [
+        pytest.param(problem(1), "problems", [], id="problems"),
+        pytest.param({"prompt": "1 + 1", "response": "2"}, "conversations", ["2<|im_end|>"], id="conversations"),
+        pytest.param({"prompt": "1", "chosen": "2", "rejected": "3"}, "pairs", ["2<|im_end|>"], id="pairs"),
+        pytest.param({"prompt": "1", "completion": "2", "label": True}, "judged", ["2<|im_end|>"], id="judged"),
+    ],
+)
+def test_the_first_record_shows_what_is_trained(
+    tiny_model: Callable[..., Path], tmp_path: Path, record: dict[str, Any], kind: str, trained: list[str]
+) -> None:
+    tokenizer = load_tokenizer(tiny_model())
+    found = survey(write(tmp_path / "a.jsonl", record, record), tokenizer=tokenizer)
+    assert (found.kind, found.is_sound, found.num_duplicates) == (kind, True, 1)
+    assert [text for text, is_trained in found.first if is_trained] == trained
+    assert "".join(text for text, _ in found.first).startswith("<|im_start|>user\n1")
+    assert len(found.lengths) == 2 and found.lengths[0] > 5
+
+
+def test_the_command(
+    source: str, tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "check", source, "--model", str(tiny_model())])
+    assert ended.value.code == 65
+    printed = capsys.readouterr().out
+    assert f"{source}: 5 problems, colossalrl; 4 faulty" in printed
+    assert "duplicates: 1 line 6 (as line 1)" in printed and "tokens of a record: " in printed
+    lines = [line for line in printed.splitlines() if line.endswith("#")]
+    assert sum(int(line.split()[-2]) for line in lines) == 5
+    talk = write(tmp_path / "talk.jsonl", {"prompt": "1 + 1", "response": "2"})
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "check", talk, "--model", str(tiny_model()), "--heldout", source])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "[[2<|im_end|>]]" in printed and f"prompts that are in {source} too: 1" in printed
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "check", talk, "--format", "verll"])
+    assert ended.value.code == 2 and "known are colossalrl, rl2" in capsys.readouterr().err
