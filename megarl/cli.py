@@ -342,6 +342,24 @@ def check_data(
         raise typer.Exit(DataError.exit_code)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, such as runs/NAME.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write; left out: report.html in the run's folder, of several runs in this one.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML page of a run, or of several side by side: curves, times, samples, faults. It needs no network."""
+    from megarl.console import print_report
+    from megarl.report.page import write_report
+
+    print_report(*write_report(runs, out))
+
+
 slurm = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(slurm)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.terminal import printable
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
     from megarl.sandbox.check import Examination
+    from megarl.report.recorded import RecordedRun
 
 
 def print_error(error: MegarlError) -> None:
@@ -94,6 +96,11 @@ def print_conversion(done: Conversion) -> None:
         f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
         f"in {done.seconds:.1f} s{verified}"
     )
+
+
+def print_report(page: Path, num_bytes: int, runs: Sequence[RecordedRun]) -> None:
+    steps = ", ".join(f"{run.name} ({run.state}, step {run.step})" for run in runs)
+    print(printable(f"wrote {page}: {size_text(num_bytes)}; {steps}. Open it in a browser."))
 
 
 def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:

@@ -1,0 +1,261 @@
+"""Curves of a run's metrics: thinned out to a bounded number of points, the important ones first."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Rows = Sequence[tuple[int, Mapping[str, float]]]
+
+MOST_POINTS = 400
+"""Points of an important curve; others have as many as the page's size allows."""
+FEWEST_POINTS = 40
+_VALUES_OF_PAGE = 160_000
+"""Numbers of all curves of a page together: about 1.2 MB."""
+_NUM_COLUMNS = 160
+"""Columns of the stacked times."""
+
+_LENGTH = "rollout/completion_tokens/mean"
+
+
+class Chart(NamedTuple):
+    """An important chart: its title, meaning, and the metrics that it may show, as regular expressions.
+
+    All of the first expression that any run has are shown, one chart for each metric. `spread` is the metric of half
+    the width of a band around it, `upper` a metric that is drawn thinly beside it.
+    """
+
+    title: str
+    meaning: str
+    metrics: tuple[str, ...]
+    spread: str | None = None
+    upper: str | None = None
+
+
+CHARTS = (
+    Chart("Reward", "mean of a step's samples; the band is one standard deviation", ("reward/mean",), "reward/std"),
+    Chart("Held-out accuracy", "share of right answers", (r"val/.+/accuracy", r"preference/accuracy")),
+    Chart("Held-out loss", "nats per token of the answer", (r"val/[^/]+/loss",)),
+    Chart("Accuracy in training", "share of right answers among a step's samples", ("reward/accuracy",)),
+    Chart("Length", "tokens of a completion, mean", (_LENGTH,), upper="rollout/completion_tokens/max"),
+    Chart("Truncated", "share of completions at the length limit", ("rollout/truncated",)),
+    Chart("KL to the reference", "nats per token", ("kl/reference",)),
+    Chart("KL of the update", "between old and new policy, nats per token", (r"kl/(?!reference|capped).+", "train/kl")),
+    Chart("Entropy", "of the policy, nats per token", ("train/entropy",)),
+    Chart("Log-prob gap", "|trainer - engine| under the same weights, nats; mean, thin line: largest",
+          ("logprob_gap/mean",), upper="logprob_gap/max"),
+    Chart("Tokens per second", "of a whole step", (r"perf/.*tokens_per_second.*", "derived/tokens_per_second")),
+    Chart("Loss", "of training", ("train/loss",)),
+    Chart("Gradient norm", "before clipping", ("train/grad_norm",)),
+    Chart("Clipped", "share of tokens whose ratio was clipped", ("train/clip_fraction",)),
+    Chart("Groups without signal", "share of groups whose rewards are all equal", ("reward/zero_variance_groups",)),
+    Chart("Staleness", "weight versions from a sample's oldest token to its update", ("staleness/mean",),
+          upper="staleness/max"),
+    Chart("Turns", "completions of an attempt", ("rollout/turns/mean",), upper="rollout/turns/max"),
+    Chart("Step time", "seconds", ("time/step_seconds",)),
+)  # fmt: skip
+"""Most telling first. A chart is left out where no run has its metric, or where it never is but 0 (or, of turns, 1)."""
+
+_QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
+"""Charts that tell nothing while their metric is always this."""
+
+GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "logprob_gap", "importance", "critic",
+          "staleness", "partial", "curriculum", "perf", "time", "memory", "reshard")  # fmt: skip
+"""Groups of metrics in the order of the page; others follow by name."""
+
+FAULTS = re.compile(
+    r"(val/.+/reward_|reward/)(errors|timeouts)|rollout/errors/.+|rollout/restarted|train/(update_skipped|gap_exceeded)"
+    r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+|rollout/aborted"
+)
+"""Metrics that count what went wrong; their sums over a run are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Steps put together, so that a long run has few points: bin `i` has the rows `edges[i]` to `edges[i + 1]`."""
+
+    edges: tuple[int, ...]
+
+    @classmethod
+    def of(cls, num_rows: int, most: int) -> Bins:
+        """Bins of equal size for so many rows."""
+        count = min(num_rows, most)
+        return cls(tuple(num_rows * number // count for number in range(count + 1)) if count else (0,))
+
+    def parts(self, values: Sequence[float]) -> Iterator[Sequence[float]]:
+        """The values of each bin."""
+        for start, end in zip(self.edges, self.edges[1:], strict=False):
+            yield values[start:end]
+
+
+def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
+    """The rows, and where no tracker measured it `derived/tokens_per_second`: the tokens trained by the step's time."""
+    if any(name.startswith("perf/") and "tokens_per_second" in name for _, row in rows for name in row):
+        return [(step, dict(row)) for step, row in rows]
+    found = []
+    for step, row in rows:
+        tokens, seconds = row.get("train/tokens"), row.get("time/step_seconds")
+        speed = {"derived/tokens_per_second": tokens / seconds} if tokens and seconds else {}
+        found.append((step, {**row, **speed}))
+    return found
+
+
+def metric_names(rows: Rows) -> list[str]:
+    """All metrics of a run, by group in the page's order, then by name."""
+    names: set[str] = set()
+    for _, row in rows:
+        names |= row.keys()
+    return sorted(names, key=lambda name: (_place(name), name))
+
+
+def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
+    """The important charts that these runs have something for."""
+    names = sorted({name for rows in runs for name in metric_names(rows)})
+    charts = []
+    for chart in CHARTS:
+        matching = [[name for name in names if re.fullmatch(pattern, name)] for pattern in chart.metrics]
+        for name in next(filter(None, matching), []):
+            if chart.title in _QUIET and _is_always(runs, name, _QUIET[chart.title]):
+                continue
+            several = len(next(filter(None, matching))) > 1
+            charts.append(
+                {"title": f"{chart.title}: {_short(name)}" if several else chart.title, "meaning": chart.meaning,
+                 "metric": name, "spread": chart.spread, "upper": chart.upper}
+            )  # fmt: skip
+    return charts
+
+
+def series(rows: Rows, most_points: int) -> dict[str, Any]:
+    """The curves of a run, thinned out: the mean of each bin's finite values.
+
+    `x` the last step of each bin, `seconds` the training time until then, and in `of` for each metric `y`, None where a
+    bin has no finite value. A metric that few bins have has its own `i`, the bins. `is_thinned` where a bin has more
+    than one step; then important metrics have `low` and `high`, the least and largest of each bin.
+    """
+    bins = Bins.of(len(rows), most_points)
+    is_thinned = len(rows) > most_points
+    steps = [step for step, _ in rows]
+    elapsed: list[float] = []
+    total = 0.0
+    for _, row in rows:
+        seconds = row.get("time/step_seconds", 0.0)
+        total += 0.0 if math.isnan(seconds) else seconds
+        elapsed.append(total)
+    with_range = {chart["metric"] for chart in important([rows])} if is_thinned else set()
+    of = {}
+    for name in metric_names(rows):
+        values = [row.get(name, math.nan) for _, row in rows]
+        of[name] = _curve(bins, values, with_range=name in with_range)
+    return {
+        "x": [part[-1] for part in bins.parts(steps)],
+        "seconds": [rounded(part[-1]) for part in bins.parts(elapsed)],
+        "of": of,
+        "is_thinned": is_thinned,
+    }
+
+
+def points_for(runs: Sequence[Rows]) -> int:
+    """Points of a curve, so that all curves of these runs together are not too many numbers."""
+    curves = sum(len(metric_names(rows)) for rows in runs) or 1
+    return max(FEWEST_POINTS, min(MOST_POINTS, _VALUES_OF_PAGE // curves))
+
+
+def phase_times(rows: Rows) -> dict[str, Any]:
+    """The time of each phase: `x` the last step of each column, `of` the mean seconds of a step in it, by phase.
+
+    `other` is what a step's time is more than its phases. Times that are parts of a phase, such as reshard_wire, are
+    not among them. `total` has the seconds of all steps, `per_column` is how many steps a column has at most.
+    """
+    names = [name for name in metric_names(rows) if re.fullmatch(r"time/[^/]+_seconds", name)]
+    phases = {
+        name.removeprefix("time/").removesuffix("_seconds"): name for name in names if name != "time/step_seconds"
+    }
+    phases = {phase: name for phase, name in phases.items() if not any(phase.startswith(f"{p}_") for p in phases)}
+    timed = [(step, row) for step, row in rows if "time/step_seconds" in row]
+    if not timed:
+        return {"x": [], "of": {}, "total": {}}
+    columns: dict[str, list[float]] = {
+        phase: [_finite(row.get(name)) for _, row in timed] for phase, name in phases.items()
+    }
+    whole = [_finite(row["time/step_seconds"]) for _, row in timed]
+    told = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
+    columns["other"] = [max(0.0, all_of - known) for all_of, known in zip(whole, told, strict=True)]
+    total = {phase: sum(values) for phase, values in columns.items() if any(values)}
+    order = sorted(total, key=lambda phase: (phase == "other", -total[phase]))
+    bins = Bins.of(len(timed), _NUM_COLUMNS)
+    return {
+        "x": [part[-1] for part in bins.parts([step for step, _ in timed])],
+        "of": {phase: [rounded(sum(part) / len(part)) for part in bins.parts(columns[phase])] for phase in order},
+        "total": {phase: rounded(total[phase]) for phase in order},
+        "per_column": max(len(part) for part in bins.parts(whole)),
+    }
+
+
+def fault_counts(rows: Rows) -> list[dict[str, Any]]:
+    """Metrics that count faults and are not 0: the sum over the run, the steps with any, the last of them."""
+    found = []
+    for name in metric_names(rows):
+        if not FAULTS.fullmatch(name):
+            continue
+        steps = [(step, row[name]) for step, row in rows if row.get(name) and not math.isnan(row[name])]
+        if steps:
+            total = rounded(sum(count for _, count in steps))
+            found.append(
+                {"metric": name, "sum": total, "steps": len(steps), "first": steps[0][0], "last": steps[-1][0]}
+            )
+    return found
+
+
+def not_finite(rows: Rows) -> list[dict[str, Any]]:
+    """Metrics with values that were not finite: how many, and the first and last step of them."""
+    found: dict[str, list[int]] = {}
+    for step, row in rows:
+        for name, value in row.items():
+            if math.isnan(value):
+                found.setdefault(name, []).append(step)
+    return [
+        {"metric": name, "steps": len(steps), "first": steps[0], "last": steps[-1]} for name, steps in found.items()
+    ]
+
+
+def rounded(value: float) -> float | int:
+    """A number of five significant digits, as short as JSON can have it."""
+    short = float(f"{value:.5g}")
+    return int(short) if short.is_integer() and abs(short) < 1e15 else short
+
+
+def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
+    parts = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
+    kept = [index for index, part in enumerate(parts) if part]
+    is_sparse = len(kept) < len(parts) / 2
+    shown = kept if is_sparse else range(len(parts))
+    curve: dict[str, Any] = {"i": kept} if is_sparse else {}
+    curve["y"] = [rounded(sum(parts[i]) / len(parts[i])) if parts[i] else None for i in shown]
+    if with_range:
+        curve["low"] = [rounded(min(parts[i])) if parts[i] else None for i in shown]
+        curve["high"] = [rounded(max(parts[i])) if parts[i] else None for i in shown]
+    if any(map(math.isnan, values)) and not kept:
+        curve["y"] = []
+    return curve
+
+
+def _finite(value: float | None) -> float:
+    return 0.0 if value is None or math.isnan(value) else value
+
+
+def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
+    return all(row.get(name, value) == value for rows in runs for _, row in rows)
+
+
+def _short(name: str) -> str:
+    """The part of a metric's name that tells it from its like: the set of `val/SET/accuracy`."""
+    parts = name.split("/")
+    return "/".join(parts[1:-1]) if parts[0] == "val" else "/".join(parts[1:])
+
+
+def _place(name: str) -> int:
+    group = name.split("/")[0]
+    return GROUPS.index(group) if group in GROUPS else len(GROUPS)

@@ -1,0 +1,181 @@
+"""The page: one HTML file that needs no network and runs no script but its own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megarl.files.atomic import replace_bytes, storage_faults_named
+from megarl.report import curves, samples
+from megarl.report.recorded import Attempt, RecordedRun, distinct_labels, now_text, read_run
+from megarl.types import ConfigError
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript><p class="empty">This page is drawn by a script of its own, and scripts are switched off here.</p></noscript>
+<div id="page"></div>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+_NOT_SAME = ("name", "runs_folder")
+"""Fields of a recipe in which runs always differ."""
+_VALUE = 400
+
+
+def write_report(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, int, list[RecordedRun]]:
+    """Write the page of these run folders; its path, its size in bytes, and the runs as they were read.
+
+    Without `out` it is `report.html` in the folder of a single run, or of several in the current folder. Raises
+    ConfigError for a folder that is no run, StorageError where something cannot be read or written.
+    """
+    runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]
+    target = out or (runs[0].path / "report.html" if len(runs) == 1 else Path("report.html"))
+    _refuse_other_files(target)
+    content = render(runs)
+    with storage_faults_named(target):
+        replace_bytes(target, content)
+    return target, len(content), runs
+
+
+def _refuse_other_files(target: Path) -> None:
+    """Raise ConfigError unless the page can be a new file there, or replace an older page."""
+    if not target.parent.is_dir():
+        raise ConfigError(f"--out {target}: there is no folder {target.parent}; make it, or choose another")
+    if target.is_dir():
+        raise ConfigError(f"--out {target}: is a folder; give a file, such as {target / 'report.html'}")
+    if target.exists():
+        with storage_faults_named(target), target.open("rb") as file:
+            is_page = file.read(len(_PAGE)).lower().startswith(b"<!doctype html")
+        if not is_page:
+            raise ConfigError(f"--out {target}: is there already and is no HTML page; choose another name")
+
+
+def render(runs: Sequence[RecordedRun]) -> bytes:
+    """The page of these runs."""
+    labels = distinct_labels(runs)
+    script, style = (files("megarl.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    title = f"megarl: {', '.join(labels)}"
+    page = _PAGE.format(
+        policy=policy, title=html.escape(title), style=style, script=script, data=embedded(content_of(runs, labels))
+    )
+    return page.encode("utf-8", "replace")
+
+
+def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, Any]:
+    """All that the page shows, as JSON values."""
+    all_rows = [curves.with_derived(run.rows) for run in runs]
+    points = curves.points_for(all_rows)
+    return {
+        "made": now_text(),
+        "groups": list(curves.GROUPS),
+        "charts": curves.important(all_rows),
+        "points": points,
+        "config": config_differences(runs),
+        "runs": [_run(run, label, rows, points) for run, label, rows in zip(runs, labels, all_rows, strict=True)],
+    }
+
+
+def config_differences(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+    """Fields in which the runs' recipes differ, with the value of each run; None where a recipe has no such field."""
+    fields = dict.fromkeys(name for run in runs for name in run.config)
+    rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]
+    return [row for row in rows if row["field"] not in _NOT_SAME and len(set(row["values"])) > 1]
+
+
+def embedded(value: Any) -> str:
+    """JSON that no text in it can end or leave: within a script element of HTML."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
+    steps = run.config.get("train.steps")
+    return {
+        "label": samples.cut(label, 120),
+        "path": samples.cut(str(run.path.resolve()), _VALUE),
+        "loop": samples.cut(str(run.config.get("loop", "")), 40),
+        "model": samples.cut(str(run.config.get("model.path", "")), _VALUE),
+        "state": run.state,
+        "step": run.step,
+        "steps": steps if isinstance(steps, int) else None,
+        "num_logged": len(rows),
+        "cause": samples.cut(str(run.status.get("cause") or ""), 2000),
+        "exit_code": run.status.get("exit_code") if isinstance(run.status.get("exit_code"), int) else None,
+        "rank": run.status.get("rank") if isinstance(run.status.get("rank"), int) else None,
+        "notes": run.notes,
+        "series": curves.series(rows, points),
+        "phases": curves.phase_times(rows),
+        "faults": curves.fault_counts(rows),
+        "not_finite": curves.not_finite(rows),
+        "attempts": [_attempt(run, number) for number in range(len(run.attempts))],
+        "checkpoints": list(run.checkpoints),
+        "damaged": list(run.damaged),
+        "earlier": list(run.earlier),
+        "config": [[samples.cut(name, 120), _value(run.config, name)] for name in run.config],
+        "samples": samples.summary(run),
+    }
+
+
+def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
+    """An attempt: what it recorded, and the fields of the recipe that it changed."""
+    attempt = run.attempts[place]
+    record = attempt.record
+    environment = {
+        samples.cut(str(name), 80): samples.cut(value if isinstance(value, str) else json.dumps(value), _VALUE)
+        for section in ("machine", "versions")
+        if isinstance(record.get(section), Mapping)
+        for name, value in record[section].items()
+    }
+    told = {
+        name: samples.cut(str(record[name]), 2000)
+        for name in ("started", "ended", "state", "cause", "exit_code", "rank", "step", "resumed_step", "command")
+        if record.get(name) is not None
+    }
+    changes = _changes(run.attempts[place - 1], attempt) if place else []
+    return {
+        "number": attempt.number, **told, "environment": environment, "changes": changes,
+        "stacks": [samples.cut(name, 120) for name in attempt.stacks],
+        "is_last": place == len(run.attempts) - 1,
+    }  # fmt: skip
+
+
+def _changes(before: Attempt, after: Attempt) -> list[list[str | None]]:
+    names = dict.fromkeys([*before.config, *after.config]) if before.config and after.config else {}
+    rows = [[name, _value(before.config, name), _value(after.config, name)] for name in names]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def _value(config: Mapping[str, Any], name: str) -> str | None:
+    if name not in config:
+        return None
+    value = config[name]
+    return samples.cut(value if isinstance(value, str) else json.dumps(value, default=str), _VALUE)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,254 @@
+"""A run folder as it was recorded, whatever is missing or broken in it; read-only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megarl.files.atomic import storage_faults_named
+from megarl.tracking.earlier_run import EarlierRun, whole_number
+from megarl.types import ConfigError
+
+_MARKS = ("config.yaml", "status.json", "metrics.jsonl")
+"""A run folder has at least one of these files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A start of a run: its number, what it recorded of itself, and how far it is known to have ended.
+
+    `record` is its attempt.json, empty for a run of a megarl that wrote none. `config` are the recipe's fields by
+    dotted name. `stacks` are the files of stacks that were asked for.
+    """
+
+    number: int
+    record: Mapping[str, Any]
+    config: Mapping[str, Any]
+    stacks: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class RecordedRun:
+    """A run as its folder has it.
+
+    `rows` are the steps of metrics.jsonl in order: the step, and its metrics; NaN stands for a value that was not
+    finite. `notes` are sentences about what could not be read.
+    """
+
+    path: Path
+    name: str
+    status: Mapping[str, Any]
+    config: Mapping[str, Any]
+    """The recipe's fields by dotted name."""
+    rows: list[tuple[int, dict[str, float]]]
+    attempts: list[Attempt]
+    notes: list[str] = field(default_factory=list)
+    checkpoints: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    """Names in `earlier/`: runs of this name before it was begun anew."""
+
+    @property
+    def state(self) -> str:
+        """The state in status.json; `ended unseen` where it says that the run goes on and its process is gone."""
+        state = str(self.status.get("state") or "unknown")
+        return "ended unseen" if state in ("starting", "running") and owner_is_gone(self.path) else state
+
+    @property
+    def step(self) -> int:
+        """The last trained step."""
+        logged = self.rows[-1][0] if self.rows else 0
+        return max(whole_number(self.status.get("step")), logged)
+
+    @property
+    def sample_files(self) -> list[tuple[int, Path]]:
+        """The files of samples/, with their steps, in order."""
+        return _step_files(self.path / "samples")
+
+    @property
+    def token_files(self) -> list[tuple[int, Path]]:
+        """The files of tokens/, with their steps, in order."""
+        return _step_files(self.path / "tokens")
+
+
+def read_run(path: Path) -> RecordedRun:
+    """Read a run folder. Raises ConfigError for a folder that is none, StorageError where it cannot be read."""
+    refuse_other_folders(path)
+    earlier = EarlierRun.read(path)
+    notes: list[str] = []
+    config = flat(earlier.recipe())
+    if not config:
+        notes.append("config.yaml is missing or cannot be read: the recipe is not shown.")
+    if not earlier.status:
+        notes.append("status.json is missing or cannot be read: how the run stands is not known.")
+    with storage_faults_named(path):
+        rows = _rows(path / "metrics.jsonl", notes)
+        return RecordedRun(
+            path=path,
+            name=str(config.get("name") or path.resolve().name),
+            status=earlier.status,
+            config=config,
+            rows=rows,
+            attempts=_attempts(path / "logs"),
+            notes=notes,
+            checkpoints=tuple(folder.name for folder in reversed(earlier.checkpoints)),
+            damaged=tuple(folder.name for folder in earlier.damaged),
+            earlier=_names(path / "earlier"),
+        )
+
+
+def refuse_other_folders(path: Path) -> None:
+    """Raise ConfigError unless the path is a run folder; name the run folders in it, if there are any."""
+    if any((path / name).is_file() for name in _MARKS):
+        return
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such folder; give the folder of a run, such as runs/NAME")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: is a file; give the folder of a run, such as runs/NAME")
+    with storage_faults_named(path):
+        inside = [name for name in _names(path) if any((path / name / mark).is_file() for mark in _MARKS)]
+    told = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
+    raise ConfigError(f"{path}: is no run folder, it has none of {', '.join(_MARKS)}{told}. Give runs/NAME")
+
+
+def owner_is_gone(path: Path) -> bool:
+    """Whether the process that owns a run folder was on this machine and has ended; False where that is not known."""
+    try:
+        found = re.fullmatch(r"host (\S+), pid (\d+)\s*", (path / "lock").read_text(errors="replace"))
+    except OSError:
+        return False
+    return found is not None and found[1] == socket.gethostname() and not Path(f"/proc/{found[2]}").exists()
+
+
+def json_lines(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the lines of a file, of its first `most_bytes` at most; other lines are left out."""
+    read = 0
+    with path.open("rb") as file:
+        for line in file:
+            read += len(line)
+            if most_bytes is not None and read > most_bytes:
+                return
+            if isinstance(value := _parsed(line), dict):
+                yield value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields of sections by dotted name; lists and empty sections are values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def distinct_labels(runs: Sequence[RecordedRun]) -> list[str]:
+    """A label for each run: its name, with as much of its path before it as tells it from the others."""
+    labels = [run.name for run in runs]
+    depth = 1
+    while len(set(labels)) < len(labels) and depth < 6:
+        depth += 1
+        paths = [run.path.resolve().parts[-depth:] for run in runs]
+        labels = [
+            "/".join(parts) if labels.count(label) > 1 else label for parts, label in zip(paths, labels, strict=True)
+        ]
+    return [f"{label} ({number})" if labels.count(label) > 1 else label for number, label in enumerate(labels, 1)]
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        notes.append("metrics.jsonl is not there yet: no step was logged.")
+        return []
+    *whole, last = lines
+    if last and _parsed(last) is None:
+        notes.append("The last line of metrics.jsonl is cut short; it is left out.")
+    elif last:
+        whole.append(last)
+    rows: dict[int, dict[str, float]] = {}
+    unreadable = 0
+    for line in filter(None, whole):
+        row = _parsed(line)
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
+            unreadable += 1
+            continue
+        # Of a step that is there twice the last is true: it was trained again.
+        rows[int(step)] = {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
+    if unreadable:
+        notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
+    return sorted(rows.items())
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _number(value: float | None) -> float:
+    """The number, NaN if it was not finite (`Tracker.log` writes null)."""
+    try:
+        return math.nan if value is None or not math.isfinite(value) else float(value)
+    except OverflowError:
+        return math.nan
+
+
+def _attempts(logs: Path) -> list[Attempt]:
+    numbered = [(int(found[1]), name) for name in _names(logs) if (found := re.fullmatch(r"attempt_(\d+)", name))]
+    found = []
+    for number, name in sorted(numbered):
+        folder = logs / name
+        stacks = tuple(file for file in _names(folder) if "stack" in file)
+        found.append(Attempt(number, _object(folder / "attempt.json"), flat(_yaml(folder / "config.yaml")), stacks))
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = _parsed(path.read_bytes())
+    except OSError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(folder)))
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+
+
+def _step_files(folder: Path) -> list[tuple[int, Path]]:
+    found = [(re.fullmatch(r"step_(\d+)\.jsonl", name), name) for name in _names(folder)]
+    return sorted((int(match[1]), folder / name) for match, name in found if match)
+
+
+def now_text() -> str:
+    """The time of day and its zone, to the second."""
+    return datetime.now().astimezone().isoformat(" ", "seconds")

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.report.page import write_report
+from megarl.types import ConfigError
+from tests.report.made_runs import lines, make_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOSTILE = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\"><!--\u2028${1}"
+
+
+def content(page: Path) -> dict:
+    """What the page embeds, as its script reads it."""
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    return json.loads(text)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[[Path], str]:
+    """`opened(page)`: the page's HTML after its scripts have run in Chromium, without errors of theirs."""
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium, to open a report in it (apt-get install chromium)")
+    settings = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1280,3000"]
+    settings += [f"--user-data-dir={tmp_path / 'chromium'}", "--virtual-time-budget=1500", "--dump-dom"]
+
+    def dump(page: Path) -> str:
+        command = [CHROMIUM, *settings, page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, encoding="utf-8")
+        assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+        assert "data-error" not in done.stdout
+        return done.stdout
+
+    return dump
+
+
+def test_two_runs_are_drawn_in_a_browser(tmp_path: Path, opened: Callable[[Path], str]) -> None:
+    runs = [make_run(tmp_path / "first"), make_run(tmp_path / "second", seed=5, rate=1e-4)]
+    for step in (5, 40):
+        record = json.loads((runs[0] / f"samples/step_{step:06d}.jsonl").read_text().splitlines()[0])
+        hostile = dict.fromkeys(("completion", "answer", "finish_reason"), HOSTILE)
+        turn = {"completion": HOSTILE, "observation": [{"role": HOSTILE, "content": HOSTILE}]}
+        record |= hostile | {"reward": 9.0, "prompt": [{"role": HOSTILE, "content": HOSTILE}]}
+        lines(runs[0] / f"samples/step_{step:06d}.jsonl", [record, {**record, "turns": [turn, turn]}])
+        lines(runs[0] / f"tokens/step_{step:06d}.jsonl", [{**record, "columns": {"text": [HOSTILE, "b"]}}])
+    (runs[0] / "config.yaml").write_text(json.dumps({"name": HOSTILE, "loop": "rl", "model": {HOSTILE: HOSTILE}}))
+    (runs[0] / "metrics.jsonl").open("a").write(json.dumps({"step": 41, f"reward/{HOSTILE}": 1.0}) + "\n")
+    page, _, _ = write_report(runs, tmp_path / "report.html")
+    found = opened(page)
+    assert int(re.findall(r'data-ready="(\d+)"', found)[0]) >= 2 * 12
+    assert len(re.findall(r'<path class="curve k1" d="M[\d. L]+"', found)) >= 12
+    assert len(re.findall(r'<path class="fill p0" d="M', found)) == 2
+    assert html.escape(HOSTILE, quote=False).split("\u2028")[0] in found
+    assert "<img" not in found and f"<title>megarl: {html.escape(HOSTILE, quote=False)[:20]}" in found
+
+
+def test_a_run_that_has_just_begun_is_drawn(tmp_path: Path, opened: Callable[[Path], str]) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "status.json").write_text(json.dumps({"state": "starting", "step": 0}))
+    (folder / "config.yaml").write_text("name: new\nloop: sft\n")
+    text = opened(write_report([folder])[0])
+    assert "This run has not logged a step yet." in text and "No step was timed yet." in text
+    assert "metrics.jsonl is not there yet" in text
+
+
+def test_nothing_but_its_own_script_may_run(tmp_path: Path) -> None:
+    page, size, _ = write_report([make_run(tmp_path / "run", steps=8)])
+    assert page == tmp_path / "run/report.html" and size == page.stat().st_size
+    text = page.read_text("utf-8")
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    assert not re.findall(
+        r"<link|<iframe|\bsrc=|@import|url\(|innerHTML|outerHTML|insertAdjacent|document\.write", text
+    )
+    # The one address is the name of SVG's elements.
+    assert set(re.findall(r"https?://[\w./]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "long", steps=10)
+    row = {f"group{number % 9}/metric_{number}": 0.123456789 * number for number in range(40)}
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(10_000):
+            file.write(json.dumps({"step": step, "reward/mean": step / 7, "time/step_seconds": 1.3, **row}) + "\n")
+    record = json.loads((folder / "samples/step_000010.jsonl").read_text().splitlines()[0])
+    long = [{**record, "completion": "word " * 9_000, "prompt": "x" * 50_000}] * 6
+    for step in range(100, 150):
+        lines(folder / f"samples/step_{step:06d}.jsonl", long)
+    page, size, _ = write_report([folder, make_run(tmp_path / "short", steps=10)], tmp_path / "report.html")
+    assert size < 2_000_000
+    first = content(page)["runs"][0]
+    assert first["series"]["is_thinned"] and (first["samples"]["read"], first["samples"]["there"]) == (40, 61)
+
+
+def test_runs_of_different_loops_share_a_page(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "rl", steps=8), make_run(tmp_path / "sft", steps=8, loop="sft")]
+    rows = [{"step": step, "train/loss": 1.0 / step, "time/step_seconds": 1.0} for step in range(1, 9)]
+    lines(runs[1] / "metrics.jsonl", rows)
+    shutil.rmtree(runs[1] / "samples")
+    shown = content(write_report([*runs, runs[0]], tmp_path / "both.html")[0])
+    assert [run["loop"] for run in shown["runs"]] == ["rl", "sft"], "a run that is given twice is shown once"
+    assert {"reward/mean", "train/loss"} <= {chart["metric"] for chart in shown["charts"]}
+    assert {"field": "loop", "values": ["rl", "sft"]} in shown["config"]
+
+
+def test_samples_that_a_page_shows(tmp_path: Path) -> None:
+    shown = content(write_report([make_run(tmp_path / "run")])[0])["runs"][0]["samples"]
+    for step in {sample["step"] for sample in shown["worst"]}:
+        best, worst = ([s["reward"] for s in shown[kind] if s["step"] == step] for kind in ("best", "worst"))
+        assert worst[-1] == 0 and min(best) >= max(worst) and len(worst) == 5
+    assert shown["changed"][0]["change"] == 1 and shown["changed"][0]["before"]["step"] == 0
+    assert [turn.get("reward") for turn in shown["turns"][0]["turns"]] == [0, 1]
+    assert shown["turns"][0]["turns"][0]["observation"] == [{"role": "tool", "text": "The tea costs 6 euros."}]
+    columns = shown["tokens"][0]["columns"]
+    assert {len(values) for values in columns.values()} == {len(columns["text"])} and columns["advantage"][0] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        pytest.param("no/report.html", "there is no folder", id="no folder"),
+        pytest.param("run", "is a folder", id="folder"),
+        pytest.param("run/config.yaml", "is no HTML page", id="other file"),
+    ],
+)
+def test_where_the_page_may_not_be(tmp_path: Path, out: str, told: str) -> None:
+    folder = make_run(tmp_path / "run", steps=2)
+    with pytest.raises(ConfigError, match=told):
+        write_report([folder], tmp_path / out)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path / "run", steps=2)
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(folder)])
+        assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"wrote {folder / 'report.html'}: ")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path)])
+    assert ended.value.code == 2 and "is no run folder" in capsys.readouterr().err
