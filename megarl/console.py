@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
-    from megarl.sandbox.check import Examination
     from megarl.report.recorded import RecordedRun
+    from megarl.sandbox.check import Examination
 
 
 def print_error(error: MegarlError) -> None:

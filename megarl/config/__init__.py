@@ -396,6 +396,10 @@ class Recipe(Section):
     `tracking.trackers.TRACKERS`, or package.module:Class of your own."""
     samples_every_steps: PositiveInt = 1
     """Write prompts, completions and rewards to samples/ every so many steps (rl)."""
+    samples_with_tokens: Annotated[int, Field(ge=0, le=64)] = 4
+    """Number of these steps' samples that are written token by token to tokens/ too, those of the highest and of the
+    lowest advantages: log-probs of engine and trainer, advantages, weight versions, for `megarl report` (rl). Where
+    the step needs no log-probs of the trainer before its update, this is a forward pass of these samples; 0: none."""
     model: ModelConfig
     """The model."""
     data: DataConfig

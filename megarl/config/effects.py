@@ -181,6 +181,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "seed": _ALWAYS,
     "runs_folder": _ALWAYS,
     "samples_every_steps": (_RL,),
+    "samples_with_tokens": (_RL,),
     "trackers": _ALWAYS,
     "model.path": _ALWAYS,
     "model.dtype": _ALWAYS,

@@ -59,6 +59,8 @@ async def train(session: Session) -> None:
                 if recipe.rollout.stragglers == "park":
                     batch.forget_stale_logprobs(weight_version=number)
 
+                of_tokens = await session.token_records(number, groups, batch)
+
                 step.is_trained = True
                 with phase("train"):
                     if "critic" in models:
@@ -78,7 +80,8 @@ async def train(session: Session) -> None:
                 with phase("reshard"):
                     step.log(await session.reshard(number))
                 step.log(session.pool.metrics())
-                session.write_samples(number, in_one(groups) if "reward_model" in models else buffer.sampled)
+                shown = in_one(groups) if "reward_model" in models else buffer.sampled
+                session.write_samples(number, shown, of_tokens)
                 if session.evaluates_at(number):
                     step.log(await session.evaluate(number))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +12,7 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES, is_of_sequences
 from megarl.cluster.batching import RankModel
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_ranks
-from megarl.cluster.node_checks import inspect
+from megarl.cluster.node_checks import gpus, inspect
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -72,6 +73,14 @@ async def _prepare(
     await ranks.construct("megarl.worker:Worker", settings)
 
 
+async def _hardware(ranks: WorkerGroup) -> dict[str, str]:
+    """The nodes of a run, and the GPUs of the driver's, for attempt.json."""
+    on_nodes = Counter(place[0] for place in ranks.topology)
+    found = Counter(await asyncio.to_thread(gpus))
+    shown = "; ".join(f"{count} x {gpu}" for gpu, count in found.items()) or "none: on the CPU"
+    return {"ranks": ", ".join(f"{count} on {node}" for node, count in on_nodes.items()), "GPUs": shown}
+
+
 @asynccontextmanager
 async def _started(
     recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin: Origin, stacks: StackRequest
@@ -92,6 +101,7 @@ async def _started(
             stack.push_async_callback(ranks.close)
             ranks.on_asked, stacks.ask_others = stop.ask, ranks.show_stacks
             await _prepare(ranks, recipe, layout, folder, tracker)
+            folder.describe({"machine": await _hardware(ranks)})
         rewards = start_rewards(recipe, stack, folder.logs_folder, tracker.notice)
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.batching import RankModel
 from megarl.cluster.worker_group import WorkerGroup
@@ -17,10 +17,12 @@ from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.preflight import Dropped
+from megarl.rollout.batch import RLBatch
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.pool import AbandonedError, EnginePool
 from megarl.rollout.sources import Source
-from megarl.rollout.state import RLState
+from megarl.rollout.state import Group, RLState
+from megarl.rollout.token_records import token_records
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, StoppedError, Trajectory
@@ -184,10 +186,23 @@ class Session:
             self.tracker.samples(step, [{"set": name} | trajectory.record() for trajectory in trajectories])
         return metrics
 
-    def write_samples(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Write a step's trajectories to samples/, if samples of this step are due."""
+    def write_samples(
+        self, step: int, trajectories: Sequence[Trajectory], of_tokens: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Write a step's trajectories to samples/, if samples of this step are due, and the records `of_tokens`."""
         if step % self.recipe.samples_every_steps == 0:
             self.tracker.samples(step, [trajectory.record() for trajectory in trajectories])
+        if of_tokens:
+            self.tracker.token_samples(step, of_tokens)
+
+    async def token_records(self, step: int, groups: Sequence[Group], batch: RLBatch) -> list[dict[str, Any]]:
+        """Records of a few of a step's samples token by token, before its update, if samples of this step are due."""
+        count = self.recipe.samples_with_tokens
+        if not count or step % self.recipe.samples_every_steps:
+            return []
+        forward = self.models["policy"].forward
+        with self.tracker.phase("logprobs"):
+            return await token_records(groups, batch, self.tokenizer, forward, count=count, weight_version=step)
 
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""

@@ -523,6 +523,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
   ];
   function tokenValues(columns, mode) {
     if (mode === "gap") {
+      if (columns.logprob_gap) return columns.logprob_gap.map((value) => (isNumber(value) ? Math.abs(value) : null));
       if (!columns.trainer_logprob || !columns.rollout_logprob) return null;
       return columns.trainer_logprob.map((value, i) =>
         isNumber(value) && isNumber(columns.rollout_logprob[i]) ? Math.abs(value - columns.rollout_logprob[i]) : null);
@@ -536,7 +537,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     const most = values.filter(isNumber).reduce((a, b) => Math.max(a, Math.abs(b)), 0);
     const kinds = [...new Set(values.filter(isNumber))].sort((a, b) => a - b);
     const line = h("div", { class: "tokenline" });
-    const told = [["advantage", "advantage"], ["rollout_logprob", "engine"], ["trainer_logprob", "trainer"],
+    const told = [["advantage", "advantage"], ["rollout_logprob", "engine"], ["trainer_logprob", "trainer"], ["logprob_gap", "gap"],
       ["reference_logprob", "reference"], ["weight_version", "version"], ["turn", "turn"]];
     const describe = (i) => told.filter(([name]) => columns[name] && isNumber(columns[name][i]))
       .map(([name, word]) => word + " " + (name === "turn" ? columns[name][i] + 1 : fmt(columns[name][i]))).join(" · ");

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from megarl.files.atomic import (
     storage_faults_named,
 )
 from megarl.tracking.earlier_run import EarlierRun, whole_number
+from megarl.tracking.environment import machine, versions
 from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
@@ -36,10 +38,11 @@ class RunFolder:
     """`RUNS_FOLDER/NAME/`, owned by this process until it closes the folder or dies.
 
     Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets hidden),
-    `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `checkpoints/`, `hf/` (the trained model), `logs/` (for
-    each attempt a folder with its recipe and its ranks' output, and a link to the latest) and, of runs that were begun
-    anew, `earlier/`. As a context manager it writes how the run ended. `resumed_step` is the step of the
-    checkpoint that it was resumed from, 0 for a new run.
+    `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `tokens/` (a few samples token by token),
+    `checkpoints/`, `hf/` (the trained model), `logs/` (for each attempt a folder with its recipe, its ranks' output
+    and `attempt.json`: when and where it began and how it ended; and a link to the latest) and, of runs that were begun
+    anew, `earlier/`. As a context manager it writes how the run ended. `resumed_step` is the step of the checkpoint
+    that it was resumed from, 0 for a new run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
@@ -52,6 +55,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.tensorboard_folder = self.path / "tensorboard"
         self.samples_folder = self.path / "samples"
+        self.tokens_folder = self.path / "tokens"
         self.model_folder = self.path / "hf"
         self.checkpoints_folder = self.path / "checkpoints"
         self.resumed_step = 0
@@ -60,6 +64,7 @@ class RunFolder:
         self._is_config_current = False
         self._has_begun = False
         self._is_restart = restart
+        self._attempt: dict[str, Any] = {}
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
         with storage_faults_named(self.path):
             self._lock = self._acquire()
@@ -84,6 +89,7 @@ class RunFolder:
             if self._is_restart:
                 self._move_aside()
             self.samples_folder.mkdir(exist_ok=True)
+            self.tokens_folder.mkdir(exist_ok=True)
             self.logs_folder = _new_attempt(self.path / "logs")
             replace_text(self.logs_folder / "config.yaml", self._recipe_text)
             if step is None or not (self.path / "config.yaml").exists():
@@ -93,6 +99,8 @@ class RunFolder:
             self._status["step"] = self.resumed_step
             self._has_begun = True
             self.set_status()
+            self._attempt = {"started": _now(), "resumed_step": self.resumed_step}
+            self.describe({"machine": machine(), "versions": versions()})
         return unreadable
 
     def set_status(
@@ -116,6 +124,12 @@ class RunFolder:
         if self._status["state"] in ("starting", "running"):
             text = text.ljust(_STATUS_BYTES - 1)
         replace_text(self.path / "status.json", text + "\n")
+
+    def describe(self, facts: Mapping[str, Mapping[str, str]]) -> None:
+        """Add facts about the attempt to its attempt.json: `machine` and `versions`, each by name. Raises OSError."""
+        for section, found in facts.items():
+            self._attempt[section] = {**self._attempt.get(section, {}), **found}
+        replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
         """Count in `restarts` the resumes in a row without a new step."""
@@ -153,7 +167,7 @@ class RunFolder:
             if len(kept) < len(lines) or cut_short:
                 replace_bytes(self.metrics_file, b"".join(line + b"\n" for line in kept))
             self.has_logged_resumed_step = last in steps
-        for path in self.samples_folder.glob("step_*.jsonl"):
+        for path in (*self.samples_folder.glob("step_*.jsonl"), *self.tokens_folder.glob("step_*.jsonl")):
             if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
                 path.unlink()
         if step is None:
@@ -200,6 +214,10 @@ class RunFolder:
             ends: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
             state = ends.get(type(error), "failed")
             self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
+        self._attempt |= {"ended": _now(), **self._status}
+        # status.json has it; a run of a full disk ends as it did without.
+        with suppress(OSError):
+            self.describe({})
 
     def _overwrite_status(self) -> None:
         """Overwrite status.json in place, with as much of the cause as fits: on a full disk no new file can be made.
@@ -247,6 +265,10 @@ class RunFolder:
 def run_path(recipe: Recipe) -> Path:
     """The folder of a recipe's run."""
     return Path(recipe.runs_folder) / recipe.name
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _new_attempt(logs: Path) -> Path:

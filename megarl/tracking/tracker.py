@@ -87,6 +87,11 @@ class Tracker:
         append_whole(path, b"".join(map(_json_line, plain)))
         self._to_trackers(lambda tracker: tracker.samples(step, plain))
 
+    def token_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append records of samples token by token to tokens/step_NNNNNN.jsonl; trackers are not told of them."""
+        path = self._folder.tokens_folder / f"step_{step:06d}.jsonl"
+        append_whole(path, b"".join(map(_json_line, records)))
+
     def flush(self) -> None:
         """fsync what was logged."""
         sync(self._folder.metrics_file)

@@ -106,6 +106,23 @@ def test_a_run_folder_holds_what_happened(runs: Runs) -> None:
     assert json.loads(samples[0]).keys() >= {"prompt", "completion", "reward", "answer"}
 
 
+def test_a_report_shows_both_runs(runs: Runs) -> None:
+    done = subprocess.run([*MEGARL, "report", "runs/sft", "runs/rl"], cwd=runs.folder, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    page = (runs.folder / "report.html").read_text()
+    shown = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert [run["label"] for run in shown["runs"]] == ["sft", "rl"]
+    assert {"train/loss", "reward/mean", "val/heldout/accuracy"} <= {chart["metric"] for chart in shown["charts"]}
+    found = shown["runs"][1]["samples"]["tokens"]
+    assert [sample["step"] for sample in found] == [2, 2, 2, 2, 1, 1, 1, 1]
+    for columns in (sample["columns"] for sample in found):
+        assert set(columns["weight_version"]) <= {1, 2} and columns["turn"] == [0] * len(columns["text"])
+        assert columns["trainer_logprob"] == pytest.approx(columns["rollout_logprob"], rel=1e-3, abs=1e-4)
+        assert 0 < max(map(abs, columns["logprob_gap"])) <= 1e-5
+    environment = shown["runs"][1]["attempts"][0]["environment"]
+    assert environment["ranks"].startswith("2 on ") and environment["megatron-core"]
+
+
 def test_trainer_and_engine_give_the_same_logprobs(runs: Runs) -> None:
     for step in runs.steps("rl")[1:]:
         assert 0 < step["logprob_gap/mean"] <= step["logprob_gap/max"] <= 1e-5

@@ -90,6 +90,7 @@ def tokens_record(step: int, best: bool, chance: random.Random) -> dict[str, Any
             "text": texts,
             "advantage": [0.7 if best else -1.2] * len(texts),
             "rollout_logprob": engine,
+            "logprob_gap": [chance.gauss(0, 1e-6) for _ in texts],
             "trainer_logprob": [round(value + chance.gauss(0, 1e-4), 6) for value in engine],
             "weight_version": [step - 1] * 9 + [step] * (len(texts) - 9),
             "turn": [0] * len(texts),

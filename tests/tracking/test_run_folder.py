@@ -93,6 +93,10 @@ def test_leaving_the_folder_writes_how_the_run_ended(
     else:
         run()
     assert status(recipe) == {"state": state, "step": 5, "cause": cause, "exit_code": code}
+    attempt = json.loads((Path(recipe.runs_folder) / recipe.name / "logs/attempt_1/attempt.json").read_text())
+    assert {name: attempt[name] for name in ("state", "step", "cause", "exit_code")} == status(recipe)
+    assert attempt["started"] <= attempt["ended"] and attempt["resumed_step"] == 0
+    assert {"python", "megarl", "torch"} <= attempt["versions"].keys() and attempt["machine"]["host"]
 
 
 def test_a_folder_in_use_is_refused_until_its_owner_dies(recipe: Recipe) -> None:
@@ -154,6 +158,7 @@ def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe)
         folder.metrics_file.write_text('{"step": 0}\n{"step": 4, "x": 1}\n{"step": 5}\n{"step": 6, "x"')
         for step in (0, 4, 5):
             (folder.samples_folder / f"step_{step:06d}.jsonl").write_text("{}\n")
+            (folder.tokens_folder / f"step_{step:06d}.jsonl").write_text("{}\n")
         folder.tensorboard_folder.mkdir()
     with RunFolder(recipe, resume=True) as folder:
         assert folder.begin(4) == 0
@@ -161,6 +166,7 @@ def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe)
         assert folder.metrics_file.read_text() == '{"step": 0}\n{"step": 4, "x": 1}\n'
         left = sorted(path.name for path in folder.samples_folder.iterdir())
         assert left == ["step_000000.jsonl", "step_000004.jsonl"] and folder.tensorboard_folder.exists()
+        assert sorted(path.name for path in folder.tokens_folder.iterdir()) == left
     # Taken up from the same step again, and once more than is allowed, which changes nothing.
     begun(recipe, 4, 2, resume=True)
     assert status(recipe)["restarts"] == 1

@@ -1,0 +1,243 @@
+"""Samples of a run in the terminal: one at a time with commands, or printed one after the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from megarl.files.atomic import storage_faults_named
+from megarl.report.recorded import read_run
+from megarl.report.samples import extreme, read_records, visible
+from megarl.types import ConfigError
+
+Order = Literal["file", "best", "worst"]
+
+TRAINING = "train"
+"""The name of the samples that are of no validation set."""
+
+_MOST_FOUND = 200
+"""Samples that a search in all steps stops at."""
+
+HELP = (
+    "Enter or n: next, p: previous, > and <: next and previous step, NUMBER: that step, b: best first, w: worst first, "
+    "f: as recorded, set NAME: that validation set (train: training, all: every), /TEXT: search in all steps "
+    "(/ alone: none), q: end"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The samples to show: of a step, or of all steps where a text is searched; in which order, of which set."""
+
+    step: int | None
+    order: Order = "file"
+    set: str | None = None
+    text: str = ""
+
+
+def browse(
+    path: Path, selection: Selection, console: Console, *, limit: int, ask: Callable[[str], str] | None = None
+) -> None:
+    """Show samples of a run's folder: with `ask` by its commands, else the first `limit` one after the other.
+
+    `ask` is called with a prompt and returns a line, or raises EOFError at the end. Raises ConfigError for a folder
+    that is no run, has no samples, or none of that step or set.
+    """
+    files = dict(read_run(path).sample_files)
+    if not files:
+        raise ConfigError(f"{path}: has no samples yet; they come with the first evaluation and the first step of rl")
+    if selection.step is not None:
+        _refuse_step(path, files, selection.step)
+    if ask is None:
+        _print_all(files, selection, console, path, limit)
+    else:
+        _Browser(files, selection, console).run(ask)
+
+
+def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
+    """The samples of a selection; without a step, those of the newest, of a search those of all steps, newest first."""
+    if selection.step is None and selection.text:
+        steps: Sequence[int] = sorted(files, reverse=True)
+    else:
+        steps = [max(files) if selection.step is None else selection.step]
+    found: list[dict[str, Any]] = []
+    for step in steps:
+        with storage_faults_named(files[step]):
+            records = [record for record in read_records(files[step], step) if _is_selected(record, selection)]
+        if selection.order != "file":
+            records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
+        found += records
+        if len(found) >= _MOST_FOUND and len(steps) > 1:
+            return found[:_MOST_FOUND]
+    return found
+
+
+def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
+    """A sample for the terminal: facts, prompt, completion or turns, right answer. Hidden characters are shown."""
+    text = Text()
+    text.append(_facts(record) + "\n", "bold")
+    for role, said in _said(record):
+        text.append(f"{visible(role)}\n", "cyan")
+        text.append(visible(said).rstrip("\n") + "\n")
+    if search:
+        text.highlight_words([search], "black on yellow", case_sensitive=False)
+    return text
+
+
+def _facts(record: Mapping[str, Any]) -> str:
+    right = {True: "right", False: "wrong"}.get(record.get("answer_correct"), "")  # type: ignore[arg-type]
+    reward = record.get("reward")
+    parts = [
+        f"step {record['step']}, line {record['line']}",
+        str(record.get("set", TRAINING)),
+        str(record.get("source") or ""),
+        "not scored" if reward is None else f"reward {reward:.4g}" if isinstance(reward, int | float) else "",
+        right,
+        f"{record['tokens']} tokens" if "tokens" in record else "",
+        f"ended: {record['finish_reason']}" if record.get("finish_reason") else "",
+        str(record.get("reward_failure") or ""),
+    ]
+    return visible("  ".join(filter(None, parts)))
+
+
+def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Who said what: role and text."""
+    yield from _messages(record.get("prompt"))
+    turns = record.get("turns")
+    if isinstance(turns, list) and turns:
+        for number, turn in enumerate(turns, 1):
+            turn = turn if isinstance(turn, Mapping) else {"completion": turn}
+            reward = turn.get("reward")
+            yield f"turn {number}" + ("" if reward is None else f", reward {reward}"), _plain(turn.get("completion"))
+            yield from _messages(turn.get("observation"))
+    else:
+        yield "completion", _plain(record.get("completion"))
+    if record.get("answer") not in (None, ""):
+        yield "right answer", _plain(record["answer"])
+
+
+def _messages(value: Any) -> Iterator[tuple[str, str]]:
+    for message in value if isinstance(value, list) else [] if value is None else [value]:
+        if isinstance(message, Mapping):
+            rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
+            text = _plain(message.get("content") or "")
+            yield str(message.get("role", "message")), text + (f"\n{_plain(rest)}" if rest else "")
+        else:
+            yield "message", _plain(message)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
+    if selection.set is not None and record.get("set", TRAINING) != selection.set:
+        return False
+    wanted = selection.text.lower()
+    return not wanted or any(wanted in said.lower() for _, said in _said(record))
+
+
+def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
+    if step not in files:
+        near = min(files, key=lambda known: abs(known - step))
+        raise ConfigError(
+            f"--step {step}: {path} has no samples of it; the nearest step with samples is {near}, of {len(files)} "
+            f"from {min(files)} to {max(files)}"
+        )
+
+
+def _print_all(files: Mapping[int, Path], selection: Selection, console: Console, path: Path, limit: int) -> None:
+    found = select(files, selection)
+    if not found:
+        wanted = [f"set {selection.set}"] if selection.set else []
+        wanted += [f"text {selection.text!r}"] if selection.text else []
+        raise ConfigError(
+            f"{path}: no sample of {' with '.join(wanted) or 'that step'}; megarl samples {path} shows all"
+        )
+    for record in found[:limit]:
+        console.print(sample_text(record, selection.text))
+    if len(found) > limit:
+        console.print(f"{len(found) - limit} more; --limit shows more of them", style="dim")
+
+
+class _Browser:
+    """One sample at a time, chosen by commands."""
+
+    def __init__(self, files: Mapping[int, Path], selection: Selection, console: Console) -> None:
+        self._files, self._console = files, console
+        self._steps = sorted(files)
+        self._selection = selection
+        self._found = select(files, selection)
+        self._place = 0
+
+    def run(self, ask: Callable[[str], str]) -> None:
+        """Show samples until the end is asked for."""
+        self._console.print(HELP, style="dim")
+        self._show()
+        while True:
+            try:
+                command = ask("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                return
+            if command in ("q", "quit", "exit"):
+                return
+            self._do(command)
+
+    def _do(self, command: str) -> None:
+        order: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
+        if command in ("", "n", "p"):
+            self._move(-1 if command == "p" else 1)
+        elif command in order:
+            self._choose(replace(self._selection, order=order[command]))
+        elif command in ("<", ">"):
+            at = self._steps.index(self._step) + (1 if command == ">" else -1)
+            self._choose(replace(self._selection, step=self._steps[max(0, min(at, len(self._steps) - 1))], text=""))
+        elif command.isdecimal():
+            near = min(self._steps, key=lambda step: abs(step - int(command)))
+            self._choose(replace(self._selection, step=near, text=""))
+        elif command.startswith("/"):
+            self._choose(replace(self._selection, step=None, text=command[1:].strip()))
+        elif command.startswith("set "):
+            name = command.removeprefix("set ").strip()
+            self._choose(replace(self._selection, set=None if name == "all" else name))
+        else:
+            self._console.print(HELP, style="dim")
+
+    @property
+    def _step(self) -> int:
+        if self._selection.step is not None:
+            return self._selection.step
+        return int(self._found[self._place]["step"]) if self._found else self._steps[-1]
+
+    def _move(self, by: int) -> None:
+        place = self._place + by
+        if not 0 <= place < len(self._found):
+            self._console.print("the first" if by < 0 else "the last", style="dim")
+            return
+        self._place = place
+        self._show()
+
+    def _choose(self, selection: Selection) -> None:
+        found = select(self._files, selection)
+        if not found:
+            self._console.print("no such sample; the selection is as before", style="dim")
+            return
+        self._selection, self._found, self._place = selection, found, 0
+        self._show()
+
+    def _show(self) -> None:
+        if not self._found:
+            self._console.print("no such sample", style="dim")
+            return
+        chosen = self._selection
+        told = f"{self._place + 1} of {len(self._found)}" + (
+            "" if chosen.order == "file" else f", {chosen.order} first"
+        )
+        self._console.print(f"\n{told}", style="dim")
+        self._console.print(sample_text(self._found[self._place], chosen.text))

@@ -1,0 +1,113 @@
+"""Samples of a step token by token, for people to look at: a few of its trajectories, of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.batch import TokenBatch
+from megarl.rollout.batch import RLBatch
+from megarl.rollout.state import Group, in_one
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+MOST_TOKENS = 512
+"""Tokens of a sample that are recorded; of a longer one the first and the last half as many."""
+_BYTES_OF_CHARACTER = 4
+
+
+async def token_records(
+    groups: Sequence[Group],
+    batch: RLBatch,
+    tokenizer: Tokenizer,
+    forward: Callable[[TokenBatch], Awaitable[NDArray[np.float32]]],
+    *,
+    count: int,
+    weight_version: int,
+) -> list[dict[str, Any]]:
+    """Records of `count` trajectories of a step before its update: half with the highest advantages, half the lowest.
+
+    `batch` is that of `groups`, with its advantages. A record has the fields of `Trajectory.record` but the completion,
+    and in `columns` an entry for each token of the last segment from its first sampled one on: `text`, `advantage`,
+    `rollout_logprob` and `trainer_logprob` in nats and `logprob_gap`, trainer minus engine (of tokens that
+    `weight_version`, the trainer's weights now, sampled), `weight_version`, `turn`; null where a token was not sampled.
+    `cut`: the tokens left out in the middle. `forward` computes the trainer's log-probs, float32 [tokens], unless the
+    batch has them.
+    """
+    trajectories = in_one(groups)
+    chosen = _extremes(batch, count)
+    if not len(chosen):
+        return []
+    places = batch.last_segments[chosen]
+    selected = batch.select(places)
+    is_known = "old_logprobs" in batch.per_token and batch.per_token["old_logprobs"] is not batch.per_token.get(
+        "rollout_logprobs"
+    )
+    found = selected.per_token["old_logprobs"] if is_known else await forward(selected)
+    trainer = np.split(found, selected.cu_seqlens[1:-1])
+    advantages = np.split(selected.per_token["advantages"], selected.cu_seqlens[1:-1])
+    records = []
+    for place, of_trainer, of_tokens in zip(chosen.tolist(), trainer, advantages, strict=True):
+        trajectory = trajectories[place]
+        segment = trajectory.segments[-1]
+        is_sampled = segment.weight_versions >= 0
+        first = int(is_sampled.argmax())
+        kept = np.arange(first, len(segment))
+        cut = max(0, len(kept) - MOST_TOKENS)
+        if cut:
+            kept = np.concatenate([kept[: MOST_TOKENS // 2], kept[-(MOST_TOKENS // 2) :]])
+        texts = dict(zip(range(first, len(segment)), token_texts(tokenizer, segment.token_ids[first:]), strict=True))
+        is_of_now = is_known | (segment.weight_versions == weight_version)
+        columns = {
+            "text": [texts[token] for token in kept.tolist()],
+            "advantage": _numbers(of_tokens, is_sampled, kept),
+            "rollout_logprob": _numbers(segment.rollout_logprobs, is_sampled, kept),
+            "trainer_logprob": _numbers(of_trainer, is_sampled & is_of_now, kept),
+            "logprob_gap": _numbers(of_trainer - segment.rollout_logprobs, is_sampled & is_of_now, kept),
+            "weight_version": _numbers(segment.weight_versions, is_sampled, kept),
+            "turn": _numbers(segment.turns, is_sampled, kept),
+        }
+        record = {name: value for name, value in trajectory.record().items() if name not in ("completion", "turns")}
+        records.append({**record, "segments": len(trajectory.segments), "cut": cut, "columns": columns})
+    return records
+
+
+def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
+    """The text of each token; of tokens that are parts of one character, the last has it and the others are empty."""
+    texts: list[str] = []
+    pending: list[int] = []
+    for number, token in enumerate(token_ids.tolist(), 1):
+        pending.append(token)
+        text = str(tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and number < len(token_ids)
+        if not is_part:
+            # Decoders of SentencePiece leave out the space before the first word.
+            name = tokenizer.convert_ids_to_tokens(pending[0])
+            has_space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
+            pending = []
+            text = f" {text}" if has_space else text
+        texts.append("" if is_part else text)
+    return texts
+
+
+def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
+    """The places of `count` samples: those of the highest mean advantages first, then those of the lowest."""
+    sums = np.add.reduceat(np.where(batch.loss_mask, batch.per_token["advantages"], 0.0), batch.cu_samples[:-1])
+    means = sums / np.maximum(batch.num_sampled, 1)
+    order = np.argsort(-means, kind="stable")
+    order = order[batch.num_sampled[order] > 0]
+    count = min(count, len(order))
+    return np.concatenate([order[: count - count // 2], order[len(order) - count // 2 :]])
+
+
+def _numbers(values: NDArray[Any], is_known: NDArray[np.bool_], kept: NDArray[np.int64]) -> list[float | int | None]:
+    """Numbers of the kept tokens, of six significant digits; None where not known or not finite."""
+    shown = is_known & np.isfinite(values)
+    return [
+        (value if isinstance(value, int) else float(f"{value:.6g}")) if known else None
+        for value, known in zip(values[kept].tolist(), shown[kept].tolist(), strict=True)
+    ]
