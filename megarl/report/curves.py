@@ -55,7 +55,7 @@ CHARTS = (
     Chart("Staleness", "weight versions from a sample's oldest token to its update", ("staleness/mean",),
           upper="staleness/max"),
     Chart("Turns", "completions of an attempt", ("rollout/turns/mean",), upper="rollout/turns/max"),
-    Chart("Step time", "seconds", ("time/step_seconds",)),
+    Chart("Step time", "seconds, but of the first step", ("time/step_seconds",)),
 )  # fmt: skip
 """Most telling first. A chart is left out where no run has its metric, or where it never is but 0 (or, of turns, 1)."""
 

@@ -117,6 +117,8 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     RUNS.forEach((run, index) => {
       const main = curve(run, chart.metric);
       if (!main || !main.y.some(isNumber)) return;
+      // The first step carries the start of ranks and engines, beside which no other step could be seen.
+      if (chart.metric === "time/step_seconds" && main.y.length > 2) main.y = [null, ...main.y.slice(1)];
       const line = { index, run, ...main, smooth: view.smooth ? smoothed(main.y, view.smooth) : main.y };
       const spread = chart.spread && curve(run, chart.spread);
       if (spread && spread.y.length === main.y.length) {
@@ -140,7 +142,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       [line.y, line.low || [], line.high || [], line.upper ? line.upper.y : []].flat().filter(isNumber));
     const positive = values.filter((value) => value > 0);
     const isLog = /logprob_gap\/(mean|max|k3)|learning_rate/.test(chart.metric) && positive.length > 0 &&
-      values.every((value) => value >= 0) && Math.max(...positive) / Math.min(...positive) > 50;
+      values.every((value) => value >= 0) && Math.max(...positive) / Math.min(...positive) > 12;
     let low = values.reduce((a, b) => Math.min(a, b), Infinity);
     let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
     if (isLog) low = positive.reduce((a, b) => Math.min(a, b), Infinity);
@@ -265,6 +267,10 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
   const column = (run, metric) => (run.series.of[metric] ? run.series.of[metric].y.filter(isNumber) : []);
   const arrow = (values) =>
     values.length > 1 ? fmt(values[0]) + " → " + fmt(values[values.length - 1]) : values.length ? fmt(values[0]) : null;
+  const mean = (values) => {
+    const known = values.filter(isNumber);
+    return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+  };
   const median = (values) => values.slice().sort((a, b) => a - b)[Math.floor(values.length / 2)];
 
   function state(run) {
@@ -351,12 +357,15 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     const width = Math.max(200, holder.clientWidth || 400);
     const height = 170;
     const totals = phases.x.map((_, i) => names.reduce((sum, name) => sum + phases.of[name][i], 0));
-    const high = totals.reduce((a, b) => Math.max(a, b), 0) || 1;
+    const later = totals.slice(1).reduce((a, b) => Math.max(a, b), 0);
+    // A first step with the start of ranks and engines is cut off at the top.
+    const isCut = totals.length > 2 && totals[0] > 2 * later && later > 0;
+    const high = (isCut ? 1.15 * later : Math.max(later, totals[0] || 0)) || 1;
     const marks = ticks(0, high, 4);
     const left = 8 + 6.2 * Math.max(3, ...marks.map((mark) => short(mark).length));
     const bottom = 20;
     const top = 6;
-    const py = (value) => height - bottom - (value / high) * (height - top - bottom);
+    const py = (value) => height - bottom - (Math.min(value, high) / high) * (height - top - bottom);
     const step = (width - left - 8) / phases.x.length;
     const gap = step > 5 ? 1 : 0;
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "seconds of a step by phase" });
@@ -381,6 +390,10 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
         svg.append(s("text", { x: left + i * step + Math.min(step, 46) / 2, y: height - 5, "text-anchor": "middle" }, fmt(x)));
       }
     });
+    if (isCut) {
+      const beside = left + Math.min(step, 46) + 4;
+      svg.append(s("text", { x: beside, y: top + 8 }, `step ${fmt(phases.x[0])}: ${duration(totals[0])}, cut off`));
+    }
     const tip = h("div", { class: "tip", hidden: "" });
     svg.addEventListener("pointermove", (event) => {
       const box = svg.getBoundingClientRect();
@@ -531,12 +544,12 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     if (mode === "surprise") return columns.rollout_logprob && columns.rollout_logprob.map((value) => (isNumber(value) ? -value : null));
     return columns[mode] || null;
   }
-  function tokenCard(sample, mode) {
+  const largest = (values) => values.filter(isNumber).reduce((a, b) => Math.max(a, Math.abs(b)), 0);
+  function tokenCard(sample, mode, most) {
     const columns = sample.columns;
     const values = tokenValues(columns, mode) || columns.text.map(() => null);
-    const most = values.filter(isNumber).reduce((a, b) => Math.max(a, Math.abs(b)), 0);
     const kinds = [...new Set(values.filter(isNumber))].sort((a, b) => a - b);
-    const line = h("div", { class: "tokenline" });
+    const line = h("span", { class: "tokenline" });
     const told = [["advantage", "advantage"], ["rollout_logprob", "engine"], ["trainer_logprob", "trainer"], ["logprob_gap", "gap"],
       ["reference_logprob", "reference"], ["weight_version", "version"], ["turn", "turn"]];
     const describe = (i) => told.filter(([name]) => columns[name] && isNumber(columns[name][i]))
@@ -546,7 +559,8 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       const sampled = !columns.rollout_logprob || isNumber(columns.rollout_logprob[i]);
       const span = h("span", { class: sampled ? null : "other", "data-i": i }, text.replace(/\n/g, "↵\n"));
       if (isNumber(value) && most > 0) {
-        const share = Math.round(6 + 44 * Math.min(1, Math.abs(value) / most));
+        const part = Math.min(1, Math.abs(value) / most);
+        const share = Math.round(6 + 44 * (mode === "advantage" ? part : Math.sqrt(part)));
         if (mode === "weight_version" || mode === "turn") {
           span.style.backgroundColor = `color-mix(in srgb, var(--c${kinds.indexOf(value) % 8}) 28%, transparent)`;
         } else {
@@ -568,9 +582,9 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     } }, body);
     const range = mode === "weight_version" || mode === "turn"
       ? kinds.map((kind, i) => h("span", {}, chip(i), mode === "turn" ? kind + 1 : kind))
-      : h("span", { class: "scale" }, mode === "advantage" ? `±${fmt(most)}` : `0 to ${fmt(most)}`);
+      : h("span", { class: "scale" }, mode === "advantage" ? `${fmt(mean(values))} on average` : `up to ${fmt(largest(values))}`);
     return h("div", { class: "card" }, facts(sample), sample.prompt.map((message) => said(message.role, message.text, "prompt")),
-      h("div", { class: "said answer" }, h("span", { class: "role" }, "completion, ", range), block, line),
+      h("div", { class: "said answer" }, h("span", { class: "role" }, "completion, ", range, "  ", line), block),
       longAnswer(sample));
   }
   function samplesPart() {
@@ -612,7 +626,8 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
         if (!modes.some(([mode]) => mode === chosen.mode) && modes.length) chosen.mode = modes[0][0];
         switches.push(segment("colour", modes.map(([mode, text]) => [text, mode]), chosen.mode, (value) => { chosen.mode = value; show(); }));
         told += " Colour: " + (MODES.find(([mode]) => mode === chosen.mode) || ["", "", "none"])[2] + ".";
-        cards = items.map((item) => tokenCard(item, chosen.mode));
+        const most = items.reduce((a, item) => Math.max(a, largest(tokenValues(item.columns, chosen.mode) || [])), 0);
+        cards = items.map((item) => tokenCard(item, chosen.mode, most));
       } else if (chosen.kind === "changed") {
         const { gained, lost, same, problems } = items[0];
         told += ` Of ${problems} problems ${gained} gained, ${lost} lost, ${same} have another answer of the same reward.`;
@@ -659,7 +674,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
   }
   function faultsPart() {
     const body = RUNS.map((run, index) => {
-      const starts = run.attempts.length && h("table", {}, h("thead", {}, h("tr", {},
+      const starts = run.attempts.length > 0 && h("table", {}, h("thead", {}, h("tr", {},
         ["start", "begun", "from step", "to step", "end", "why"].map((name) => h("th", {}, name)))),
       h("tbody", {}, run.attempts.map((attempt) => {
         const recorded = attempt.state !== undefined;
@@ -672,7 +687,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
           h("td", {}, attempt.step || (attempt.is_last ? run.step : "–")), h("td", {}, end),
           h("td", {}, why + files, changes.map((change) => h("div", { class: "name" }, change))));
       })));
-      const counts = run.faults.length && h("table", {}, h("thead", {}, h("tr", {}, ["counted", "sum", "steps", "first", "last"].map((name, i) =>
+      const counts = run.faults.length > 0 && h("table", {}, h("thead", {}, h("tr", {}, ["counted", "sum", "steps", "first", "last"].map((name, i) =>
         h("th", { class: i ? "num" : null }, name)))),
       h("tbody", {}, run.faults.map((fault) => h("tr", {}, h("td", { class: "name" }, fault.metric),
         [fault.sum, fault.steps, fault.first, fault.last].map((value) => h("td", { class: "num" }, fmt(value)))))));
