@@ -84,18 +84,18 @@ def summary(run: RecordedRun) -> dict[str, Any]:
                 first.setdefault(_problem(record), record)
                 last[_problem(record)] = record
         if step in shown_steps:
-            low = extreme(of_training, _NUM_EXTREME, sign=1)
-            lines = {record["line"] for record in low}
-            best += [record for record in extreme(of_training, _NUM_EXTREME, sign=-1) if record["line"] not in lines]
-            worst += low
+            high = extreme(of_training, _NUM_EXTREME, sign=-1)
+            lines = {record["line"] for record in high}
+            best += high
+            worst += [record for record in extreme(of_training, _NUM_EXTREME, sign=1) if record["line"] not in lines]
             turns += _of_several_turns(records)[:_NUM_TURNS]
     return {
         "read": len(read),
         "there": len(files),
         "rewards": histograms(by_step, "reward"),
         "lengths": histograms(by_step, "tokens"),
-        "best": [compact(record) for record in reversed(best)],
-        "worst": [compact(record) for record in reversed(worst)],
+        "best": [compact(record) for record in _newest_first(best)],
+        "worst": [compact(record) for record in _newest_first(worst)],
         "changed": _changed(first, last),
         "turns": [compact(record) for record in reversed(turns)],
         "tokens": _with_tokens(run),
@@ -125,6 +125,11 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
             row[min(bins - 1, int((number - low) / width))] += 1
         counts.append(row)
     return {"edges": [low + width * number for number in range(bins + 1)], "steps": steps, "counts": counts}
+
+
+def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records by step, the newest step first; those of a step in their order."""
+    return sorted(records, key=lambda record: -record["step"])
 
 
 def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> list[dict[str, Any]]:
