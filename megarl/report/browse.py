@@ -91,14 +91,14 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
 
 
 def _facts(record: Mapping[str, Any]) -> str:
-    right = {True: "right", False: "wrong"}.get(record.get("answer_correct"), "")  # type: ignore[arg-type]
+    is_right = record.get("answer_correct")
     reward = record.get("reward")
     parts = [
         f"step {record['step']}, line {record['line']}",
         str(record.get("set", TRAINING)),
         str(record.get("source") or ""),
         "not scored" if reward is None else f"reward {reward:.4g}" if isinstance(reward, int | float) else "",
-        right,
+        ("right" if is_right else "wrong") if isinstance(is_right, bool) else "",
         f"{record['tokens']} tokens" if "tokens" in record else "",
         f"ended: {record['finish_reason']}" if record.get("finish_reason") else "",
         str(record.get("reward_failure") or ""),
