@@ -234,6 +234,48 @@ def doctor(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, such as runs/NAME.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write; left out: report.html in the run's folder, of several runs in this one.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML page of a run, or of several side by side: curves, times, samples, faults. It needs no network."""
+    from megarl.console import print_report
+    from megarl.report.page import write_report
+
+    print_report(*write_report(runs, out))
+
+
+@app.command()
+def samples(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Samples of this step; left out: the newest.", show_default=False)
+    ] = None,
+    order: Annotated[
+        Literal["file", "best", "worst"], typer.Option("--sort", help="As recorded, or by reward.")
+    ] = "file",
+    of_set: Annotated[
+        str | None, typer.Option("--set", help="A validation set by name; train: of training.", show_default=False)
+    ] = None,
+    search: Annotated[str, typer.Option(help="Only those with this text; without --step of all steps.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Most that are printed where there is no terminal.")] = 10,
+) -> None:
+    """Look at samples of a run: one at a time on a terminal, elsewhere printed."""
+    from megarl.report.browse import Selection, browse
+    from megarl.terminal import Terminal
+
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    console = Terminal(highlight=False, soft_wrap=True, markup=False)
+    browse(run, Selection(step, order, of_set, search), console, limit=limit, ask=input if is_terminal else None)
+
+
+@app.command()
 def serve(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or of a model.")],
     host: Annotated[
@@ -340,48 +382,6 @@ def check_data(
     print_survey(found, unit="tokens" if model else "characters")
     if not found.is_sound:
         raise typer.Exit(DataError.exit_code)
-
-
-@app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, such as runs/NAME.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File to write; left out: report.html in the run's folder, of several runs in this one.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Write one HTML page of a run, or of several side by side: curves, times, samples, faults. It needs no network."""
-    from megarl.console import print_report
-    from megarl.report.page import write_report
-
-    print_report(*write_report(runs, out))
-
-
-@app.command()
-def samples(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")],
-    step: Annotated[
-        int | None, typer.Option(min=0, help="Samples of this step; left out: the newest.", show_default=False)
-    ] = None,
-    order: Annotated[
-        Literal["file", "best", "worst"], typer.Option("--sort", help="As recorded, or by reward.")
-    ] = "file",
-    of_set: Annotated[
-        str | None, typer.Option("--set", help="A validation set by name; train: of training.", show_default=False)
-    ] = None,
-    search: Annotated[str, typer.Option(help="Only those with this text; without --step of all steps.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Most that are printed where there is no terminal.")] = 10,
-) -> None:
-    """Look at samples of a run: one at a time on a terminal, elsewhere printed."""
-    from megarl.report.browse import Selection, browse
-    from megarl.terminal import Terminal
-
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    console = Terminal(highlight=False, soft_wrap=True, markup=False)
-    browse(run, Selection(step, order, of_set, search), console, limit=limit, ask=input if is_terminal else None)
 
 
 slurm = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
