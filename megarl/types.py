@@ -183,7 +183,8 @@ class ToolCall:
 class Reward:
     """The reward of a completion: the score that is trained on, and two flags whose rates are logged.
 
-    A reward function returns one, with the first three fields; the sum over functions has each one's own score too.
+    A reward function returns one, with the first three fields and perhaps `metrics`; the sum over functions has each
+    one's own score too, and their metrics as FUNCTION/NAME.
     """
 
     score: float
@@ -191,6 +192,8 @@ class Reward:
     answer_correct: bool
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """Score of each function by its name in metrics, without its weight; None where it has no opinion."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """A function's own numbers, each logged as reward/FUNCTION/NAME: its mean over the samples that have it."""
 
 
 @dataclass(frozen=True, slots=True)

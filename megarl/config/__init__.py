@@ -35,6 +35,7 @@ from megarl.config.learning import (
 )
 from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
 from megarl.config.sampling import EvaluationSamplingConfig, SamplingConfig
+from megarl.config.sandbox import SandboxConfig
 from megarl.config.secrets import Place
 from megarl.config.section import Section
 from megarl.files.model_folder import found_folder
@@ -251,7 +252,7 @@ class DataConfig(Section):
     gt_answer in megarl's own."""
     system_prompt: str | None = None
     """System message put before each conversation that has none; `default`: that of the first of reward.functions whose
-    format needs one (boxed, think_answer_tags); `none` or left out: no message."""
+    format needs one (boxed, think_answer_tags, code); `none` or left out: no message."""
     max_prompt_tokens: PositiveInt = 1024
     """Maximum length of a prompt in tokens, chat template included. Prompts are never cut: see data.overlong."""
     overlong: Literal["refuse", "drop"] = "refuse"
@@ -420,6 +421,8 @@ class Recipe(Section):
     """vLLM: parallel size and sampling."""
     reward: RewardConfig = RewardConfig()
     """Reward functions and reward model."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Programs of the policy: where they run, and their limits (reward code, environment python)."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage estimator, policy loss, KL and their settings (rl)."""
     critic: CriticConfig = CriticConfig()

@@ -132,6 +132,12 @@ _NOT_COMMAND = Needs(
     "set rollout.environment to another",
     lambda recipe: recipe.rollout.environment != "command",
 )
+_SANDBOX = Needs(
+    ("rollout.environment",),
+    "put code, or a function of your own, into reward.functions, or set rollout.environment to python",
+    lambda recipe: any(_runs_programs(source.recipe) for source in recipe.sources),
+)
+_HERE = Needs(("sandbox.url",), "leave sandbox.url out", lambda recipe: recipe.sandbox.url is None)
 _MOVING_TEMPERATURE = _one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
 _NOT_OWN = Needs(("mixture",), "take it out of a source, each of which has its own", lambda recipe: False)
 _CURRICULUM = (_RL, _given("data.curriculum.band"))
@@ -141,6 +147,14 @@ _MARGIN = Needs(
     f"set preference.loss to {either(taking('preference.loss', 'margin'))}",
     lambda recipe: recipe.loop == "reward_model" or _takes("preference.loss", "margin").holds(recipe),
 )
+
+
+def _runs_programs(recipe: Recipe) -> bool:
+    """Whether a recipe's rewards or environment may run programs of the policy: those of the user's own may, too."""
+    names = [function.name for function in recipe.reward.functions]
+    return any(name == "code" or ":" in name for name in names) or (
+        recipe.rollout.environment == "python" or ":" in recipe.rollout.environment
+    )
 
 
 def _optimizer(section: str, needs: tuple[Needs, ...]) -> dict[str, tuple[Needs, ...]]:
@@ -265,6 +279,14 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "reward.wall_timeout_seconds": _ENGINE,
     "reward.max_failed_fraction": _ENGINE,
     "reward.correct_score": _ENGINE,
+    "sandbox.require": (*_ENGINE, _SANDBOX, _HERE),
+    "sandbox.url": (*_ENGINE, _SANDBOX),
+    "sandbox.timeout_seconds": (*_ENGINE, _SANDBOX),
+    "sandbox.wall_timeout_seconds": (*_ENGINE, _SANDBOX),
+    "sandbox.total_timeout_seconds": (*_ENGINE, _SANDBOX),
+    "sandbox.memory_mib": (*_ENGINE, _SANDBOX),
+    "sandbox.output_kib": (*_ENGINE, _SANDBOX),
+    "sandbox.packages": (*_ENGINE, _SANDBOX, _HERE),
     "algorithm.preset": (_RL,),
     "algorithm.advantage": (_RL,),
     "algorithm.gamma": _advantage("gamma"),

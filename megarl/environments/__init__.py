@@ -22,6 +22,7 @@ Message = Mapping[str, Any]
 ENVIRONMENTS = {
     "single_turn": "megarl.environments.single_turn:SingleTurn",
     "calculator": "megarl.environments.calculator:Calculator",
+    "python": "megarl.environments.python:Python",
     "search": "megarl.environments.search:Search",
     "countdown": "megarl.environments.countdown:Countdown",
     "guess_number": "megarl.environments.guess_number:GuessNumber",
@@ -184,6 +185,12 @@ def num_processes(name: str, given: int | None) -> int:
         return given
     may_block = not all(map(inspect.iscoroutinefunction, (*methods, *tools, *functions)))
     return min(PROCESSES_PER_CPU * (os.cpu_count() or 1), MAX_DEFAULT_PROCESSES) if may_block else 0
+
+
+def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An environment's settings with those of the recipe's `sandbox`, if its constructor takes them and has none."""
+    takes = "sandbox" in inspect.signature(find_environment(name)).parameters
+    return {"sandbox": dict(sandbox), **settings} if takes else settings
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.launchers import environment_processes, reward_workers
 from megarl.config import Recipe
 from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.template_history import history_faults, history_notice
-from megarl.environments import environment_maker, is_agent, num_processes
+from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
 from megarl.environments.process import process_settings
 from megarl.environments.process_pool import EnvironmentPool
 from megarl.preflight import Dropped, collect_for, read_problems
@@ -59,7 +59,7 @@ def start_rewards(
     by_settings: list[tuple[WorkerSettings, RewardPool]] = []
     found: dict[str, RewardPool] = {}
     for source in recipe.sources:
-        settings = worker_settings(source.recipe.reward)
+        settings = worker_settings(source.recipe.reward, source.recipe.sandbox)
         pool = next((pool for other, pool in by_settings if other == settings), None)
         if pool is None:
             pool = RewardPool(
@@ -86,7 +86,7 @@ def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) 
         if number == 0:
             continue
         found[source.name] = EnvironmentPool(
-            process_settings(rollout.environment, rollout.environment_kwargs, rollout.environment_memory_gib),
+            process_settings(rollout.environment, _settings(source.recipe), rollout.environment_memory_gib),
             num_processes=number,
             log_folder=log_folder,
             first_log=num_started,
@@ -95,6 +95,12 @@ def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) 
         stack.callback(found[source.name].close)
         num_started += number
     return found
+
+
+def _settings(recipe: Recipe) -> Mapping[str, Any]:
+    """The settings of a recipe's environment."""
+    rollout = recipe.rollout
+    return with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
 
 
 async def make_source(
@@ -123,7 +129,7 @@ async def make_source(
         dialogue=Dialogue(tokenizer, rollout.tool_parser),
         score=rewards.score,
         environment=given.name,
-        make_environment=environment_maker(rollout.environment, rollout.environment_kwargs) if agent is None else None,
+        make_environment=environment_maker(rollout.environment, _settings(recipe)) if agent is None else None,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
         max_turns=rollout.max_turns,
         truncated_turn=rollout.truncated_turn,

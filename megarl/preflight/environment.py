@@ -14,7 +14,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.problems import MADE
 from megarl.data.template_history import REFUSES, history_faults
 from megarl.data.tool_calls import check_tools
-from megarl.environments import environment_maker, num_processes
+from megarl.environments import environment_maker, num_processes, with_sandbox
 from megarl.preflight.files import data_paths, takes_problems
 from megarl.types import ConfigError, MegarlError
 
@@ -64,7 +64,9 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     """The tools that the environment tells before an attempt, if any. Raises ConfigError where it cannot be made."""
     rollout = recipe.rollout
-    make = environment_maker(rollout.environment, rollout.environment_kwargs)
+    sandbox = recipe.sandbox.model_dump(mode="json")
+    settings = with_sandbox(rollout.environment, rollout.environment_kwargs, sandbox)
+    make = environment_maker(rollout.environment, settings)
     num_processes(rollout.environment, rollout.environment_processes)
     try:
         made = make()

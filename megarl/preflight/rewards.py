@@ -39,7 +39,7 @@ def _faults_of_source(recipe: Recipe) -> Iterator[str]:
     answer = record.answer()
     said = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     sample = Sample(said, answer, record.prompt(system_prompt(recipe)), record.fields, num_tokens=1)
-    settings = worker_settings(recipe.reward)
+    settings = worker_settings(recipe.reward, recipe.sandbox)
     for function in settings.functions:
         yield from _try(function, settings, sample)
 

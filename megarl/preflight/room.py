@@ -11,6 +11,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.preflight.engine import runs_on_cpu
+from megarl.sandbox.check import examine
+from megarl.sandbox.layers import LAYERS
 
 _RANKS_PER_CORE = 4
 _RANK_BYTES = 500 << 20
@@ -19,6 +21,7 @@ _RANK_BYTES = 500 << 20
 
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     """Warnings of a checked recipe on these machines, a line each."""
+    yield from _weakened_sandbox(recipe)
     cluster = recipe.cluster
     if cluster.launcher != "local":
         return
@@ -40,6 +43,14 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
             f"cluster.ranks_per_node = {ranks}: the ranks need at least {needed / 2**30:.0f} GiB of memory, this "
             f"machine has {memory / 2**30:.0f}; use fewer, or a smaller model"
         )
+
+
+def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
+    """The layers that the recipe lets the sandbox do without, where this machine lacks them."""
+    if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
+        return
+    if notice := examine().layers.notice(recipe.sandbox.require):
+        yield notice
 
 
 def _least_bytes(recipe: Recipe, layout: ParallelConfig) -> float:

@@ -7,7 +7,8 @@ not apply (`scores`). It may be slow: it runs in a process of its own that is ki
 functions of the table below, or its own as `package.module:function` or `path/to/file.py:function`, each with a weight
 and keyword arguments of its own if it likes.
 
-Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `calling` (what a
+Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `code` (does a program
+pass its tests), `code_cases` (formats of tests), `code_programs` (how they are run), `calling` (what a
 function is called with), `scores` (what it may return), `server` (the process that calls functions), `worker` (the
 driver's side of one process, a `platform.killable` one), `scoring` (the pool).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
@@ -23,6 +24,7 @@ from megarl.files.import_path import Choices
 REWARDS = {
     "boxed": "megarl.rewards.boxed:boxed",
     "think_answer_tags": "megarl.rewards.think_answer_tags:think_answer_tags",
+    "code": "megarl.rewards.code:code",
 }
 
 SYSTEM_PROMPTS = {
@@ -31,6 +33,11 @@ SYSTEM_PROMPTS = {
         "Think the problem through first, then answer it. Put the thoughts between <think> and </think> and the final "
         "answer between <answer> and </answer>, each pair of tags once and in this order, like this: "
         "<think> your thoughts </think><answer> your answer </answer>"
+    ),
+    "code": (
+        "Solve the problem with a Python program: think it through first, then write the whole program in one block "
+        "that begins with ```python and ends with ```. Unless the problem names a function to write, the program reads "
+        "standard input and prints the answer."
     ),
 }
 """Instructions for the formats of functions, used with `data.system_prompt: default`."""

@@ -22,6 +22,7 @@ PARAMETERS = {
     "truncated": "bool: whether the completion hit the length limit",
     "turn": "int: number of the turn, from 1",
     "correct_score": "float: reward.correct_score",
+    "sandbox": "megarl.sandbox.Sandbox: runs programs of the policy, under the recipe's sandbox",
 }
 """The values of a sample that a reward function may take, by the name of its parameter."""
 
@@ -76,6 +77,7 @@ class Sample:
             "truncated": self.finish_reason == "length",
             "turn": self.turn,
             "correct_score": correct_score,
+            "sandbox": None,  # the reward process has one of its own
         }
         return {name: known[name] for name in names}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -30,6 +30,7 @@ class FunctionScore:
     score: float
     format_valid: bool | None = None
     answer_correct: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def checked(result: Any) -> FunctionScore | None:
@@ -46,7 +47,7 @@ def checked(result: Any) -> FunctionScore | None:
         if getattr(result, name) not in (True, False):
             raise TypeError(f"returned a Reward whose {name} is not True or False: {result!r:.200}")
     score = _moderate(float(result.score), result)
-    return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct))
+    return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _finite(result.metrics))
 
 
 def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, float]) -> Reward:
@@ -64,6 +65,11 @@ def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, f
         format_valid=all(formats) if opinions else False,
         answer_correct=all(answers) if answers else total > 0,
         scores={name: None if score is None else score.score for name, score in scores.items()},
+        metrics={
+            f"{metric_name(name)}/{key}": value
+            for name, opinion in opinions.items()
+            for key, value in opinion.metrics.items()
+        },
     )
 
 
@@ -73,18 +79,21 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
     for name in names:
         score = checked(reply["scores"][name])
         scores[metric_name(name)] = None if score is None else score.score
-    total = checked(Reward(reply["score"], reply["format_valid"], reply["answer_correct"]))
+    metrics = reply.get("metrics", {})
+    total = checked(Reward(reply["score"], reply["format_valid"], reply["answer_correct"], metrics=metrics))
     assert total is not None
-    return Reward(total.score, bool(total.format_valid), bool(total.answer_correct), scores)
+    return Reward(total.score, bool(total.format_valid), bool(total.answer_correct), scores, total.metrics)
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     """`reward/NAME/mean`, `/std`: each function's scores, without its weight, over the samples that it has scored.
 
     `reward/NAME/unscored`: the share of samples of which it has no opinion; `reward/unscored`: the number of samples of
-    which none has, whose functions' score is zero. Samples whose scoring failed (`reward/errors`, `/timeouts`) are left
-    out.
+    which none has, whose functions' score is zero. `reward/NAME/...`: the means of the function's own numbers
+    (`Reward.metrics`) over the samples that have them. Samples whose scoring failed (`reward/errors`, `/timeouts`) are
+    left out.
     """
+    rewards = list(rewards)
     scored = [reward.scores for reward in rewards if reward.scores]
     if not scored:
         return {}
@@ -95,7 +104,22 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
         if opinions:
             metrics[f"reward/{name}/mean"] = float(np.mean(opinions))
             metrics[f"reward/{name}/std"] = float(np.std(opinions))
+    for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
+        found = [reward.metrics[key] for reward in rewards if key in reward.metrics]
+        metrics.setdefault(f"reward/{key}", float(np.mean(found)))
     return metrics
+
+
+def _finite(metrics: Any) -> dict[str, float]:
+    """A function's own numbers. Raises TypeError or ValueError for what is none."""
+    if not isinstance(metrics, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Real | np.bool_) for name, value in metrics.items()
+    ):
+        raise TypeError(f"returned a Reward whose metrics are no numbers by name: {metrics!r:.200}")
+    found = {name: float(value) for name, value in metrics.items()}
+    if not all(map(math.isfinite, found.values())):
+        raise ValueError(f"returned metrics that are not finite: {metrics!r:.200}")
+    return found
 
 
 def _moderate(score: float, result: Any) -> float:

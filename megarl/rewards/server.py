@@ -13,6 +13,8 @@ from megarl.platform.processes import limit_memory
 from megarl.rewards import resolve
 from megarl.rewards.calling import BoundFunction, bind
 from megarl.rewards.scores import FunctionScore, checked, combined
+from megarl.sandbox.remote import AnySandbox, open_sandbox
+from megarl.sandbox.sandbox import SandboxError, SandboxSettings
 from megarl.types import ConfigError
 
 MEMORY_LIMIT_BYTES = 4 << 30
@@ -22,7 +24,8 @@ MAX_ERROR_CHARACTERS = 4000
 def serve(connection: socket.socket) -> None:
     """Answer until the driver closes the connection.
 
-    The first message names the functions, their weights and keyword arguments; the answer is that they are ready and
+    The first message names the functions, their weights and keyword arguments, and has the settings of a sandbox, which
+    is started for a function that needs one; the answer is that they are ready and
     which values of a sample they need, or why they are refused. Each later one has these values of a sample and a
     number, which the answer repeats.
     """
@@ -30,21 +33,31 @@ def serve(connection: socket.socket) -> None:
         start = receive(connection, None)
         try:
             functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in start["functions"]}
-        except ConfigError as error:
+            needs = frozenset().union(*(function.needs for function in functions.values()))
+            sandbox = _started(start["sandbox"]) if "sandbox" in needs else None
+        except (ConfigError, SandboxError) as error:
             send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
             return
         weights = {f["name"]: f["weight"] for f in start["functions"]}
-        needs = sorted(frozenset().union(*(function.needs for function in functions.values())))
         limit_memory(MEMORY_LIMIT_BYTES)
-        send(connection, {"ready": True, "needs": needs})
+        send(connection, {"ready": True, "needs": sorted(needs)})
         process = os.getpid()
         while True:
             request = receive(connection, None)
+            if sandbox is not None:
+                request["values"]["sandbox"] = sandbox
             answer = _answer(functions, weights, request["values"])
             if os.getpid() != process:
                 # A function forked, and this is the copy: the connection belongs to the original.
                 os._exit(0)
             send(connection, {"id": request["id"], **answer})
+
+
+def _started(settings: dict[str, Any]) -> AnySandbox:
+    """The sandbox of these settings, which works. Raises ConfigError or SandboxError where it does not."""
+    sandbox = open_sandbox(SandboxSettings(**settings))
+    sandbox.start()
+    return sandbox
 
 
 def _answer(functions: dict[str, BoundFunction], weights: dict[str, float], values: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +74,7 @@ def _answer(functions: dict[str, BoundFunction], weights: dict[str, float], valu
         "format_valid": total.format_valid,
         "answer_correct": total.answer_correct,
         "scores": total.scores,
+        "metrics": total.metrics,
     }
 
 

@@ -8,18 +8,19 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.config import RewardConfig, RewardFunctionConfig
+from megarl.config import RewardConfig, RewardFunctionConfig, SandboxConfig
 from megarl.platform.frames import FrameError, UnsendableError, receive, receive_answer, send, within
 from megarl.platform.killable import KillableProcess
 from megarl.platform.processes import cpu_seconds_below
 from megarl.rewards import REWARDS, locate
 from megarl.rewards.calling import PARAMETERS, Sample
 from megarl.rewards.scores import read_reply
+from megarl.sandbox.sandbox import SandboxSettings
 from megarl.types import ConfigError, PeerLostError, Reward
 
 _SHORT_SECONDS = 0.05
@@ -60,11 +61,13 @@ class WorkerSettings:
     """`sys.path` of the process."""
     folder: str
     """Its current folder."""
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    """Of the sandbox of functions that take one; its total CPU seconds come on top of the first limit."""
     start_timeout_seconds: float = 300.0
     """Limit of wall-clock seconds for the import of the functions."""
 
 
-def worker_settings(reward: RewardConfig) -> WorkerSettings:
+def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
     """Settings for processes in the current folder, which can import modules from it where the recipe names some."""
     folder = os.getcwd()
     search_path = [entry for entry in sys.path if entry]
@@ -77,6 +80,7 @@ def worker_settings(reward: RewardConfig) -> WorkerSettings:
         wall_timeout_seconds=reward.wall_timeout_seconds or max(10 * reward.timeout_seconds, 30.0),
         search_path=tuple(search_path),
         folder=folder,
+        sandbox=SandboxSettings(**sandbox.model_dump()) if sandbox else SandboxSettings(),
     )
 
 
@@ -166,7 +170,7 @@ class RewardWorker:
         self._num_requests += 1
         values = sample.values(self._needs, self._settings.correct_score)
         request = {"id": self._num_requests, "values": values}
-        limits = _Limits(self._process.pid, self._settings)
+        limits = _Limits(self._process.pid, self._limits_with_sandbox())
         try:
             send(self._connection, request, limits.remaining)
             reply = receive_answer(self._connection, self._num_requests, _MAX_REPLY_BYTES, limits.remaining)
@@ -196,6 +200,17 @@ class RewardWorker:
     def _names(self) -> str:
         return ", ".join(function.name for function in self._settings.functions)
 
+    def _limits_with_sandbox(self) -> WorkerSettings:
+        """The settings, with time for the programs of functions that run some."""
+        if "sandbox" not in self._needs:
+            return self._settings
+        settings, seconds = self._settings, self._settings.sandbox.total_timeout_seconds
+        return replace(
+            settings,
+            timeout_seconds=settings.timeout_seconds + seconds,
+            wall_timeout_seconds=settings.wall_timeout_seconds + 10 * seconds,
+        )
+
     def _scored(self, reply: dict[str, Any]) -> Scored:
         if "error" in reply:
             return Scored.failed("error", str(reply["error"]))
@@ -218,7 +233,8 @@ class RewardWorker:
             "functions": [
                 {"name": function.name, "weight": function.weight, "kwargs": function.kwargs}
                 for function in settings.functions
-            ]
+            ],
+            "sandbox": asdict(settings.sandbox),
         }
         with suppress(OSError):  # a process that ended already is noticed when its answer is awaited
             send(self._connection, start)

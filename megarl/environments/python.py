@@ -1,0 +1,58 @@
+"""Python as a tool: programs of the policy, each run alone in the sandbox."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import lru_cache
+from typing import Any
+
+from megarl.environments.tools import ToolEnvironment, ToolError, tool
+from megarl.sandbox.remote import AnySandbox, open_sandbox
+from megarl.sandbox.sandbox import SandboxError, SandboxSettings
+from megarl.types import ConfigError
+
+
+class Python(ToolEnvironment):
+    """The problem's messages, and Python. `sandbox` are the recipe's settings of that name, unless given."""
+
+    def __init__(self, *, sandbox: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        given = SandboxSettings(**(sandbox or {}))
+        # A program that waits ends before the tool's own time does, which would cost the process.
+        wall_seconds = min(given.wall_seconds, 0.8 * self.tool_seconds)
+        self._settings = replace(given, wall_timeout_seconds=wall_seconds)
+
+    def check(self) -> None:
+        """Run a program. Raises ConfigError where the sandbox does not work."""
+        with contextlib.closing(open_sandbox(self._settings)) as sandbox:
+            try:
+                sandbox.start()
+            except SandboxError as error:
+                raise ConfigError(str(error)) from None
+
+    @tool
+    def python(self, code: str) -> str:
+        """Run a Python program and see what it prints.
+
+        code: a whole program; nothing is kept from one call to the next
+        """
+        ran = _sandbox(json.dumps(asdict(self._settings))).run(code)
+        if ran.outcome == "ok":
+            return ran.stdout or "(it printed nothing)"
+        why = {
+            "error": "the program failed",
+            "timeout": f"the program took more than {self._settings.timeout_seconds:g} seconds",
+            "output": f"the program printed more than {self._settings.output_kib} KiB",
+        }[ran.outcome]
+        raise ToolError("\n".join(filter(None, (why, ran.stdout.rstrip(), ran.stderr.rstrip()))))
+
+
+@lru_cache(maxsize=4)
+def _sandbox(settings: str) -> AnySandbox:
+    """This process's sandbox of these settings, for all attempts; it ends with the process."""
+    given = json.loads(settings)
+    lists = {name: tuple(given[name]) for name in ("require", "packages")}
+    return open_sandbox(SandboxSettings(**{**given, **lists}))

@@ -1,0 +1,67 @@
+"""The reward for a program that passes its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megarl.rewards.code_cases import read_cases
+from megarl.rewards.code_programs import Trial, last_block
+from megarl.sandbox.remote import AnySandbox
+from megarl.types import Reward
+
+
+def code(
+    completion_text: str,
+    answer: Any,
+    record: Mapping[str, Any],
+    sandbox: AnySandbox,
+    *,
+    correct_score: float = 1.0,
+    score: Literal["all", "fraction"] = "all",
+    max_tests: int | None = None,
+    field: str | None = None,
+) -> Reward:
+    """Run the last fenced block of the completion on the tests of `code_cases`, or of a `field` of the record.
+
+    `score`: all: `correct_score` for a program that passes all, and testing ends with the first that it fails;
+    fraction: that part of it. Only the first `max_tests` count. The first that takes too long is the last that is run.
+    The format is valid if there is such a block. Metrics: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`:
+    shares of the tests, one each; `cpu_seconds` of all runs; `retries` of requests to a server.
+    """
+    if score not in ("all", "fraction"):
+        raise ValueError(f"score is {score!r}; give all or fraction")
+    cases = read_cases(answer, record, field)[:max_tests]
+    source = last_block(completion_text)
+    if source is None:
+        return Reward(0.0, format_valid=False, answer_correct=False)
+    settings = sandbox.settings
+    counts: dict[str, int] = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0)
+    seconds, retries = 0.0, 0
+    for case in cases:
+        left = settings.total_timeout_seconds - seconds
+        if left <= 0:
+            counts["timeouts"] += 1
+            break
+        trial = Trial(source, case, has_numpy=settings.url is not None or "numpy" in settings.packages)
+        ran = sandbox.run(
+            trial.program,
+            trial.stdin,
+            cpu_seconds=min(settings.timeout_seconds, left),
+            output_bytes=trial.output_bytes,
+        )
+        seconds += ran.cpu_seconds
+        retries += ran.retries
+        if ran.outcome == "ok":
+            outcome = "passed" if trial.passes(ran.stdout) else "wrong"
+        else:
+            outcome = {"error": "runtime_errors", "timeout": "timeouts", "output": "wrong"}[ran.outcome]
+        counts[outcome] += 1
+        if outcome == "timeouts" or (outcome != "passed" and score == "all"):
+            break
+    shares = {name: count / len(cases) for name, count in counts.items()}
+    shares["unrun"] = 1 - sum(counts.values()) / len(cases)
+    is_correct = counts["passed"] == len(cases)
+    earned = float(is_correct) if score == "all" else shares["passed"]
+    metrics = shares | {"cpu_seconds": seconds, "retries": float(retries)}
+    return Reward(earned * correct_score, format_valid=True, answer_correct=is_correct, metrics=metrics)

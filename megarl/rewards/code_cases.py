@@ -1,0 +1,147 @@
+"""Tests of programs as data sets have them: ColossalRL's, PRIME's (of APPS and TACO) and LiveCodeBench's.
+
+- ColossalRL and PRIME: {"inputs": [...], "outputs": [...]}, or its JSON; with "fn_name" a function is called, an input
+  being its arguments: a list, or a text with one JSON value a line. Without, an input is the standard input, an output
+  what must be printed, each a text or a list of lines.
+- LiveCodeBench: [{"input", "output", "testtype": "stdin" or "functional"}, ...] or its JSON, in `public_test_cases` and
+  `private_test_cases` of the record, the latter perhaps packed; the function's name is in `metadata`.
+
+A packed list is base64 of zlib of a pickle of a text. It is not unpickled: the text is read out of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import pickletools
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+MAX_UNPACKED_BYTES = 256 << 20
+_FORMS = (
+    'give {"inputs": [...], "outputs": [...]}, perhaps with "fn_name", or a list of {"input": ..., "output": ...}, '
+    "as the answer or in the field test_cases"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A test. With `function` its `arguments` give the value `expected`; else `stdin` makes a program print it."""
+
+    expected: Any
+    stdin: str = ""
+    function: str | None = None
+    arguments: tuple[Any, ...] = ()
+
+
+def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None) -> tuple[Case, ...]:
+    """The tests of a sample: of a field of the record, or where they are found: answer, test_cases, LiveCodeBench's.
+
+    Raises ValueError for what is in none of the forms.
+    """
+    if field is not None:
+        if field not in record:
+            raise ValueError(f"the record has no field {field!r}; {_FORMS}")
+        return _cases(record[field], record)
+    lists = [record[name] for name in ("public_test_cases", "private_test_cases") if record.get(name)]
+    if lists:
+        return tuple(case for value in lists for case in _cases(value, record))
+    return _cases(record["test_cases"] if record.get("test_cases") else answer, record)
+
+
+def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
+    if isinstance(value, str):
+        value = _parsed(value)
+    if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
+        found = _columns(value)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        name = _function_name(record.get("metadata"))
+        found = tuple(_row(row, name) for row in value)
+    else:
+        raise ValueError(f"tests are {value!r:.80}; {_FORMS}")
+    if not found:
+        raise ValueError(f"there is no test; {_FORMS}")
+    return found
+
+
+def _columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
+    inputs, outputs = value["inputs"], value["outputs"]
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("inputs and outputs of tests must be lists of one length")
+    function = value.get("fn_name")
+    return tuple(_case(given, expected, function) for given, expected in zip(inputs, outputs, strict=True))
+
+
+def _row(row: Any, name: str | None) -> Case:
+    if not isinstance(row, Mapping) or "input" not in row or "output" not in row:
+        raise ValueError(f"a test is {row!r:.80}; {_FORMS}")
+    name = _function_name(row.get("metadata")) or name
+    is_call = row.get("testtype") == "functional" or ("testtype" not in row and name is not None)
+    if is_call and name is None:
+        raise ValueError("a functional test without func_name in its metadata")
+    return _case(row["input"], row["output"], name if is_call else None)
+
+
+def _case(given: Any, expected: Any, function: Any) -> Case:
+    if not function:
+        return Case(_text(expected), _text(given))
+    if not isinstance(function, str):
+        raise ValueError(f"fn_name is {function!r:.80}, no name")
+    if isinstance(given, str):
+        arguments = tuple(json.loads(line) for line in given.splitlines() if line.strip())
+    elif isinstance(given, list):
+        arguments = tuple(given)
+    else:
+        raise ValueError(f"an input of {function} is {given!r:.80}; give a list of arguments, or one a line as JSON")
+    if isinstance(expected, str):
+        with suppress(ValueError):  # else it is a text as it is
+            expected = json.loads(expected)
+    return Case(expected, function=function, arguments=arguments)
+
+
+def _text(value: Any) -> str:
+    """A text, or its lines, as one."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _function_name(metadata: Any) -> str | None:
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            return None
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON, or of LiveCodeBench's packed JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return json.loads(_unpacked(text))
+    except ValueError:
+        raise ValueError(f"tests are {text[:80]!r}, no JSON; {_FORMS}") from None
+
+
+@lru_cache(maxsize=8)
+def _unpacked(text: str) -> str:
+    """The text in a pickle, packed by zlib and base64. Nothing is executed; ValueError for anything but a text."""
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_UNPACKED_BYTES)
+        if unpacker.unconsumed_tail:
+            raise ValueError("packed tests are too large")
+        found = [argument for operation, argument, _ in pickletools.genops(data) if "UNICODE" in operation.name]
+    except (binascii.Error, zlib.error) as error:
+        raise ValueError(str(error)) from None
+    if len(found) != 1 or not isinstance(found[0], str):
+        raise ValueError("packed tests are no text")
+    return found[0]

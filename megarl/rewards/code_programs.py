@@ -1,0 +1,157 @@
+"""Programs that run a solution on a test, and the comparison of what they give with what is expected."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from typing import Any
+
+from megarl.rewards.code_cases import Case
+
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-8
+"""Tolerances of decimal fractions, as in ColossalRL (numpy.allclose)."""
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE)
+_PRELUDE = """
+import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
+import random, re, statistics, string, sys, time
+from bisect import *
+from collections import *
+from copy import *
+from fractions import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from operator import *
+from typing import *
+from random import *
+from builtins import *
+"""
+"""Imported before a solution: many forget to. `builtins` come last, since pow of math is not Python's."""
+_NUMPY = "import numpy\nimport numpy as np\n"
+_CALL = """
+import io, json, sys
+_given = json.loads(sys.stdin.read())
+_printed, sys.stdout, sys.stdin = sys.stdout, io.StringIO(), io.StringIO()
+_space = {"__name__": "solution", "__builtins__": __builtins__}
+exec(_given["prelude"], _space)
+exec(compile(_given["source"], "solution.py", "exec", dont_inherit=True), _space)
+_owner = _space.get("Solution")
+_function = getattr(_owner(), _given["function"], None) if isinstance(_owner, type) else None
+if _function is None:
+    _function = _space[_given["function"]]
+_found = _function(*_given["arguments"])
+_printed.write("\\n" + _given["mark"] + json.dumps(_found, default=list) + "\\n")
+_printed.flush()
+"""
+
+
+def last_block(text: str) -> str | None:
+    """The source in the last fenced block of a text; None without one, or if the last is not closed."""
+    opened: tuple[str, int] | None = None
+    found = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened, found = (fence[1], fence.end() + 1), None
+        elif fence[1][0] == opened[0][0] and len(fence[1]) >= len(opened[0]) and not fence[2].strip():
+            found, opened = text[opened[1] : fence.start()], None
+    return found if opened is None else None
+
+
+class Trial:
+    """A solution's program for a test: what is run, its standard input, and the verdict on its output."""
+
+    def __init__(self, source: str, case: Case, *, has_numpy: bool) -> None:
+        self._case = case
+        needs_numpy = has_numpy and re.search(r"\b(np|numpy)\.", source) is not None
+        prelude = _PRELUDE + (_NUMPY if needs_numpy else "")
+        if case.function is None:
+            self.program = f"{prelude}\nexec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
+            self.stdin = case.stdin
+            return
+        # Not to be guessed by a solution that prints; whoever finds it out can but change his own answer.
+        self._mark = secrets.token_hex(16)
+        given = {
+            "prelude": prelude,
+            "source": source,
+            "function": case.function,
+            "arguments": case.arguments,
+            "mark": self._mark,
+        }
+        self.program, self.stdin = _CALL, json.dumps(given)
+
+    @property
+    def output_bytes(self) -> int:
+        """Room for the output, twice as long as expected."""
+        expected = self._case.expected
+        return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
+
+    def passes(self, stdout: str) -> bool:
+        """Whether a run that ended well gave what is expected."""
+        if self._case.function is None:
+            return same_output(stdout, self._case.expected)
+        for line in reversed(stdout.splitlines()):
+            if line.startswith(self._mark):
+                try:
+                    found = json.loads(line.removeprefix(self._mark))
+                except (ValueError, RecursionError):
+                    return False
+                return same_value(found, json.loads(json.dumps(self._case.expected)))
+        return False
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether a program printed what is expected, line by line.
+
+    Blanks at the ends of lines and empty lines at the end do not count. Lines are equal, or have equal words, of which
+    a decimal fraction may differ by 1e-5 of its value.
+    """
+    lines, others = _lines(printed), _lines(expected)
+    return len(lines) == len(others) and all(map(_same_line, lines, others))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def _same_line(line: str, other: str) -> bool:
+    if line == other:
+        return True
+    words, others = line.split(), other.split()
+    return len(words) == len(others) and all(map(_same_word, words, others))
+
+
+def _same_word(word: str, other: str) -> bool:
+    if word == other:
+        return True
+    if not re.search(r"\d[.eE]|\.\d", other) or len(word) > 100:
+        return False
+    try:
+        return _close(float(word), float(other))
+    except ValueError:
+        return False
+
+
+def _close(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=0.0, abs_tol=_ABSOLUTE + _RELATIVE * abs(expected))
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Whether a function returned what is expected, both as JSON has them.
+
+    Floats may differ as in `same_output`. APPS and TACO put what is expected into a list of one: that counts, too.
+    """
+    return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_same, found, expected))
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_same(found[key], expected[key]) for key in found)
+    if isinstance(found, float) or isinstance(expected, float):
+        numbers = (int, float)
+        return isinstance(found, numbers) and isinstance(expected, numbers) and _close(found, expected)
+    return type(found) is type(expected) and found == expected

@@ -1,0 +1,154 @@
+"""Programs run by a SandboxFusion server: its POST /run_code (https://bytedance.github.io/SandboxFusion)."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxError, SandboxSettings
+from megarl.types import ConfigError
+
+MAX_TRIES = 5
+_FIRST_WAIT_SECONDS = 0.25
+_PATIENCE_SECONDS = 30.0
+"""How much longer than the run itself an answer may take: a server makes requests wait for one another."""
+_MAX_ANSWER_BYTES = 64 << 20
+_BUSY = (408, 425, 429)
+
+
+class AnySandbox(Protocol):
+    """A sandbox, here or elsewhere."""
+
+    @property
+    def settings(self) -> SandboxSettings:
+        """Its settings."""
+        ...
+
+    def start(self) -> None:
+        """See `Sandbox.start`."""
+        ...
+
+    def run(
+        self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
+    ) -> Ran:
+        """See `Sandbox.run`."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+def open_sandbox(settings: SandboxSettings) -> AnySandbox:
+    """The sandbox of a recipe's settings: a server's where they have a `url`, else this machine's. Close it."""
+    return Sandbox(settings) if settings.url is None else RemoteSandbox(settings)
+
+
+class RemoteSandbox:
+    """Runs programs on a server.
+
+    A request that the server does not answer, or answers with an error of its own (5xx, 429, SandboxError), is sent
+    again up to `MAX_TRIES` times, with pauses that double; each further try is counted in `Ran.retries`. Limits of time
+    are the server's, by its clock.
+    """
+
+    def __init__(self, settings: SandboxSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        assert settings.url is not None
+        self._settings = settings
+        self._sleep = sleep
+        parts = urlsplit(settings.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"sandbox.url = {settings.url!r}: is no address; give one such as http://127.0.0.1:8080")
+        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host = parts.netloc.rpartition("@")[2]
+        self._path = parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
+
+    @property
+    def settings(self) -> SandboxSettings:
+        return self._settings
+
+    def start(self) -> None:
+        """Try a program. Raises ConfigError where the server does not run it."""
+        try:
+            ran = self.run("print(sum(range(10)))")
+        except SandboxError as error:
+            raise ConfigError(f"sandbox.url: {error}; start the server, or mend its address") from None
+        if ran.outcome != "ok" or ran.stdout.strip() != "45":
+            raise ConfigError(f"sandbox.url = {self._settings.url}: the server does not run Python: {ran}")
+
+    def run(
+        self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
+    ) -> Ran:
+        """Run a program on the server, see `Sandbox.run`. Raises SandboxError where no try got an answer."""
+        seconds = self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds
+        request = {
+            "code": program,
+            "language": "python",
+            "stdin": stdin,
+            "compile_timeout": seconds,
+            "run_timeout": seconds,
+            "memory_limit_MB": self._settings.memory_mib,
+        }
+        body = json.dumps(request).encode()
+        wait, fault = _FIRST_WAIT_SECONDS, ""
+        started = time.monotonic()
+        for retries in range(MAX_TRIES):
+            if retries:
+                self._sleep(wait)
+                wait *= 2
+            try:
+                answer = self._post(body, seconds + _PATIENCE_SECONDS)
+                room = max(self._settings.output_kib << 10, output_bytes or 0)
+                return _ran(answer, room, time.monotonic() - started, retries)
+            except (OSError, http.client.HTTPException, _BusyError) as error:
+                fault = f"{type(error).__name__}: {error}"
+        raise SandboxError(f"{self._settings.url} gave no answer in {MAX_TRIES} tries; the last: {fault}")
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    def _post(self, body: bytes, seconds: float) -> Mapping[str, Any]:
+        connection = self._connect(self._host, timeout=seconds)
+        try:
+            connection.request("POST", self._path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read(_MAX_ANSWER_BYTES)
+        finally:
+            connection.close()
+        if response.status >= 500 or response.status in _BUSY:
+            raise _BusyError(f"HTTP {response.status}")
+        if response.status != 200:
+            raise SandboxError(f"{self._settings.url} answers HTTP {response.status}: {text[:200]!r}")
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            raise _BusyError(f"an answer that is no JSON: {text[:200]!r}") from None
+        if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
+            raise _BusyError(f"an answer without a result: {text[:200]!r}")
+        return answer
+
+
+class _BusyError(Exception):
+    """The server failed, not the program: another try may succeed."""
+
+
+def _ran(answer: Mapping[str, Any], room: int, wall_seconds: float, retries: int) -> Ran:
+    """The end of a run as a server tells it."""
+    result = answer.get("run_result") or answer.get("compile_result")
+    if not isinstance(result, Mapping):
+        raise _BusyError("an answer without run_result")
+    stdout, stderr = (str(result.get(name) or "") for name in ("stdout", "stderr"))
+    exit_code = result.get("return_code")
+    exit_code = exit_code if isinstance(exit_code, int) else 1
+    outcome: Outcome = "ok" if result.get("status") == "Finished" and exit_code == 0 else "error"
+    if result.get("status") == "TimeLimitExceeded":
+        outcome = "timeout"
+    elif len(stdout.encode("utf-8", "replace")) > room:
+        outcome = "output"
+    seconds = result.get("execution_time")
+    seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
+    return Ran(outcome, stdout[:room], stderr, exit_code, seconds, wall_seconds, retries)

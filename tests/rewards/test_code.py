@@ -1,0 +1,160 @@
+"""The reward `code`: solutions that pass, fail, wait and attack, called and in a reward process."""
+
+import contextlib
+import time
+
+import pytest
+
+from megarl.rewards.code import code
+from megarl.rewards.scores import function_metrics
+from megarl.sandbox.sandbox import Sandbox, SandboxSettings
+from megarl.types import Reward
+from tests.conftest import load_tool
+from tests.rewards.pools import all_scored, pool_of
+
+SUMS = {"inputs": ["2 3\n", "5 6\n", "10 -4\n"], "outputs": ["5\n", "11\n", "6\n"]}
+RIGHT = "Add them.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+TWO_SUM = {"inputs": [[[2, 7, 11], 9], [[3, 3], 6]], "outputs": [[0, 1], [0, 1]], "fn_name": "two_sum"}
+SOLUTION = """```python
+class Solution:
+    def two_sum(self, nums: List[int], target: int) -> List[int]:
+        seen = {}
+        for place, number in enumerate(nums):
+            print("on the way", number)
+            if target - number in seen:
+                return seen[target - number], place
+            seen[number] = place
+```"""
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with contextlib.closing(Sandbox(SandboxSettings(timeout_seconds=1.0, total_timeout_seconds=3.0))) as made:
+        yield made
+
+
+def block(source):
+    return f"```python\n{source}\n```"
+
+
+def test_a_right_program(sandbox):
+    reward = code(RIGHT, SUMS, {}, sandbox, correct_score=10.0)
+    assert (reward.score, reward.format_valid, reward.answer_correct) == (10.0, True, True)
+    assert reward.metrics["passed"] == 1.0 and reward.metrics["unrun"] == 0.0
+    assert 0 < reward.metrics["cpu_seconds"] < 1
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        pytest.param(SOLUTION, id="class Solution"),
+        pytest.param(
+            block("def two_sum(nums, target):\n    return np.array([0, nums.index(target - nums[0], 1)]).tolist()"),
+            id="function and numpy",
+        ),
+    ],
+)
+def test_a_right_function(sandbox, completion):
+    assert code(completion, TWO_SUM, {}, sandbox).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("source", "shares"),
+    [
+        pytest.param("print(5)", {"passed": 1, "wrong": 2}, id="one right"),
+        pytest.param("a, b = input().split()\nprint(5 if a == '2' else 1 / 0)", {"passed": 1, "runtime_errors": 2},
+                     id="errors"),
+        pytest.param("print(5)\nif input()[0] == '5':\n    while True: pass", {"passed": 1, "timeouts": 1, "unrun": 1},
+                     id="time-out"),
+    ],
+)  # fmt: skip
+def test_the_part_of_the_tests_that_pass(sandbox, source, shares):
+    reward = code(block(source), SUMS, {}, sandbox, score="fraction")
+    assert reward.score == pytest.approx(1 / 3) and not reward.answer_correct and reward.format_valid
+    names = ("passed", "wrong", "runtime_errors", "timeouts", "unrun")
+    assert {name: round(3 * reward.metrics[name]) for name in names if reward.metrics[name] > 0.01} == shares
+
+
+def test_all_or_nothing_ends_with_the_first_failure(sandbox):
+    reward = code(block("print(6)"), SUMS, {}, sandbox)
+    assert reward.score == 0.0 and reward.metrics["unrun"] == pytest.approx(2 / 3)
+    assert code(block("print(5)"), SUMS, {}, sandbox, max_tests=1).score == 1.0
+
+
+def test_without_a_block_there_is_nothing_to_run(sandbox):
+    assert code("print(5)", SUMS, {}, sandbox) == Reward(0.0, False, False)
+
+
+def test_time_is_bounded_over_all_tests():
+    many = {"inputs": ["0"] * 20, "outputs": ["1"] * 20}
+    slow = block("import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(1)")
+    with contextlib.closing(Sandbox(SandboxSettings(total_timeout_seconds=0.8, packages=()))) as sandbox:
+        reward = code(slow, many, {}, sandbox)
+    assert reward.score == 0.0 and reward.metrics["timeouts"] > 0 and reward.metrics["unrun"] > 0.5
+    assert reward.metrics["cpu_seconds"] < 2.0
+
+
+ATTACKS = [
+    pytest.param("import os\nprint('{\"passed\": true}', flush=True)\nos._exit(0)", id="exit"),
+    pytest.param("class Any(str):\n    def __eq__(self, other): return True\nprint(Any('x'))", id="__eq__"),
+    pytest.param("import builtins\nbuiltins.print = lambda *a: None\nbuiltins.input = lambda: 'x'", id="builtins"),
+    pytest.param("import sys\nsys.exit(0)", id="sys.exit"),
+    pytest.param("open('/tmp/reward.txt', 'w').write('1.0')", id="file"),
+    pytest.param("print('nan')", id="nan"),
+]
+
+
+@pytest.mark.parametrize("source", ATTACKS)
+def test_an_attack_earns_nothing(sandbox, source):
+    assert code(block(source), SUMS, {}, sandbox, score="fraction").score == 0.0
+
+
+@pytest.mark.parametrize("source", ATTACKS)
+def test_an_attack_from_a_function_earns_nothing(sandbox, source):
+    inside = "def two_sum(*given):\n    " + source.replace("\n", "\n    ")
+    assert code(block(inside), TWO_SUM, {}, sandbox, score="fraction").score == 0.0
+    equal = "class Any(list):\n    def __eq__(self, other): return True\ndef two_sum(*given): return Any()"
+    assert code(block(equal), TWO_SUM, {}, sandbox, score="fraction").score == 0.0
+
+
+def test_attacks_of_the_check_earn_nothing(sandbox):
+    check = load_tool("check_sandbox")
+    with check.host() as target:
+        for name in ("fork bomb", "memory bomb", "write outside", "patched builtins", "write a reward"):
+            earned = code(block(target.program(check.ATTACKS[name])), SUMS, {}, sandbox, score="fraction").score
+            assert earned == 0.0, name
+
+
+def test_in_a_reward_process():
+    rewards = {"functions": [{"name": "code", "kwargs": {"score": "fraction"}}], "timeout_seconds": 5.0}
+    with pool_of(**rewards) as pool:
+        half = block("print(5 if input()[0] == '2' else 11)")
+        scored = all_scored(pool, RIGHT, half, "nothing", answer=SUMS)
+    assert [one.failure for one in scored] == [None, None, None]
+    assert [one.reward.score for one in scored] == [1.0, pytest.approx(2 / 3), 0.0]
+    metrics = function_metrics([one.reward for one in scored])
+    assert metrics["reward/code/passed"] == pytest.approx(5 / 6)
+    assert metrics["reward/code/wrong"] == pytest.approx(1 / 6)
+    assert metrics["reward/code/mean"] == pytest.approx(5 / 9)
+
+
+def test_a_function_of_ones_own_gets_the_sandbox(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def mine(completion_text, sandbox):\n    return float(sandbox.run(completion_text).stdout)\n"
+    )
+    with pool_of(f"{tmp_path}/mine.py:mine") as pool:
+        assert all_scored(pool, "print(6 * 7)")[0].reward.score == 42.0
+
+
+def test_tests_that_cannot_be_read_are_an_error_and_no_zero():
+    with pool_of("code") as pool:
+        scored = all_scored(pool, RIGHT, answer="42")[0]
+    assert scored.failure == "error" and "test_cases" in scored.detail
+
+
+def test_many_tests_take_a_few_milliseconds_each(sandbox):
+    many = {"inputs": [f"{n} {n}\n" for n in range(60)], "outputs": [f"{2 * n}\n" for n in range(60)]}
+    before = time.process_time()
+    reward = code(RIGHT, many, {}, sandbox)
+    assert reward.score == 1.0
+    assert (reward.metrics["cpu_seconds"] + time.process_time() - before) / 60 < 0.040

@@ -1,0 +1,167 @@
+"""Tests of programs in the formats of data sets, and how outputs are compared."""
+
+import base64
+import json
+import pickle
+import zlib
+
+import pytest
+
+from megarl.rewards.code_cases import Case, read_cases
+from megarl.rewards.code_programs import last_block, same_output, same_value
+
+
+def packed(value):
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(value)))).decode()
+
+
+COLUMNS = {"inputs": ["2\n3\n", ["5", "7"]], "outputs": ["5\n", 12]}
+STDIN = (Case("5\n", "2\n3\n"), Case("12", "5\n7"))
+CALLS = (Case([0, 1], function="two_sum", arguments=([2, 7], 9)), Case("ab", function="two_sum", arguments=("a", "b")))
+
+
+@pytest.mark.parametrize(
+    ("answer", "record", "found"),
+    [
+        pytest.param(COLUMNS, {}, STDIN, id="PRIME, stdin"),
+        pytest.param(json.dumps(COLUMNS), {}, STDIN, id="PRIME as JSON"),
+        pytest.param("", {"test_cases": COLUMNS}, STDIN, id="ColossalRL"),
+        pytest.param("42", {"test_cases": json.dumps(COLUMNS)}, STDIN, id="ColossalRL as JSON"),
+        pytest.param(
+            {"inputs": [[[2, 7], 9], '"a"\n"b"'], "outputs": [[0, 1], "ab"], "fn_name": "two_sum"},
+            {},
+            CALLS,
+            id="PRIME, calls",
+        ),
+        pytest.param(
+            "",
+            {
+                "public_test_cases": json.dumps([{"input": "2\n3\n", "output": "5\n", "testtype": "stdin"}]),
+                "private_test_cases": packed([{"input": "5\n7", "output": "12", "testtype": "stdin"}]),
+                "metadata": "{}",
+            },
+            STDIN,
+            id="LiveCodeBench, stdin",
+        ),
+        pytest.param(
+            "",
+            {
+                "public_test_cases": json.dumps([{"input": "[2, 7]\n9", "output": "[0, 1]", "testtype": "functional"}]),
+                "private_test_cases": json.dumps([{"input": '"a"\n"b"', "output": '"ab"', "testtype": "functional"}]),
+                "metadata": json.dumps({"func_name": "two_sum"}),
+            },
+            CALLS,
+            id="LiveCodeBench, calls",
+        ),
+        pytest.param(
+            [
+                {
+                    "input": "[2, 7]\n9",
+                    "output": "[0, 1]",
+                    "testtype": "functional",
+                    "metadata": {"func_name": "two_sum"},
+                }
+            ],
+            {},
+            CALLS[:1],
+            id="a list with names",
+        ),
+    ],
+)
+def test_formats(answer, record, found):
+    assert read_cases(answer, record) == found
+
+
+def test_a_field_may_be_named():
+    assert read_cases("", {"mine": COLUMNS, "test_cases": "broken"}, "mine") == STDIN
+
+
+class Command:
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, ("/tmp/megarl-unpickled",)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        pytest.param("42", "inputs", id="an answer that is no test"),
+        pytest.param({"inputs": ["1"], "outputs": []}, "one length", id="lengths"),
+        pytest.param({"inputs": [], "outputs": []}, "no test", id="none"),
+        pytest.param([{"input": "1"}], "a test is", id="without output"),
+        pytest.param([{"input": "1", "output": "1", "testtype": "functional"}], "func_name", id="without a name"),
+        pytest.param(
+            base64.b64encode(zlib.compress(pickle.dumps(Command()))).decode(), "no JSON", id="a pickle that runs"
+        ),
+    ],
+)
+def test_what_is_no_test_is_refused(answer, error):
+    with pytest.raises(ValueError, match=error):
+        read_cases(answer, {})
+
+
+def test_a_bomb_is_not_unpacked(monkeypatch):
+    monkeypatch.setattr("megarl.rewards.code_cases.MAX_UNPACKED_BYTES", 1 << 20)
+    with pytest.raises(ValueError, match="no JSON"):
+        read_cases(base64.b64encode(zlib.compress(bytes(2 << 20))).decode(), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a\n```python\nx = 1\n```\nb", "x = 1\n"),
+        ("```\nfirst\n```\nthen\n```py\nsecond\n```", "second\n"),
+        ("```python\nx = 1", None),
+        ("```python\nx = 1\n```\n```python\ny", None),
+        ("~~~\ny\n~~~", "y\n"),
+        ("````\n```\nx\n```\n````", "```\nx\n```\n"),
+        ("x = 1", None),
+        ("```python\n```", ""),
+    ],
+)
+def test_the_last_block(text, found):
+    assert last_block(text) == found
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "is_same"),
+    [
+        ("5", "5\n", True),
+        ("5  \n6\n\n", "5\n6", True),
+        ("1 2", "1  2", True),
+        ("1\n2", "1 2", False),
+        ("2 1", "1 2", False),
+        ("0.3333333", "0.3333334", True),
+        ("0.34", "0.33", False),
+        ("10000001", "10000002", False),
+        ("3", "3.0", True),
+        ("3.0", "3", False),
+        ("nan", "0.5", False),
+        ("inf", "1.0", False),
+        ("Yes", "YES", False),
+        ("", "5", False),
+        ("5\n5", "5", False),
+    ],
+)
+def test_outputs(printed, expected, is_same):
+    assert same_output(printed, expected) is is_same
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "is_same"),
+    [
+        ([0, 1], [0, 1], True),
+        ([0, 1], [[0, 1]], True),
+        (5, [5], True),
+        (0.1 + 0.2, 0.3, True),
+        (3, 3.0, True),
+        (True, 1, False),
+        ("5", 5, False),
+        ({"a": [1.0]}, {"a": [1]}, True),
+        (None, None, True),
+        ([1], [1, 2], False),
+    ],
+)
+def test_values(found, expected, is_same):
+    assert same_value(found, expected) is is_same

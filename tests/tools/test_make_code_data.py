@@ -1,0 +1,54 @@
+"""Problems of `make_code_data.py` and the recipe that they are for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megarl.config.recipe import load
+from megarl.preflight import check, check_rewards
+from megarl.rewards.code import code
+from megarl.sandbox.sandbox import Sandbox, SandboxSettings
+from megarl.types import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def records(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("form", ["stdin", "calls"])
+def test_problems_can_be_solved(tool: Callable[[str], ModuleType], tmp_path: Path, form: str) -> None:
+    tool("make_code_data").make_code_data(tmp_path, 40, 8, form, seed=7)
+    train, heldout = records(tmp_path / "train.jsonl"), records(tmp_path / "heldout.jsonl")
+    asked = [record["messages"]["content"] for record in (*train, *heldout)]
+    assert len(train) == 40 and len(heldout) == 8 and len(set(asked)) == 48
+    sums = next(record for record in train if "the sum of all numbers" in record["messages"]["content"])
+    constant = sums["messages"]["content"].rstrip(".").split()[-1]
+    function = f"def solve(numbers): return sum(numbers) + {constant}"
+    program = function if form == "calls" else f"print(sum(map(int, input().split())) + {constant})"
+    with contextlib.closing(Sandbox(SandboxSettings(packages=()))) as sandbox:
+        assert code(f"```python\n{program}\n```", sums["gt_answer"], sums, sandbox).score == 1.0
+
+
+def test_the_recipe_is_ready(
+    tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    tool("make_code_data").make_code_data(tmp_path, 16, 4, "stdin", seed=7)
+    own = [
+        f"model.path={tiny_model()}", f"data.train={tmp_path}/train.jsonl", f"runs_folder={tmp_path}",
+        f"data.validation.heldout={tmp_path}/heldout.jsonl",
+    ]  # fmt: skip
+    recipe = load(ROOT / "launch/recipes/tiny_code.yaml", own)
+    check(recipe)
+    check_rewards(recipe)
+    with pytest.raises(ConfigError, match=r"sandbox\.packages: 'nowhere'"):
+        check_rewards(load(ROOT / "launch/recipes/tiny_code.yaml", [*own, "sandbox.packages=[nowhere]"]))
+    with pytest.raises(ConfigError, match=r"sandbox\.memory_mib"):
+        load(ROOT / "launch/recipes/tiny_code.yaml", [*own, "reward.functions=[boxed]", "sandbox.memory_mib=100"])
