@@ -34,7 +34,8 @@ def code(
     cases = read_cases(answer, record, field)[:max_tests]
     source = last_block(completion_text)
     if source is None:
-        return Reward(0.0, format_valid=False, answer_correct=False)
+        unrun = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0.0) | {"unrun": 1.0}
+        return Reward(0.0, format_valid=False, answer_correct=False, metrics=unrun)
     settings = sandbox.settings
     counts: dict[str, int] = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0)
     seconds, retries = 0.0, 0

@@ -8,7 +8,6 @@ import pytest
 from megarl.rewards.code import code
 from megarl.rewards.scores import function_metrics
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
-from megarl.types import Reward
 from tests.conftest import load_tool
 from tests.rewards.pools import all_scored, pool_of
 
@@ -82,7 +81,9 @@ def test_all_or_nothing_ends_with_the_first_failure(sandbox):
 
 
 def test_without_a_block_there_is_nothing_to_run(sandbox):
-    assert code("print(5)", SUMS, {}, sandbox) == Reward(0.0, False, False)
+    reward = code("print(5)", SUMS, {}, sandbox)
+    assert (reward.score, reward.format_valid, reward.answer_correct) == (0.0, False, False)
+    assert reward.metrics["unrun"] == 1.0 and reward.metrics["passed"] == 0.0
 
 
 def test_time_is_bounded_over_all_tests():
@@ -133,8 +134,8 @@ def test_in_a_reward_process():
     assert [one.failure for one in scored] == [None, None, None]
     assert [one.reward.score for one in scored] == [1.0, pytest.approx(2 / 3), 0.0]
     metrics = function_metrics([one.reward for one in scored])
-    assert metrics["reward/code/passed"] == pytest.approx(5 / 6)
-    assert metrics["reward/code/wrong"] == pytest.approx(1 / 6)
+    assert metrics["reward/code/passed"] == pytest.approx(5 / 9)
+    assert metrics["reward/code/wrong"] == pytest.approx(1 / 9)
     assert metrics["reward/code/mean"] == pytest.approx(5 / 9)
 
 
