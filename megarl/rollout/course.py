@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 History = Literal["append", "render"]
-_GUESS = 4
-"""Characters of a token."""
+_TOKEN_CHARACTERS = 4
+"""About so many characters are a token."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,9 @@ class Course:
         text = message.get("content")
         if message["role"] != "tool" or not isinstance(text, str):
             return message
-        short = shortened(text, lambda part: self.dialogue.num_tokens(part) <= max_tokens, _GUESS * max_tokens)
+        short = shortened(
+            text, lambda part: self.dialogue.num_tokens(part) <= max_tokens, guess=_TOKEN_CHARACTERS * max_tokens
+        )
         return message if short == text else {**message, "content": short}
 
     def shown(self) -> tuple[tuple[Message, ...], ...]:
@@ -121,9 +123,9 @@ class Course:
 
 
 def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
-    """The text, or as much of its beginning and its end, around a marker, as fits, to a few characters in a hundred.
+    """The text, or nearly as much of its beginning and its end, around a marker, as fits.
 
-    Read is little more than what fits: `guess` is the number of characters to begin with.
+    The search begins with `guess` characters and reads little more than what fits: a text may be very long.
     """
     size = guess
     while size < len(text) and fits(cut_in_the_middle(text, size)):

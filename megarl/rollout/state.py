@@ -37,7 +37,7 @@ class _Beside:
     """Arrays and seconds of trajectories, which are in files of their own; names begin with that of the trajectory."""
 
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    times: dict[str, dict[str, float]] = field(default_factory=dict)
+    times: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class RLState:
@@ -200,8 +200,10 @@ def _put_beside(trajectory: Trajectory, prefix: str, beside: _Beside) -> None:
     """Add the arrays of a trajectory's segments and its times, by names that begin so."""
     for place, segment in enumerate(trajectory.segments):
         beside.arrays.update(_stored(segment, SEGMENT_ARRAYS, f"{prefix}{place}."))
-    seconds = {name: float(getattr(trajectory, name)) for name in SECONDS}
-    beside.times[prefix] = seconds | {name: value for name, value in trajectory.metrics.items() if _is_time(name)}
+    beside.times[prefix] = {
+        **{name: getattr(trajectory, name) for name in SECONDS},
+        "metrics": {name: value for name, value in trajectory.metrics.items() if _is_time(name)},
+    }
 
 
 def _is_time(metric: str) -> bool:
@@ -216,13 +218,13 @@ def _trajectory(plain: dict[str, Any], find: Find, beside: _Beside, prefix: str)
     plain["texts"] = tuple(plain["texts"])
     plain["messages"] = tuple(tuple(new) for new in plain["messages"])
     plain["problem"] = _problem(plain.pop("source"), plain["problem"], find)
-    times = dict(beside.times[prefix])
-    seconds: dict[str, Any] = {name: times.pop(name) for name in SECONDS}
-    plain["metrics"] |= times
+    times = beside.times[prefix]
+    plain |= {name: times[name] for name in SECONDS}
+    plain["metrics"] |= times["metrics"]
     segments = tuple(
         Segment(**_read(beside.arrays, SEGMENT_ARRAYS, f"{prefix}{place}.")) for place in range(num_segments)
     )
-    return Trajectory(**plain, **seconds, segments=segments, reward=reward and Reward(**reward))
+    return Trajectory(**plain, segments=segments, reward=reward and Reward(**reward))
 
 
 def _plain_started(group: StartedGroup, beside: _Beside) -> dict[str, Any]:

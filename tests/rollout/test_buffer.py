@@ -258,7 +258,7 @@ def test_answers_that_wait_survive_in_every_bit(tmp_path: Path) -> None:
     first.take_with_logprobs(Trainer())
     assert len(first.state.waiting) == 3
     waiting = first.state.waiting
-    metrics = {"tools/f/calls": 2.0, "tools/f/seconds": 0.5}
+    metrics = {"tools/f/calls": 2.0, "tools/f/seconds": 0.5, "engine_seconds": 3.0}
     waiting[1][2] = replace(waiting[1][2], metrics=metrics, engine_seconds=0.1, environment_seconds=0.7)
     first.state.save(tmp_path)
     second = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
