@@ -4,7 +4,9 @@
 
 First a hasty student is made, as in the quickstart: a tiny model with random weights that imitates short answers to
 arithmetic. Each method then starts from it, with the same data, seeds and steps on two CPU ranks. What learns from
-preferences is measured by the held-out pairs that it wins. Exits with 1 if a method fails or gains less than its limit.
+preferences is measured by the held-out pairs that it wins. The environments that megarl ships are methods here too:
+games start from a player that guesses at random, tools from a student that seldom calls them. Exits with 1 if a method
+fails or gains less than its limit.
 """
 
 from __future__ import annotations
@@ -26,10 +28,33 @@ RECIPES = {
     name: ROOT / f"launch/recipes/tiny_{name}.yaml" for name in ("rl", "ppo", "lora", "preference", "reward_model")
 }
 RECIPES["sft"] = STUDENT
+RECIPES["tools"] = ROOT / "launch/recipes/tiny_tools.yaml"
+TOOL_STUDENT = ROOT / "launch/recipes/tiny_tools_sft.yaml"
 BY_PAIRS = ("preference", "reward_model")
 """Recipes whose held-out accuracy is a share of pairs."""
 REWARD_MODEL = "runs/tiny_reward_model/hf"
 UNTAUGHT = ("model.path=runs/quickstart_input/model", "optimizer.learning_rate=2e-3", "train.steps=120")
+PLAYER, SEARCHER = "player", "searcher"
+"""Runs of imitation that make the models with which games and searches begin."""
+PLAYER_DATA = "runs/player_input/data"
+_ARITHMETIC = (
+    "{operators: ['+', '-'], allow_parentheses: false, allow_negation: false, min_terms: 3, max_terms: 4, "
+    "min_digits: 1, max_digits: 1}"
+)
+"""Of reasoning-gym's task, as tools/make_dataset.py has it for the student."""
+
+
+def game(name: str, *, steps: int = 32, **settings: int) -> tuple[str, ...]:
+    """Recipe and overrides of a game from the player's model; what it draws is measured, no greedy play."""
+    return (
+        "rl", f"model.path=runs/{PLAYER}/hf", "data.train=environment:2000",
+        "data.validation.heldout=environment:200", "data.max_prompt_tokens=128", "train.prompts_per_step=32",
+        f"train.steps={steps}", "optimizer.learning_rate=2e-3", "optimizer.min_learning_rate=2e-4",
+        "rollout.sampling.max_new_tokens=64", "evaluation.sampling.temperature=1", f"rollout.environment={name}",
+        *(f"rollout.environment_kwargs.{field}={value}" for field, value in settings.items()),
+    )  # fmt: skip
+
+
 METHODS: dict[str, tuple[str, ...]] = {
     "grpo": ("rl", "algorithm.preset=grpo"),
     "dr_grpo": ("rl", "algorithm.preset=dr_grpo"),
@@ -65,6 +90,21 @@ METHODS: dict[str, tuple[str, ...]] = {
         "preference", "preference.loss=kto", "data.train=runs/quickstart_input/data/judged.jsonl",
         "data.validation.heldout=runs/quickstart_input/data/heldout_judged.jsonl",
     ),
+    # What tools/make_play_data.py plays.
+    "guess_number": game("guess_number", max_number=3, max_guesses=2),
+    "mastermind": game("mastermind", steps=48, length=1, num_letters=2, max_guesses=2),
+    "countdown": game("countdown", num_numbers=2, max_number=6),
+    "reasoning_gym": (
+        "rl", "data.train=environment:2000", "data.validation.heldout=environment:200",
+        "rollout.environment=reasoning_gym", "rollout.environment_kwargs.task=basic_arithmetic",
+        f"rollout.environment_kwargs.config={_ARITHMETIC}", "rollout.environment_kwargs.answer=boxed",
+    ),
+    "calculator": ("tools",),
+    "search": (
+        "tools", f"model.path=runs/{SEARCHER}/hf", f"data.train={PLAYER_DATA}/search_train.jsonl",
+        f"data.validation.heldout={PLAYER_DATA}/search_heldout.jsonl", "rollout.environment=search",
+        f"rollout.environment_kwargs={{corpus: {PLAYER_DATA}/corpus.jsonl, num_results: 1}}",
+    ),
 }  # fmt: skip
 """Name to recipe and overrides of it."""
 
@@ -82,15 +122,43 @@ def accuracies(run: Path) -> list[float]:
     return [value for step in steps for name, value in step.items() if name == "val/heldout/accuracy"]
 
 
-def make_student(folder: Path) -> None:
-    """Data and the model that all methods start from."""
-    made = folder / "runs/quickstart_input"
+START = "quickstart_sft"
+"""The run whose model a method starts with, where it is not another of those below."""
+
+
+def start_of(name: str) -> str:
+    """The run whose model a method starts with."""
+    recipe, *overrides = METHODS[name]
+    own = [run for run in (PLAYER, SEARCHER) if f"model.path=runs/{run}/hf" in overrides]
+    return own[0] if own else "tiny_tools_sft" if recipe == "tools" else START
+
+
+def make_start(folder: Path, run: str) -> None:
+    """The data and the model of one of the runs that methods start with. Raises SystemExit where that fails."""
+    words = ("--tool-words",) if run != START else ()
+    made = folder / "runs" / {START: "quickstart_input", "tiny_tools_sft": "tiny_tools_input"}.get(run, "player_input")
+    data_tool = {START: "make_dataset.py", "tiny_tools_sft": "make_tool_data.py"}.get(run, "make_play_data.py")
     for tool, out, *flags in (
-        ("make_tiny_model.py", "model", "--num-layers", "2", "--initializer-range", "0.08"),
-        ("make_dataset.py", "data"),
+        ("make_tiny_model.py", "model", "--num-layers", "2", "--initializer-range", "0.08", *words),
+        (data_tool, "data"),
     ):
-        subprocess.run([sys.executable, str(ROOT / "tools" / tool), "--out", str(made / out), *flags], check=True)
-    status, said = megarl(folder, STUDENT)
+        if not (made / out).is_dir():
+            subprocess.run([sys.executable, str(ROOT / "tools" / tool), "--out", str(made / out), *flags], check=True)
+    overrides = {
+        PLAYER: (
+            "data.validation.heldout=environment:50", "data.max_prompt_tokens=128", "rollout.environment=guess_number",
+            "rollout.sampling.max_new_tokens=64", f"data.train={PLAYER_DATA}/sft.jsonl", "train.steps=150",
+            "train.prompts_per_step=48",
+        ),
+        SEARCHER: (
+            f"data.validation.heldout={PLAYER_DATA}/search_heldout.jsonl", "rollout.environment=search",
+            f"rollout.environment_kwargs={{corpus: {PLAYER_DATA}/corpus.jsonl, num_results: 1}}",
+            f"data.train={PLAYER_DATA}/search_sft.jsonl",
+        ),
+    }.get(run, ())  # fmt: skip
+    if overrides:
+        overrides = (f"name={run}", "model.path=runs/player_input/model", *overrides)
+    status, said = megarl(folder, TOOL_STUDENT if run in ("tiny_tools_sft", SEARCHER) else STUDENT, *overrides)
     if status:
         raise SystemExit(said)
 
@@ -101,9 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/check_learning"), help="folder of the runs")
     parser.add_argument("--json", type=Path, help="write one JSON object a line here")
     options = parser.parse_args(arguments)
-    if not (options.work / "runs/quickstart_sft/hf").is_dir():
-        options.work.mkdir(parents=True, exist_ok=True)
-        make_student(options.work)
+    options.work.mkdir(parents=True, exist_ok=True)
+    for run in dict.fromkeys(start_of(name) for name in options.only or METHODS):
+        if not (options.work / "runs" / run / "hf").is_dir():
+            make_start(options.work, run)
     lines = []
     print(f"{'method':22}{'before':>8}{'after':>8}{'gain':>8}{'seconds':>9}")
     for name in options.only or METHODS:
