@@ -84,10 +84,12 @@ def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt:
     [segment] = found.segments
     assert found.num_sampled == int(segment.loss_mask.sum()) > 1 and found.metrics["forks"] == 0
     assert found.num_observed > 0 and found.engine_seconds > 0 and found.environment_seconds > 0
+    assert [[message["content"] for message in new] for new in found.messages] == [["Add."], ["On."]]
     # The same seed draws the same; a rewritten history is a sequence of its own.
     rewritten = again.replace("answer}", '"No."}')
     other = attempt(sys.executable, "-c", ASKING + rewritten + 'print(json.dumps({"reward": 0}))')
     assert len(other.segments) == 2 and other.metrics["forks"] == 1 and other.reward == Reward(0.0, True, False)
+    assert [[message["content"] for message in new] for new in other.messages] == [["Add."], ["Add.", "No.", "On."]]
     first = segment.token_ids[segment.turns == 0].tolist()
     assert other.segments[0].token_ids[other.segments[0].turns == 0].tolist() == first
 
