@@ -5,8 +5,8 @@
 First a hasty student is made, as in the quickstart: a tiny model with random weights that imitates short answers to
 arithmetic. Each method then starts from it, with the same data, seeds and steps on two CPU ranks. What learns from
 preferences is measured by the held-out pairs that it wins. The environments that megarl ships are methods here too:
-games start from a player that guesses at random, tools from a student that seldom calls them. Exits with 1 if a method
-fails or gains less than its limit.
+games start from a player that mostly guesses at random, tools from a student that seldom calls them. Exits with 1 if a
+method fails or gains less than its limit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def game(name: str, *, steps: int = 32, **settings: int) -> tuple[str, ...]:
     return (
         "rl", f"model.path=runs/{PLAYER}/hf", "data.train=environment:2000",
         "data.validation.heldout=environment:200", "data.max_prompt_tokens=128", "train.prompts_per_step=32",
-        f"train.steps={steps}", "optimizer.learning_rate=2e-3", "optimizer.min_learning_rate=2e-4",
+        f"train.steps={steps}", "optimizer.learning_rate=1e-3", "optimizer.min_learning_rate=1e-4",
         "rollout.sampling.max_new_tokens=64", "evaluation.sampling.temperature=1", f"rollout.environment={name}",
         *(f"rollout.environment_kwargs.{field}={value}" for field, value in settings.items()),
     )  # fmt: skip
@@ -92,7 +92,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
     # What tools/make_play_data.py plays.
     "guess_number": game("guess_number", max_number=3, max_guesses=2),
-    "mastermind": game("mastermind", steps=48, length=1, num_letters=2, max_guesses=2),
+    "mastermind": game("mastermind", length=1, num_letters=3, max_guesses=3),
     "countdown": game("countdown", num_numbers=2, max_number=6),
     "reasoning_gym": (
         "rl", "data.train=environment:2000", "data.validation.heldout=environment:200",

@@ -2,19 +2,21 @@
 
     python tools/make_play_data.py --out runs/player_input/data
 
-Writes `sft.jsonl`: games of guess_number, mastermind and countdown (`GAMES`), guessed at random whatever the game says;
-and for the environment `search` a corpus (`corpus.jsonl`: a code for each of many items), `search_sft.jsonl`
-(conversations: in some the search has replied already and the answer copies that; of the others some search first, the
-rest make a code up), `search_train.jsonl` and `search_heldout.jsonl` (problems; no item is in two files).
+Writes `sft.jsonl`: games of guess_number, mastermind and countdown (`GAMES`), mostly guessed at random whatever the
+game says (`HEEDED`); and for the environment `search` a corpus (`corpus.jsonl`: a code for each of many items),
+`search_sft.jsonl` (conversations: in some the search has replied already and the answer copies that; of the others
+some search first, the rest make a code up), `search_train.jsonl` and `search_heldout.jsonl` (problems; no item is in
+two files).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,12 @@ from megarl.types import Problem
 
 GAMES: Mapping[str, Mapping[str, Any]] = {
     "guess_number": {"max_number": 3, "max_guesses": 2},
-    "mastermind": {"length": 1, "num_letters": 2, "max_guesses": 2},
+    "mastermind": {"length": 1, "num_letters": 3, "max_guesses": 3},
     "countdown": {"num_numbers": 2, "max_number": 6},
 }
 """Their settings: such that a guess at random is right now and then."""
+HEEDED = 0.25
+"""Share of guesses that heed what was said before."""
 REPLIED = 0.4
 """Share of conversations of `search_sft.jsonl` in which the search has replied: they teach to read a reply."""
 SEARCHED = 0.2
@@ -63,15 +67,29 @@ def make_play_data(
     return out
 
 
-def guess_of_number(game: GuessNumber, generator: random.Random) -> str:
-    return str(generator.randint(1, game.max_number))
+def guess_of_number(game: GuessNumber, said: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
+    """One at random, or the middle of those that what was `said` leaves."""
+    low, high = 1, game.max_number
+    if generator.random() >= HEEDED:
+        return str(generator.randint(low, high))
+    for guess, hint in zip(said[1::2], said[2::2], strict=True):
+        if hint["content"] == "Higher.":
+            low = max(low, int(guess["content"]) + 1)
+        else:
+            high = min(high, int(guess["content"]) - 1)
+    return str((low + high) // 2)
 
 
-def guess_of_word(game: Mastermind, generator: random.Random) -> str:
-    return "".join(generator.choice(game.letters) for _ in range(game.length))
+def guess_of_word(game: Mastermind, said: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
+    """One at random, or one at random that was not tried."""
+    words = ["".join(letters) for letters in itertools.product(game.letters, repeat=game.length)]
+    if generator.random() < HEEDED:
+        tried = {guess["content"] for guess in said[1::2]}
+        words = [word for word in words if word not in tried]
+    return generator.choice(words)
 
 
-def guess_of_expression(game: Countdown, generator: random.Random) -> str:
+def guess_of_expression(game: Countdown, said: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
     return generator.choice("+-*").join(map(str, generator.sample(game.numbers, len(game.numbers))))
 
 
@@ -95,7 +113,7 @@ async def _played(
     messages = list(start.messages)
     number, is_done = 0, False
     while not is_done:
-        text = guess(game, generator)
+        text = guess(game, messages, generator)
         messages.append({"role": "assistant", "content": text})
         step = await game.step(Turn(number, text, "stop", completion=text))
         messages += step.messages
