@@ -200,9 +200,16 @@ class Session:
         count = self.recipe.samples_with_tokens
         if not count or step % self.recipe.samples_every_steps:
             return []
-        forward = self.models["policy"].forward
         with self.tracker.phase("logprobs"):
-            return await token_records(groups, batch, self.tokenizer, forward, count=count, weight_version=step)
+            return await token_records(
+                groups,
+                batch,
+                self.tokenizer,
+                self.models["policy"].forward,
+                count=count,
+                weight_version=step,
+                starts_from_rollout=self.recipe.algorithm.old_logprobs == "rollout",
+            )
 
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""

@@ -28,6 +28,7 @@ async def token_records(
     *,
     count: int,
     weight_version: int,
+    starts_from_rollout: bool = False,
 ) -> list[dict[str, Any]]:
     """Records of `count` trajectories of a step before its update: half with the highest advantages, half the lowest.
 
@@ -36,7 +37,7 @@ async def token_records(
     `rollout_logprob` and `trainer_logprob` in nats and `logprob_gap`, trainer minus engine (of tokens that
     `weight_version`, the trainer's weights now, sampled), `weight_version`, `turn`; null where a token was not sampled.
     `cut`: the tokens left out in the middle. `forward` computes the trainer's log-probs, float32 [tokens], unless the
-    batch has them.
+    batch has them; with `starts_from_rollout` its old log-probs are the engine's.
     """
     trajectories = in_one(groups)
     chosen = _extremes(batch, count)
@@ -44,9 +45,7 @@ async def token_records(
         return []
     places = batch.last_segments[chosen]
     selected = batch.select(places)
-    is_known = "old_logprobs" in batch.per_token and batch.per_token["old_logprobs"] is not batch.per_token.get(
-        "rollout_logprobs"
-    )
+    is_known = "old_logprobs" in batch.per_token and not starts_from_rollout
     found = selected.per_token["old_logprobs"] if is_known else await forward(selected)
     trainer = np.split(found, selected.cu_seqlens[1:-1])
     advantages = np.split(selected.per_token["advantages"], selected.cu_seqlens[1:-1])

@@ -42,7 +42,7 @@ def attempt(number: int, sampled: str, *, version: int = 3) -> Trajectory:
 
 
 def records(
-    trajectories: list[Trajectory], advantages: list[float], count: int, **changes: Any
+    trajectories: list[Trajectory], advantages: list[float], count: int, *, rollout: bool = False, **changes: Any
 ) -> list[dict[str, Any]]:
     batch = RLBatch.from_groups([trajectories])
     lengths = [len(t.segments[0]) for t in trajectories]
@@ -56,9 +56,10 @@ def records(
         return (chosen.token_ids * -1.0 - 0.75).astype(np.float32)
 
     words = tokenizer([f"w{number}" for number in range(2000)], None)
-    found = asyncio.run(token_records([trajectories], batch, words, forward, count=count, weight_version=3))
+    settings = {"count": count, "weight_version": 3, "starts_from_rollout": rollout}
+    found = asyncio.run(token_records([trajectories], batch, words, forward, **settings))
     num_sampled = sum(bool(t.num_sampled) for t in trajectories)
-    assert asked == ([] if changes else [min(count, num_sampled)])
+    assert asked == ([] if changes and not rollout else [min(count, num_sampled)])
     return found
 
 
@@ -85,6 +86,11 @@ def test_known_log_probs_are_not_computed_again() -> None:
     assert found["columns"]["trainer_logprob"] == [-7, -7]
     [unknown] = records([attempt(0, ".xx")], [1.0], 1, old_logprobs=np.nan)
     assert unknown["columns"]["trainer_logprob"] == [None, None]
+
+
+def test_the_engines_log_probs_are_not_taken_for_the_trainers() -> None:
+    [found] = records([attempt(0, ".xx")], [1.0], 1, rollout=True, old_logprobs=-7.0)
+    assert found["columns"]["trainer_logprob"] == [-1.75, -2.75]
 
 
 def test_long_samples_are_cut_in_the_middle() -> None:
