@@ -92,8 +92,9 @@ def main() -> None:
     for record, question, said in zip(records, questions, answer(arguments.grpo / "hf", questions), strict=True):
         console.print(f"  {question!r}\n    -> {said!r} (gold {record['gt_answer']})", markup=False)
     console.print(
-        f"\ncurves:  .venv/bin/tensorboard --logdir {arguments.grpo.parent}\n"
-        f"samples: {arguments.grpo}/samples/\n"
+        f"\nreport:  .venv/bin/megarl report {arguments.grpo}\n"
+        f"samples: .venv/bin/megarl samples {arguments.grpo}\n"
+        f"curves:  .venv/bin/tensorboard --logdir {arguments.grpo.parent}\n"
         f"model:   {arguments.grpo}/hf/",
         markup=False,
     )

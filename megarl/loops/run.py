@@ -54,6 +54,7 @@ async def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None =
                 await LOOPS[recipe.loop](session)
                 await session.checkpoints.complete(wait=True)
                 await _export(session)
+                session.tracker.tell(f"look at it: megarl report {folder.path}")
 
 
 async def _prepare(

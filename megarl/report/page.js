@@ -698,10 +698,15 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
         run.earlier.length && "Begun anew; what was there before is in earlier/: " + run.earlier.join(", ") + ".",
         run.cause && "Ended with: " + run.cause + (run.exit_code ? ` (exit code ${run.exit_code})` : "") + (run.rank !== null ? `, rank ${run.rank}` : ""),
       ].filter(Boolean);
+      const notices = run.attempts.flatMap((attempt) => attempt.notices.map((notice) => [attempt.number, notice]));
+      const warned = notices.length > 0 && h("table", {}, h("thead", {}, h("tr", {},
+        ["start", "after step", "warning"].map((name) => h("th", {}, name)))),
+      h("tbody", {}, notices.map(([number, notice]) => h("tr", {}, h("td", {}, number),
+        h("td", {}, isNumber(notice.step) ? fmt(notice.step) : "–"), h("td", {}, notice.text)))));
       const nothing = !run.faults.length && !run.not_finite.length && !run.cause && !run.damaged.length;
       return h("div", { class: "card scroll" }, RUNS.length > 1 && h("h3", {}, chip(index), run.label),
         nothing && h("p", { class: "soft" }, run.num_logged ? "No fault was counted." : "Nothing to tell yet."),
-        counts, lines.map((line) => h("p", {}, line)), starts);
+        counts, lines.map((line) => h("p", {}, line)), starts, warned);
     });
     return section("faults", "Faults and restarts", "What was counted as wrong, and how each start of a run ended.", h("div", { class: "samples" }, body));
   }

@@ -160,6 +160,10 @@ def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
     return {
         "number": attempt.number, **told, "environment": environment, "changes": changes,
         "stacks": [samples.cut(name, 120) for name in attempt.stacks],
+        "notices": [
+            {"step": notice.get("step"), "text": samples.cut(str(notice.get("text", "")), _VALUE)}
+            for notice in attempt.notices
+        ],
         "is_last": place == len(run.attempts) - 1,
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from megarl.types import ConfigError
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
 """A run folder has at least one of these files."""
+_MOST_NOTICES = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,14 @@ class Attempt:
     """A start of a run: its number, what it recorded of itself, and how far it is known to have ended.
 
     `record` is its attempt.json, empty for a run of a megarl that wrote none. `config` are the recipe's fields by
-    dotted name. `stacks` are the files of stacks that were asked for.
+    dotted name. `stacks` are the files of stacks that were asked for, `notices` its first warnings.
     """
 
     number: int
     record: Mapping[str, Any]
     config: Mapping[str, Any]
     stacks: tuple[str, ...] = ()
+    notices: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(slots=True)
@@ -215,8 +218,16 @@ def _attempts(logs: Path) -> list[Attempt]:
     for number, name in sorted(numbered):
         folder = logs / name
         stacks = tuple(file for file in _names(folder) if "stack" in file)
-        found.append(Attempt(number, _object(folder / "attempt.json"), flat(_yaml(folder / "config.yaml")), stacks))
+        config = flat(_yaml(folder / "config.yaml"))
+        found.append(Attempt(number, _object(folder / "attempt.json"), config, stacks, _notices(folder)))
     return found
+
+
+def _notices(folder: Path) -> tuple[Mapping[str, Any], ...]:
+    try:
+        return tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MOST_NOTICES))
+    except OSError:
+        return ()
 
 
 def _object(path: Path) -> dict[str, Any]:

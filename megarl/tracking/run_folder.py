@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import (
+    append_whole,
     replace_bytes,
     replace_text,
     storage_error,
@@ -39,10 +40,10 @@ class RunFolder:
 
     Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets hidden),
     `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `tokens/` (a few samples token by token),
-    `checkpoints/`, `hf/` (the trained model), `logs/` (for each attempt a folder with its recipe, its ranks' output
-    and `attempt.json`: when and where it began and how it ended; and a link to the latest) and, of runs that were begun
-    anew, `earlier/`. As a context manager it writes how the run ended. `resumed_step` is the step of the checkpoint
-    that it was resumed from, 0 for a new run.
+    `checkpoints/`, `hf/` (the trained model), `logs/` (for each attempt a folder with its recipe, its ranks' output,
+    `attempt.json`: when and where it began and how it ended, and `notices.jsonl`, its warnings; and a link to the
+    latest) and, of runs that were begun anew, `earlier/`. As a context manager it writes how the run ended.
+    `resumed_step` is the step of the checkpoint that it was resumed from, 0 for a new run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
@@ -130,6 +131,13 @@ class RunFolder:
         for section, found in facts.items():
             self._attempt[section] = {**self._attempt.get(section, {}), **found}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
+
+    def note(self, text: str, step: int | None) -> None:
+        """Append a warning to the attempt's notices.jsonl; where that cannot be written, it is on the screen alone."""
+        if self._has_begun:
+            line = json.dumps({"time": _now(), "step": step, "text": text}).encode() + b"\n"
+            with suppress(OSError):
+                append_whole(self.logs_folder / "notices.jsonl", line)
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
         """Count in `restarts` the resumes in a row without a new step."""

@@ -44,6 +44,7 @@ class Tracker:
         self._steps = steps
         self._console = console or Terminal(highlight=False)
         self._notices = FirstOfEachKind(self.notice)
+        self._last_step: int | None = None
         append_whole(folder.metrics_file, b"")
         self._trackers: dict[str, RunTracker] = {}
         for name in trackers:
@@ -51,7 +52,6 @@ class Tracker:
         self._phase_seconds: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._first_logged: tuple[int, float] | None = None
-        self._last_step: int | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,7 +129,8 @@ class Tracker:
         self._console.print(text, style="dim", soft_wrap=True, markup=False)
 
     def notice(self, text: str) -> None:
-        """Print a warning on the console."""
+        """Print a warning on the console, and note it in the run folder."""
+        self._folder.note(text, self._last_step)
         self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
 
     def notice_once(self, kind: str, text: str) -> None:

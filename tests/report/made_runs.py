@@ -160,4 +160,5 @@ def make_run(folder: Path, *, steps: int = 40, seed: int = 0, slope: float = 4.0
         home.mkdir(parents=True)
         (home / "config.yaml").write_text(recipe.replace("prompts_per_step: 16", f"prompts_per_step: {8 * number}"))
         (home / "attempt.json").write_text(json.dumps({**start, **end}))
+        lines(home / "notices.jsonl", [{"step": number, "text": f"warning {number}"}])
     return folder

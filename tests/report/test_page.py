@@ -125,6 +125,13 @@ def test_samples_that_a_page_shows(tmp_path: Path) -> None:
     assert {len(values) for values in columns.values()} == {len(columns["text"])} and columns["advantage"][0] == 0.7
 
 
+def test_starts_tell_what_changed_and_what_they_warned_of(tmp_path: Path) -> None:
+    first, second = content(write_report([make_run(tmp_path / "run", steps=8)])[0])["runs"][0]["attempts"]
+    assert (first["state"], first["cause"]) == ("failed", "PeerLostError: rank 1 died") and first["changes"] == []
+    assert second["changes"] == [["train.prompts_per_step", "8", "16"]] and second["resumed_step"] == "1"
+    assert [first["notices"], second["notices"]] == [[{"step": n, "text": f"warning {n}"}] for n in (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("out", "told"),
     [

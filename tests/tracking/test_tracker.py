@@ -139,6 +139,22 @@ def test_text_that_no_file_can_hold_is_written_as_its_escape(folder: RunFolder) 
     assert rows(folder.samples_folder / "step_000001.jsonl") == [{"prompt": "a", "completion": "b\\ud800c"}]
 
 
+def test_warnings_and_tokens_are_in_the_run_folder(folder: RunFolder) -> None:
+    console, text = plain_console()
+    tracker = Tracker(folder, console=console)
+    tracker.notice("before")
+    tracker.log(4, {})
+    for _ in range(2):
+        tracker.notice_once("gap", "after \ud800")
+    noted = rows(folder.logs_folder / "notices.jsonl")
+    assert [(line["step"], line["text"]) for line in noted] == [(None, "before"), (4, "after \ud800")]
+    assert text.getvalue().count("warning: ") == 2
+    tracker.token_samples(4, [{"columns": {"text": ["a"], "advantage": [float("nan")]}}])
+    assert rows(folder.tokens_folder / "step_000004.jsonl") == [{"columns": {"text": ["a"], "advantage": [None]}}]
+    assert list(folder.samples_folder.iterdir()) == []
+    tracker.close()
+
+
 def test_without_tensorboard_a_run_goes_on_with_one_warning(folder: RunFolder) -> None:
     folder.tensorboard_folder.write_text("a file where the folder should be")
     console, text = plain_console()
