@@ -19,6 +19,33 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 HOSTILE = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\"><!--\u2028${1}"
 
 
+# A reader who opens and presses everything, and points at every curve.
+READER = """<script>
+const seen = [];
+const press = (text) => {
+  for (const button of document.querySelectorAll("button")) {
+    if (button.textContent === text && button.isConnected) {
+      button.click();
+      seen.push(document.querySelector("#samples").textContent.length);
+    }
+  }
+};
+document.querySelectorAll("details").forEach((fold) => { fold.open = true; });
+["light", "strong", "training time", "best", "worst", "most changed", "turn by turn", "token by token", "log-prob gap",
+ "surprise", "weight version", "turn", "advantage", "second", "none", "step", "colours: auto"].forEach(press);
+document.querySelectorAll("svg").forEach((svg) => {
+  const box = svg.getBoundingClientRect();
+  svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2, clientY: box.top + 5 }));
+});
+document.querySelectorAll(".tokens span").forEach((token) => {
+  token.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+});
+const tips = document.querySelectorAll(".tip:not([hidden])").length;
+document.documentElement.dataset.read = `${tips} ${seen.length} ${new Set(seen).size}`;
+document.querySelectorAll("svg").forEach((svg) => svg.dispatchEvent(new PointerEvent("pointerleave")));
+</script>"""
+
+
 def content(page: Path) -> dict:
     """What the page embeds, as its script reads it."""
     [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
@@ -61,6 +88,18 @@ def test_two_runs_are_drawn_in_a_browser(tmp_path: Path, opened: Callable[[Path]
     assert len(re.findall(r'<path class="fill p0" d="M', found)) == 2
     assert html.escape(HOSTILE, quote=False).split("\u2028")[0] in found
     assert "<img" not in found and f"<title>megarl: {html.escape(HOSTILE, quote=False)[:20]}" in found
+
+
+def test_all_that_can_be_pressed_and_pointed_at_works(tmp_path: Path, opened: Callable[[Path], str]) -> None:
+    runs = [make_run(tmp_path / "first"), make_run(tmp_path / "second", seed=5)]
+    page, _, _ = write_report(runs, tmp_path / "report.html")
+    text = re.sub("<meta http-equiv[^>]*>", "", page.read_text("utf-8"))
+    page.write_text(text.replace("</body>", f"{READER}</body>"), "utf-8")
+    found = opened(page)
+    tips, pressed, different = map(int, re.findall(r'data-read="(\d+) (\d+) (\d+)"', found)[0])
+    assert tips >= 14 and pressed == 17 and different >= 9
+    assert 'data-theme="light"' in found and len(re.findall(r'aria-label="train/[a-z_]+"', found)) >= 5
+    assert re.search(r'<span class="tokenline">advantage -1.2 . engine [^<]+</span>', found)
 
 
 def test_a_run_that_has_just_begun_is_drawn(tmp_path: Path, opened: Callable[[Path], str]) -> None:
