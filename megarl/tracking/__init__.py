@@ -1,8 +1,9 @@
 """Tracking: the run folder, metrics and samples.
 
-`run_folder` owns the folder of a run: its lock, `config.yaml`, `status.json`. `metrics` carry their reduction over
-ranks. `tracker` logs a step: `metrics.jsonl`, a console line, sample texts, and the trackers that the recipe names
-(`trackers`), TensorBoard by default.
+`run_folder` owns the folder of a run: its lock, `config.yaml`, `status.json`, what each attempt was and warned of
+(versions and machine: `environment`). `metrics` carry their reduction over ranks. `tracker` logs a step:
+`metrics.jsonl`, a console line, sample texts, and the trackers that the recipe names (`trackers`),
+TensorBoard by default.
 
 A metric's name is `group/what[/mean|max|min]`, documented where it is made. Groups: `reward/` `rollout/` `train/` `kl/`
 `logprob_gap/` `staleness/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name:
