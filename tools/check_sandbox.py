@@ -24,13 +24,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.rewards.code import code
 from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxSettings
 
-CPU_SECONDS = 1.0
-WALL_SECONDS = 4.0
+CPU_SECONDS = 0.9
+WALL_SECONDS = 10.0
 SLOWEST_SECONDS = 20.0
 MAX_CPU_MILLISECONDS = 40.0
-NEEDS_NAMESPACES = "namespaces"
+TEST = {"inputs": ["5\n"], "outputs": ["what none of them prints"]}
 
 _SYSCALL = """
 import ctypes, platform
@@ -204,7 +205,7 @@ IN_TESTS = (
     "fork bomb", "memory bomb", "output flood", "TCP connect", "abstract UNIX socket", "write outside", "read passwd",
     "others' environment", "kill the host's", "ptrace parent", "leaked descriptors", "200,000 files",
     "fake pass and exit", "new user namespace", "mount", "become root", "su", "sysctl", "core dump",
-    "memory of earlier runs", "close all and sleep",
+    "memory of earlier runs", "thread bomb",
 )  # fmt: skip
 """Those that the tests run, too."""
 
@@ -310,16 +311,39 @@ def settings(without: Sequence[str] = ()) -> SandboxSettings:
     )
 
 
+class Observed:
+    """A sandbox that keeps the end of its last run."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self.settings = sandbox.settings
+        self.start, self.close = sandbox.start, sandbox.close
+        self.last: Ran | None = None
+
+    def run(
+        self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
+    ) -> Ran:
+        self.last = self._sandbox.run(program, stdin, cpu_seconds=cpu_seconds, output_bytes=output_bytes)
+        return self.last
+
+
 def attack(sandbox: Sandbox, target: Host, names: Sequence[str]) -> dict[str, tuple[Ran, str | None]]:
-    """Run attacks: name -> how it ended, and why it was not contained; the host is compared after each."""
+    """Run attacks as answers that the reward `code` scores: name -> how it ended, and why it was not contained.
+
+    The host is compared after each.
+    """
     before = target.state()
     sandbox.run("print('SECRET of an earlier run')", "SECRET")
     found = {}
     for name in names:
-        ran = sandbox.run(target.program(ATTACKS[name]), "5\n")
+        observed = Observed(sandbox)
+        answer = f"```python\n{target.program(ATTACKS[name])}\n```"
+        earned = code(answer, TEST, {}, observed, score="fraction").score
+        assert observed.last is not None
         after = target.state()
         changed = [what for what in before if before[what] != after[what]]
-        found[name] = ran, f"changed the host's {', '.join(changed)}" if changed else fault_of(name, ran)
+        fault = f"changed the host's {', '.join(changed)}" if changed else fault_of(name, observed.last)
+        found[name] = observed.last, fault or (f"earned {earned}" if earned else None)
     return found
 
 

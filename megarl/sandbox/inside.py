@@ -71,21 +71,26 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
 
 
 def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    cpu = max(1, math.ceil(limits["cpu_seconds"]))
-    for what, most in (
-        (resource.RLIMIT_CPU, cpu),
-        (resource.RLIMIT_AS, confinement.used_bytes + limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, _MAX_FILE_BYTES),
-        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES),
-        (resource.RLIMIT_STACK, _STACK_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        *([(resource.RLIMIT_NPROC, _MAX_TASKS)] if confinement.counts_tasks else []),
+    # Whole seconds, and the kernel counts them by samples: whether it was too long is decided by the exact time.
+    cpu = math.floor(limits["cpu_seconds"]) + 1
+    for what, soft, most in (
+        (resource.RLIMIT_CPU, cpu, cpu + 1),
+        (
+            resource.RLIMIT_AS,
+            confinement.used_bytes + limits["memory_bytes"],
+            confinement.used_bytes + limits["memory_bytes"],
+        ),
+        (resource.RLIMIT_FSIZE, _MAX_FILE_BYTES, _MAX_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES, _MAX_OPEN_FILES),
+        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+        *([(resource.RLIMIT_NPROC, _MAX_TASKS, _MAX_TASKS)] if confinement.counts_tasks else []),
     ):
         hard = resource.getrlimit(what)[1]
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (allowed, allowed))
+        resource.setrlimit(what, (min(soft, allowed), allowed))
 
 
 def run(source: bytes, search_path: Sequence[str]) -> NoReturn:

@@ -322,9 +322,9 @@ class _Run:
         cpu_seconds = self._ended["cpu_seconds"]
         exit_code = int(self._ended["exit_code"])
         outcome: Outcome = "ok" if exit_code == 0 else "error"
-        # The kernel measures the limit without the little that its beginning took.
-        is_killed_by_limit = exit_code == 128 + signal.SIGKILL and cpu_seconds > 0.9 * cpu_limit
-        if self._is_late or cpu_seconds > cpu_limit or is_killed_by_limit:
+        # SIGXCPU is the limit's, and SIGKILL where that was ignored.
+        is_killed = exit_code == 128 + signal.SIGXCPU or (exit_code == 128 + signal.SIGKILL and cpu_seconds > 1)
+        if self._is_late or cpu_seconds > cpu_limit or is_killed:
             outcome = "timeout"
         elif self._is_too_long:
             outcome = "output"

@@ -24,7 +24,7 @@ SANDBOXES: list = []
 
 
 def replies(*programs: str, **settings):
-    environment = environment_maker("python", with_sandbox("python", settings, {"timeout_seconds": 1.0}))()
+    environment = environment_maker("python", with_sandbox("python", settings, {"timeout_seconds": 0.9}))()
     calls = tuple(ToolCall(str(place), "python", {"code": program}) for place, program in enumerate(programs))
 
     async def play():
@@ -43,7 +43,7 @@ def test_programs_reply_with_what_they_print():
     found, metrics = replies("print(6 * 7)", "x = 1", "print(x)", "while True: pass", "import os\nos.fork()")
     assert found[:2] == ["42\n", "(it printed nothing)"]
     assert found[2].startswith("error: the program failed") and "NameError" in found[2]
-    assert found[3] == "error: the program took more than 1 seconds"
+    assert found[3] == "error: the program took more than 0.9 seconds"
     assert "PermissionError" in found[4]
     assert metrics["tools/python/calls"] == 5 and metrics["tools/python/errors"] == 3
 

@@ -8,7 +8,6 @@ import pytest
 from megarl.rewards.code import code
 from megarl.rewards.scores import function_metrics
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
-from tests.conftest import load_tool
 from tests.rewards.pools import all_scored, pool_of
 
 SUMS = {"inputs": ["2 3\n", "5 6\n", "10 -4\n"], "outputs": ["5\n", "11\n", "6\n"]}
@@ -28,7 +27,7 @@ class Solution:
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with contextlib.closing(Sandbox(SandboxSettings(timeout_seconds=1.0, total_timeout_seconds=3.0))) as made:
+    with contextlib.closing(Sandbox(SandboxSettings(timeout_seconds=0.9, total_timeout_seconds=9.0))) as made:
         yield made
 
 
@@ -118,12 +117,12 @@ def test_an_attack_from_a_function_earns_nothing(sandbox, source):
     assert code(block(equal), TWO_SUM, {}, sandbox, score="fraction").score == 0.0
 
 
-def test_attacks_of_the_check_earn_nothing(sandbox):
-    check = load_tool("check_sandbox")
-    with check.host() as target:
-        for name in ("fork bomb", "memory bomb", "write outside", "patched builtins", "write a reward"):
-            earned = code(block(target.program(check.ATTACKS[name])), SUMS, {}, sandbox, score="fraction").score
-            assert earned == 0.0, name
+def test_the_time_of_programs_comes_on_top(tmp_path):
+    """A second of CPU is too much for the function, and nothing for its programs."""
+    slow = block("import time\nend = time.process_time() + 1.5\nwhile time.process_time() < end: pass\nprint(1)")
+    tests = {"inputs": ["0"], "outputs": ["1"]}
+    with pool_of("code", timeout_seconds=1.0) as pool:
+        assert all_scored(pool, slow, answer=tests)[0].reward.score == 1.0
 
 
 def test_in_a_reward_process():

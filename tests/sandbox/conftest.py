@@ -12,7 +12,7 @@ from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    """One of all layers, with a CPU limit of a second and ten by the clock."""
-    made = Sandbox(SandboxSettings(timeout_seconds=1.0, wall_timeout_seconds=10.0, packages=()))
+    """One of all layers, with a CPU limit below a second and ten by the clock."""
+    made = Sandbox(SandboxSettings(timeout_seconds=0.9, wall_timeout_seconds=10.0, packages=()))
     with contextlib.closing(made):
         yield made
