@@ -2,9 +2,8 @@
 
     python tools/make_code_data.py --out runs/tiny_code_input/data
 
-Writes `train.jsonl` and `heldout.jsonl`, a line {"messages": ..., "gt_answer": ...} each, the answer being the tests as
-JSON: {"inputs": [...], "outputs": [...]}. No problem is in both. With `--form calls` a function `solve` is called with
-the numbers.
+Writes `train.jsonl` and `heldout.jsonl`, a line {"messages": ..., "test_cases": {"inputs": [...], "outputs": [...]}}
+each. No problem is in both. With `--form calls` a function `solve` is called with the numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def problem(task: str, constant: int, form: str, generator: random.Random) -> di
     else:
         asked = f"Read numbers from one line. Print {what}."
         tests = {"inputs": [" ".join(map(str, numbers)) for numbers in given], "outputs": list(map(str, outputs))}
-    return {"messages": {"role": "user", "content": asked}, "gt_answer": json.dumps(tests)}
+    return {"messages": {"role": "user", "content": asked}, "test_cases": tests}
 
 
 def make_code_data(folder: Path, num_train: int, num_heldout: int, form: str, seed: int) -> None:

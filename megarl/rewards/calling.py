@@ -22,12 +22,14 @@ PARAMETERS = {
     "truncated": "bool: whether the completion hit the length limit",
     "turn": "int: number of the turn, from 1",
     "correct_score": "float: reward.correct_score",
-    "sandbox": "megarl.sandbox.Sandbox: runs programs of the policy, under the recipe's sandbox",
+    "sandbox": "megarl.sandbox.remote.AnySandbox: runs programs of the policy, if it is named; the recipe's sandbox",
 }
 """The values of a sample that a reward function may take, by the name of its parameter."""
 
 _OF_THE_RECIPE = ("correct_score",)
 """Parameters that are no part of the sample; a function's kwargs may replace their values."""
+_WHEN_NAMED = "sandbox"
+"""Not among the `**rest` of a function: a machine without a sandbox can run others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     for parameter in named.values():
         if parameter.default is parameter.empty and parameter.name not in (*PARAMETERS, *kwargs):
             raise ConfigError(_unknown(name, parameter.name))
-    needs = frozenset(key for key in PARAMETERS if (takes_any or key in named) and key not in kwargs)
+    wanted = named.keys() | (PARAMETERS.keys() - {_WHEN_NAMED} if takes_any else set())
+    needs = frozenset(key for key in PARAMETERS if key in wanted and key not in kwargs)
     positional = {p.name: p.default for p in named.values() if p.kind is p.POSITIONAL_ONLY}
     return BoundFunction(function, needs, positional, kwargs)
 

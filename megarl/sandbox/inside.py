@@ -73,24 +73,24 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
 def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     # Whole seconds, and the kernel counts them by samples: whether it was too long is decided by the exact time.
     cpu = math.floor(limits["cpu_seconds"]) + 1
-    for what, soft, most in (
-        (resource.RLIMIT_CPU, cpu, cpu + 1),
-        (
-            resource.RLIMIT_AS,
-            confinement.used_bytes + limits["memory_bytes"],
-            confinement.used_bytes + limits["memory_bytes"],
-        ),
-        (resource.RLIMIT_FSIZE, _MAX_FILE_BYTES, _MAX_FILE_BYTES),
-        (resource.RLIMIT_NOFILE, _MAX_OPEN_FILES, _MAX_OPEN_FILES),
-        (resource.RLIMIT_STACK, _STACK_BYTES, _STACK_BYTES),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-        *([(resource.RLIMIT_NPROC, _MAX_TASKS, _MAX_TASKS)] if confinement.counts_tasks else []),
-    ):
+    most = {
+        resource.RLIMIT_CPU: cpu + 1,
+        resource.RLIMIT_AS: confinement.used_bytes + limits["memory_bytes"],
+        resource.RLIMIT_FSIZE: _MAX_FILE_BYTES,
+        resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
+        resource.RLIMIT_STACK: _STACK_BYTES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if confinement.counts_tasks:
+        most[resource.RLIMIT_NPROC] = _MAX_TASKS
+    for what, number in most.items():
         hard = resource.getrlimit(what)[1]
-        allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (min(soft, allowed), allowed))
+        allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
+        # SIGXCPU comes a second before the end that nobody can put off.
+        soft = min(cpu, allowed) if what == resource.RLIMIT_CPU else allowed
+        resource.setrlimit(what, (soft, allowed))
 
 
 def run(source: bytes, search_path: Sequence[str]) -> NoReturn:

@@ -45,9 +45,11 @@ class Layers:
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
             said = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
             others = ", ".join(layer for layer in required if layer not in missing)
+            # Never as root, whatever the recipe requires.
+            less = f"or with less, at your own risk: sandbox.require=[{others}]; "
             raise ConfigError(
-                f"sandbox.require: this machine has no {' and no '.join(missing)} to run programs in ({said}); or run "
-                f"them with less, at your own risk: sandbox.require=[{others}]; or elsewhere, by sandbox.url"
+                f"sandbox.require: this machine has no {' and no '.join(missing)} to run programs in ({said}); "
+                f"{'' if 'unprivileged' in missing else less}or run them elsewhere, by sandbox.url"
             )
 
     def notice(self, required: Collection[str]) -> str | None:

@@ -31,3 +31,4 @@ def test_a_machine_without_namespaces() -> None:
     assert code == 2 and not found["works"]
     assert {"namespaces", "unprivileged"} <= set(found["missing"])
     assert "setresuid" in found["missing"]["unprivileged"]
+    assert "start megarl as a user other than root" in found["text"] and "at your own risk" not in found["text"]

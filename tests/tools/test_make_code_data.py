@@ -34,7 +34,7 @@ def test_problems_can_be_solved(tool: Callable[[str], ModuleType], tmp_path: Pat
     function = f"def solve(numbers): return sum(numbers) + {constant}"
     program = function if form == "calls" else f"print(sum(map(int, input().split())) + {constant})"
     with contextlib.closing(Sandbox(SandboxSettings(packages=()))) as sandbox:
-        assert code(f"```python\n{program}\n```", sums["gt_answer"], sums, sandbox).score == 1.0
+        assert code(f"```python\n{program}\n```", sums["test_cases"], sums, sandbox).score == 1.0
 
 
 def test_the_recipe_is_ready(
