@@ -1,67 +1,81 @@
-"""The Python tool: what the policy is shown, and what its calls get."""
+"""The Python tool: what the policy is shown, and what its calls get, here and in an environment's process."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from megarl.environments import Turn, environment_maker, num_processes, with_sandbox
+from megarl.environments.process import EnvironmentProcess, process_settings
 from megarl.environments.python import Python, _sandbox
+from megarl.platform.processes import descendants
 from megarl.types import ConfigError, Problem, ToolCall
 
+PROBLEM = Problem(0, ({"role": "user", "content": "?"},), (), "")
+SETTINGS = with_sandbox("python", {}, {"timeout_seconds": 0.9, "packages": []})
 
-@pytest.fixture(autouse=True, scope="module")
-def no_sandbox_is_left():
-    yield
-    # Its process would end it; this one goes on.
-    for sandbox in SANDBOXES:
-        sandbox.close()
+
+@pytest.fixture
+def environment() -> Iterator[Python]:
+    """One whose sandbox ends with the test; else it would with the process."""
+    made = environment_maker("python", SETTINGS)()
+    assert isinstance(made, Python)
+    yield made
+    _sandbox(json.dumps(asdict(made._settings))).close()
     _sandbox.cache_clear()
 
 
-SANDBOXES: list = []
-
-
-def replies(*programs: str, **settings):
-    environment = environment_maker("python", with_sandbox("python", settings, {"timeout_seconds": 0.9}))()
+def turn_of(*programs: str) -> Turn:
     calls = tuple(ToolCall(str(place), "python", {"code": program}) for place, program in enumerate(programs))
-
-    async def play():
-        await environment.reset(Problem(0, ({"role": "user", "content": "?"},), (), ""), 0)
-        return await environment.step(Turn(0, "", "stop", calls=calls))
-
-    step = asyncio.run(play())
-    import json
-    from dataclasses import asdict
-
-    SANDBOXES.append(_sandbox(json.dumps(asdict(environment._settings))))
-    return [message["content"] for message in step.messages], step.metrics
+    return Turn(0, "", "stop", calls=calls)
 
 
-def test_programs_reply_with_what_they_print():
-    found, metrics = replies("print(6 * 7)", "x = 1", "print(x)", "while True: pass", "import os\nos.fork()")
+def test_programs_reply_with_what_they_print(environment: Python) -> None:
+    programs = ("print(6 * 7)", "x = 1", "print(x)", "while True: pass", "import os\nos.fork()")
+    step = asyncio.run(environment.step(turn_of(*programs)))
+    found = [message["content"] for message in step.messages]
     assert found[:2] == ["42\n", "(it printed nothing)"]
     assert found[2].startswith("error: the program failed") and "NameError" in found[2]
     assert found[3] == "error: the program took more than 0.9 seconds"
     assert "PermissionError" in found[4]
-    assert metrics["tools/python/calls"] == 5 and metrics["tools/python/errors"] == 3
+    assert step.metrics["tools/python/calls"] == 5 and step.metrics["tools/python/errors"] == 3
 
 
-def test_the_policy_is_shown_one_parameter():
+def test_in_a_process_that_takes_the_sandbox_with_it() -> None:
+    process = EnvironmentProcess(process_settings("python", SETTINGS, 1.0))
+    try:
+        process.wait_until_ready()
+        process.ask({"do": "reset", "problem": asdict(PROBLEM), "seed": 0})
+        answer = process.ask({"do": "step", "turn": asdict(turn_of("print(sum(range(5)))"))})
+        assert [message["content"] for message in answer["value"]["messages"]] == ["10\n"]
+        below = list(descendants(process._process.pid))
+        assert len(below) == 2, "the environment and its sandbox's spawner"
+    finally:
+        process.close()
+    while any(Path(f"/proc/{pid}").exists() for pid in below):
+        time.sleep(0.01)
+
+
+def test_the_policy_is_shown_one_parameter() -> None:
     [tool] = Python(sandbox={"packages": []}).tools
     assert tool["function"]["name"] == "python"
     assert tool["function"]["parameters"]["required"] == ["code"]
 
 
-def test_it_runs_in_processes_and_takes_the_recipes_sandbox():
+def test_it_runs_in_processes_and_takes_the_recipes_sandbox() -> None:
     assert num_processes("python", None) > 0
     assert with_sandbox("python", {}, {"memory_mib": 64}) == {"sandbox": {"memory_mib": 64}}
     assert with_sandbox("python", {"sandbox": {}}, {"memory_mib": 64}) == {"sandbox": {}}
     assert with_sandbox("calculator", {}, {"memory_mib": 64}) == {}
 
 
-def test_it_is_checked_before_a_start():
+def test_it_is_checked_before_a_start() -> None:
     Python().check()
     with pytest.raises(ConfigError, match=r"sandbox\.url"):
         Python(sandbox={"url": "nowhere"}).check()
