@@ -324,6 +324,8 @@ COUNTERPARTS = (
                 ("reward.model",)),
     Counterpart(("reward_weights",), ("reward.function_weight", "reward.model_weight")),
     Counterpart(("reward_clip_range",), ("reward.model_clip",)),
+    Counterpart(("sandbox_fusion.url", "sandbox_fusion_url", "sandbox_url"), ("sandbox.url",)),
+    Counterpart(("sandbox_fusion.memory_limit_mb",), ("sandbox.memory_mib",)),
     # Machines and files
     Counterpart(
         ("n_gpus_per_node", "gpus_per_node", "actor_num_gpus_per_node", "num_gpus_per_node"),

@@ -55,6 +55,8 @@ WRITTEN = {
     "trainer.experiment_name": "name",
     "custom_reward_function.path": "reward.functions",
     "reward_model.overlong_buffer.len": "algorithm.overlong_buffer",
+    "reward_model.sandbox_fusion.url": "sandbox.url",
+    "reward_model.sandbox_fusion.memory_limit_mb": "sandbox.memory_mib",
     # TRL
     "num_ppo_epochs": "train.epochs_per_step",
     "num_iterations": "train.epochs_per_step",
