@@ -189,6 +189,7 @@ class Sandbox:
             "layers": layers,
             "trees": sorted({*trees, *packages}),
             "listable": listable,
+            "packages": self._settings.packages,
             "search_path": [*search_path, *listable],
         }
         root = str(Path(megarl.__file__).parents[1])

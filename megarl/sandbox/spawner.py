@@ -6,6 +6,7 @@ that it begins with is the spawner's, and that of no other run.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -17,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megarl.sandbox import landlock, namespaces, seccomp
@@ -55,8 +57,10 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
 
 def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     """Enter the layers that there are. Returns them, and why others are missing."""
-    _prepare_modules()
-    used_bytes = _used_bytes()
+    for name in _PREPARED:
+        importlib.import_module(name)
+    # Opened while /proc is there.
+    memory = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     faults: dict[str, str] = {}
     layers = {"limits"}
     is_root = os.geteuid() == 0
@@ -83,6 +87,9 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
                 layers.add(layer)
             else:
                 faults[layer] = fault
+    _import_packages(start["packages"], start["listable"])
+    used_bytes = int(os.read(memory, 200).split()[0]) * resource.getpagesize()
+    os.close(memory)
     trees, listable, search_path = (tuple(start[name]) for name in ("trees", "listable", "search_path"))
     counts_tasks = "namespaces" in layers and _kernel() >= _COUNTS_BY_NAMESPACE
     return Confinement(frozenset(layers), trees, listable, search_path, used_bytes, counts_tasks), faults
@@ -92,14 +99,14 @@ def _kernel() -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 
 
-def _prepare_modules() -> None:
-    for name in _PREPARED:
-        importlib.import_module(name)
-
-
-def _used_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
+    """Import packages once for all programs, as the user who runs them; one that fails will tell who imports it."""
+    before = list(sys.path)
+    sys.path += folders
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    sys.path[:] = before
 
 
 def _probe_landlock() -> None:
