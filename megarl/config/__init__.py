@@ -352,6 +352,8 @@ class TrainConfig(Section):
 class EvaluationConfig(Section):
     every_steps: NonNegativeInt = 0
     """Evaluate the validation sets every so many steps, besides before the first and after the last; 0: only those."""
+    at_start: bool = True
+    """Evaluate before the first step. A run of no steps does in any case."""
     max_problems: PositiveInt | None = None
     """Evaluate only the first so many records of each set; default: all."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()

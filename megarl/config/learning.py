@@ -229,8 +229,11 @@ class AlgorithmConfig(Section):
     """Ratio of prompts sampled at once to prompts per step, with dynamic sampling, whose surplus groups train in the
     next step, or rollout.stragglers, which says what becomes of them."""
     overlong_buffer: PositiveInt | None = None
-    """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by reward.correct_score at
-    the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of max_new_tokens."""
+    """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by overlong_penalty times
+    reward.correct_score at the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of
+    max_new_tokens."""
+    overlong_penalty: PositiveFloat = 1.0
+    """Penalty at the end of the overlong_buffer, in units of reward.correct_score (verl's penalty_factor)."""
     mask_truncated: bool = False
     """Mask attempts that hit a limit of length or of time out of the loss (DAPO's overlong filtering)."""
     ptx_coefficient: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

@@ -194,6 +194,7 @@ COUNTERPARTS = (
         ("algorithm.overlong_buffer",),
         "in tokens",
     ),
+    Counterpart(("overlong_buffer.penalty_factor", "overlong_buffer_penalty"), ("algorithm.overlong_penalty",)),
     Counterpart(("mask_truncated_completions", "filter_truncated_response", "overlong_filtering"),
                 ("algorithm.mask_truncated",)),
     Counterpart(
@@ -342,8 +343,7 @@ COUNTERPARTS = (
     Counterpart(("async_save",), ("checkpoint.asynchronous",)),
     Counterpart(("test_freq", "eval_interval", "eval_steps", "val_period"), ("evaluation.every_steps",)),
     Counterpart(("max_val_samples",), ("evaluation.max_problems",)),
-    Counterpart(("val_before_train", "val_at_start", "eval_on_start"),
-                note="the validation sets are always evaluated before the first step"),
+    Counterpart(("val_before_train", "val_at_start", "eval_on_start"), ("evaluation.at_start",)),
     Counterpart(("resume_mode", "resume_from_checkpoint", "load_checkpoint"),
                 note="a run goes on with: megarl train RECIPE --resume"),
     Counterpart(("log_completions", "rollout_data_dir", "log_val_generations"), ("samples_every_steps",)),

@@ -27,7 +27,7 @@ async def train(session: Session) -> None:
         name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()
     }
-    if not session.folder.resumed_step:
+    if not session.folder.resumed_step and session.evaluates_first:
         tracker.log(0, await _evaluate(session, held_out))
     for number in session.steps:
         async with session.step(number) as step:

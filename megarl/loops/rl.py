@@ -115,6 +115,8 @@ async def _resume_or_evaluate(session: Session, state: RLState) -> None:
         if session.origin.unlogged is None:
             return
         step.log(session.origin.unlogged)
+    elif not session.evaluates_first:
+        return
     async with session.leaving_in_order(step, state):
         step.log(await session.evaluate(step.number))
     session.tracker.log(step.number, step.metrics)

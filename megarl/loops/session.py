@@ -211,6 +211,11 @@ class Session:
                 starts_from_rollout=self.recipe.algorithm.old_logprobs == "rollout",
             )
 
+    @property
+    def evaluates_first(self) -> bool:
+        """Whether the run evaluates before its first step."""
+        return self.recipe.evaluation.at_start or not self.recipe.train.steps
+
     def evaluates_at(self, step: int) -> bool:
         """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
         every = self.recipe.evaluation.every_steps

@@ -53,9 +53,11 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
             await _evaluate(session, step, held_out)
         else:
             # The engines begin awake, with the weights that the trainer begins with.
-            step.log(await session.evaluate(0))
+            if session.evaluates_first:
+                step.log(await session.evaluate(0))
             await session.sleep_engines()
-            step.log(await _losses(session, held_out))
+            if session.evaluates_first:
+                step.log(await _losses(session, held_out))
     session.tracker.log(step.number, step.metrics)
 
 

@@ -100,7 +100,8 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
         if not (buffer := source.recipe.algorithm.overlong_buffer):
             continue
         longest = source.recipe.rollout.sampling.max_new_tokens
-        penalty = source.recipe.reward.correct_score * soft_overlong(lengths, longest=longest, buffer=buffer)
+        factor = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score
+        penalty = factor * soft_overlong(lengths, longest=longest, buffer=buffer)
         is_of_source = torch.tensor([not recipe.mixture or name == source.name for name in batch.environments])
         scores = torch.where(is_of_source, scores + penalty, scores)
     return scores
