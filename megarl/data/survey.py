@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Kind = Literal["problems", "conversations", "pairs", "judged"]
-"""What records are made into: for rl; for sft; for preference and reward_model; for preference with kto."""
+"""The things that records are made into: for rl; for sft; for preference and reward_model; for preference with kto."""
 _NO_LIMIT = 1 << 24
 MOST_TOLD = 20
 """Faults, duplicates and overlaps that are told; all are counted."""
@@ -59,7 +59,7 @@ class Survey:
 
 
 def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
-    """What a record can be made into, by its fields."""
+    """The kind of sequences or problems that a record can be made into, by its fields."""
     if first_of(fields, format.chosen) and first_of(fields, format.rejected):
         return "pairs"
     if isinstance(fields.get("label"), bool):
