@@ -147,6 +147,11 @@ SEVERAL_TURNS = {"rollout": {"environment": "games.py:Game"}}
         pytest.param(
             CENTRED | {"overlong_buffer": 15}, [[1.5 + 1 / 30], [-1.5 - 1 / 30] * 2, [-0.5], [0.5]], id="overlength"
         ),
+        pytest.param(
+            CENTRED | {"overlong_buffer": 15, "overlong_penalty": 3.0},
+            [[1.5 + 1 / 10], [-1.5 - 1 / 10] * 2, [-0.5], [0.5]],
+            id="overlength, three times as dear",
+        ),
         pytest.param(CENTRED | {"advantage": "opo"}, [[2.0], [-1.0, -1.0], [-0.5], [0.5]], id="opo takes lengths"),
         pytest.param({"advantage": "pass_at_k", "pass_k": 1}, [[1.0], [-1.0, -1.0], [0.0], [0.0]], id="pass at 1"),
         pytest.param(
