@@ -96,7 +96,7 @@ def _found(place: str) -> Path:
     if path.exists():
         return path
     name = "/".join(place.split("/")[:2])
-    if not is_hub_name(name) or place.startswith("/"):
+    if not is_hub_name(name) or path.suffix.lower() in READERS:
         raise DataError(f"{place}: no such file; check the path")
     folder = cached_folder(name, "dataset")
     if folder is None:

@@ -158,5 +158,7 @@ def test_a_data_set_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch
             data_files("megarl-tests/sums/other")
         with pytest.raises(DataError, match="hf download megarl-tests/products --repo-type dataset"):
             data_files("train@megarl-tests/products")
+        with pytest.raises(DataError, match=r"^data/train\.jsonl: no such file; check the path$"):
+            data_files("data/train.jsonl")
     finally:
         hub.cached_folder.cache_clear()

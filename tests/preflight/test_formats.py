@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from megarl.config import Recipe
+from megarl.config import DataConfig, Recipe
 from megarl.data.chat import load_tokenizer
+from megarl.data.formats import FORMATS, RecordFormat
 from megarl.preflight import check, check_rewards, count_records, told_formats
 from megarl.preflight.files import read_conversations, read_preferences, read_problems
 from megarl.types import DataError
@@ -68,6 +70,13 @@ def test_problems(recipe: Callable[..., Recipe], tmp_path: Path, name: str) -> N
         expected.answer,
     )
     assert found.record == record
+
+
+def test_the_recipe_names_all_formats_and_their_fields() -> None:
+    formats = {name for kind in get_args(DataConfig.model_fields["format"].annotation) for name in get_args(kind)}
+    assert formats == FORMATS.keys()
+    roles = {field.name for field in dataclasses.fields(RecordFormat)} - {"name", "answer"}
+    assert set(get_args(get_args(DataConfig.model_fields["fields"].annotation)[0])) == roles
 
 
 def test_a_format_and_fields_may_be_named(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
