@@ -14,6 +14,8 @@ from megarl.files.import_path import Choices
 
 TRACKERS = {
     "tensorboard": "megarl.tracking.tensorboard:TensorBoard",
+    "wandb": "megarl.tracking.wandb:WandB",
+    "mlflow": "megarl.tracking.mlflow:MLflow",
 }
 """Name in a recipe -> `package.module:Class`, imported when a run begins."""
 

@@ -1,0 +1,94 @@
+"""The Weights & Biases tracker: scalars, tables of samples, the recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import yaml
+
+from megarl.files.atomic import replace_text
+from megarl.types import ConfigError
+
+Mode = Literal["online", "offline", "shared", "disabled"]
+
+_SAMPLES_SHOWN = 16
+
+
+class WandB:
+    """A run of W&B in `wandb/` of the run folder; see `trackers.RunTracker`.
+
+    It is configured by W&B's own variables: WANDB_MODE (offline unless it is set; `wandb sync` uploads the folder
+    later), WANDB_PROJECT (megarl), WANDB_ENTITY, WANDB_API_KEY. A run that is resumed goes on under its id, which is
+    kept in the folder; W&B drops steps that it has already.
+    """
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("trackers has wandb, which is not installed: pip install 'megarl[wandb]'") from None
+        (folder / "wandb").mkdir(exist_ok=True)
+        self._wandb = wandb
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "megarl"),
+                name=folder.name,
+                id=_run_id(folder / "wandb" / "id", is_new=not resumed_step),
+                resume="allow",
+                mode=_mode(),
+                dir=folder,
+                config=yaml.safe_load((folder / "config.yaml").read_text()),
+                settings=wandb.Settings(
+                    silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
+                ),
+            )
+        except wandb.Error as error:
+            raise OSError(f"W&B: {error}") from None
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Add a step's scalars by name."""
+        self.run.log(dict(scalars), step=step)
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add the first records of each set as a table `samples/SET`."""
+        by_set: dict[str, list[Mapping[str, Any]]] = {}
+        for record in records:
+            by_set.setdefault(record.get("set", "train"), []).append(record)
+        for name, shown in by_set.items():
+            columns = list(dict.fromkeys(field for record in shown for field in record))
+            table = self._wandb.Table(columns=columns)
+            for record in shown[:_SAMPLES_SHOWN]:
+                table.add_data(*(_cell(record.get(field)) for field in columns))
+            self.run.log({f"samples/{name}": table}, step=step)
+
+    def sync(self) -> None:
+        """Nothing: W&B's own process writes what it is told of at once."""
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self.run.finish()
+
+
+def _mode() -> Mode:
+    """The mode of W&B's own variable; offline where it is not set."""
+    mode = os.environ.get("WANDB_MODE", "offline")
+    if mode not in get_args(Mode):
+        raise ConfigError(f"WANDB_MODE={mode}: it is one of {', '.join(get_args(Mode))}")
+    return cast(Mode, mode)
+
+
+def _run_id(file: Path, *, is_new: bool) -> str:
+    """The id of the run, kept in a file so that a run that is resumed goes on under it."""
+    if is_new or not file.exists():
+        replace_text(file, secrets.token_hex(4) + "\n")
+    return file.read_text().strip()
+
+
+def _cell(value: object) -> str | int | float | bool | None:
+    """A value of a table's cell: as it is where W&B has its type, else as JSON."""
+    return value if value is None or isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False)
