@@ -42,13 +42,14 @@ class ForkServer:
         """Starts it; its output while it imports goes to `log`."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         shared = {name: value for name, value in environment.items() if name not in _OF_A_PROCESS}
+        temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
                 # -P: the folder of the script or the current one must not come before the search path.
                 [sys.executable, "-P", "-c", _SERVER, json.dumps(sys.path), str(number), str(os.getpid()), *imports],
                 # With one thread OpenMP and BLAS make no pool of threads, which a fork would not copy.
-                env={**shared, "OMP_NUM_THREADS": "1"},
+                env={**shared, **temporary, "OMP_NUM_THREADS": "1"},
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -150,12 +151,11 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its group, if it still runs."""
-        if self.exit_code is None:
-            with suppress(OSError):
-                self._status.shutdown(socket.SHUT_WR)
-            if not self._server.is_ready:
-                self._server.kill()  # it would only take notice when all is imported
+        """Kill the process, if it still runs, and what is left of its group."""
+        with suppress(OSError):
+            self._status.shutdown(socket.SHUT_WR)
+        if not self._server.is_ready:
+            self._server.kill()  # it would only take notice when all is imported
 
     def release(self) -> None:
         """Close the connection and let the server reap the process."""

@@ -53,11 +53,10 @@ class _Forked:
     def release(self) -> None:
         """Kill what is left of the process and its group: the driver has closed its end."""
         self.is_released = True
-        if not self.is_reported:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:  # it does not lead its session yet
-                os.kill(self.pid, signal.SIGKILL)
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it does not lead its session yet, or has ended alone
+            os.kill(self.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,7 +69,8 @@ def with_steps(recipe: Recipe) -> Recipe:
             records = sum(1 for _ in read_records(data.train))
     except (MegarlError, ValueError):
         return recipe
-    steps = math.ceil(epochs * records / recipe.train.prompts_per_step)
+    # As the recipe writes them: in floating point 1.1 epochs of 100 records are more than 110.
+    steps = math.ceil(Fraction(str(epochs)) * records / recipe.train.prompts_per_step)
     resolved = recipe.train.model_copy(update={"steps": steps})
     resolved.model_fields_set.discard("steps")
     return recipe.model_copy(update={"train": resolved})

@@ -60,7 +60,7 @@ class WandB:
         for record in records:
             by_set.setdefault(record.get("set", "train"), []).append(record)
         for name, shown in by_set.items():
-            columns = list(dict.fromkeys(field for record in shown for field in record))
+            columns: list[Any] = list(dict.fromkeys(field for record in shown for field in record))
             table = self._wandb.Table(columns=columns)
             for record in shown[:_SAMPLES_SHOWN]:
                 table.add_data(*(_cell(record.get(field)) for field in columns))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.platform.fork_server import ForkedProcess, ForkServer, end_fork_servers, fork_server
+from tests.rewards.pools import is_alive, wait_until
 
 MODULE = """
 import json, os, signal, sys, tempfile
@@ -34,6 +35,11 @@ def leave_with_3(connection):
 
 def fail(connection):
     raise ValueError("seven")
+
+def leave_a_child(connection):
+    import subprocess
+    child = subprocess.Popen(["sleep", "600"])
+    connection.sendall(json.dumps({"child": child.pid}).encode() + b"\\n")
 
 def threads(connection):
     import torch
@@ -122,6 +128,20 @@ def test_exit_codes_are_those_of_an_interpreter(environment: dict[str, str], tmp
         assert [process.exit_code for process in processes] == [3, 1, 1]
         assert (tmp_path / "fail").read_text().endswith("ValueError: seven\n")
         assert len(imported(environment)) == 3  # nothing was asked to be imported before
+
+    drive(test)
+
+
+def test_what_a_process_left_of_its_group_is_killed(environment: dict[str, str], tmp_path: Path) -> None:
+    async def test() -> None:
+        server = server_of(environment, tmp_path / "log")
+        process = fork(server, "leave_a_child", environment, tmp_path / "log")
+        child = (await told_by(process))["child"]
+        await process.ended
+        assert process.exit_code == 0 and is_alive(child)
+        process.kill()
+        process.release()
+        wait_until(lambda: not is_alive(child), seconds=60)
 
     drive(test)
 
