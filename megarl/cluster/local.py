@@ -30,7 +30,7 @@ class _LocalHandle(RankHandle):
         with log.open("ab") as output:
             server = fork_server(environment, imports, output)
             self.process: ForkedProcess = server.fork(
-                f"megarl rank {rank}", "megarl.cluster.rank:serve", environment, output
+                f"megarl rank {rank}", "megarl.cluster.rank:main", environment, output
             )
         self.socket = self.process.connection
         self.socket.setblocking(False)

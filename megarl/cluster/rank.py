@@ -141,3 +141,9 @@ def leave() -> NoReturn:
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(0)
+
+
+def main(connection: socket.socket) -> NoReturn:
+    """Be a rank on this machine: serve it, then end at once."""
+    serve(connection)
+    leave()

@@ -30,8 +30,9 @@ _END_SECONDS = 1.0
 _SERVER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from megarl.platform.forking import main
-main(*sys.argv[2:])
+from megarl.platform.forking import serve
+run = serve(*sys.argv[2:])
+run()
 """
 
 

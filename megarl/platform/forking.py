@@ -14,14 +14,14 @@ import socket
 import struct
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from megarl.platform.imports import uncollected
+from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.processes import die_with
 
 STATUS = struct.Struct("<i")
@@ -163,6 +163,25 @@ def _set_num_threads() -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+def _import(modules: Sequence[str]) -> None:
+    """Import the modules. Temporary files that this makes, and variables that name them, are not for the forked."""
+    folder = PrivateFolder()
+    own = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder.path)
+    tempfile.tempdir = None
+    try:
+        with uncollected():
+            for module in modules:
+                importlib.import_module(module)
+    finally:
+        for name, value in list(os.environ.items()):
+            if str(folder.path) in value:
+                del os.environ[name]
+        if own is not None:
+            os.environ["TMPDIR"] = own
+        folder.remove()
+
+
 def _print_to(descriptor: int) -> None:
     """Make it standard output and error, and close it."""
     os.dup2(descriptor, 1)
@@ -170,30 +189,19 @@ def _print_to(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def main(number: str, driver: str, *modules: str) -> NoReturn:
-    """The main function; its arguments are the socket of requests, the driver's process id, and what to import."""
+def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
+    """Import the modules, then fork. Returns in forked processes only, with what each is to run.
+
+    `number` is the descriptor of the socket of requests, `driver` the process id of the driver.
+    """
     die_with(int(driver))
     try:
-        with uncollected():
-            for module in modules:
-                importlib.import_module(module)
+        _import(modules)
     except Exception:
         # Each forked process meets the error where it is reported, in an interpreter without half of an import.
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
     _print_to(os.open(os.devnull, os.O_WRONLY))
     request = _Server(socket.socket(fileno=int(number))).run()
-    code = 0
-    if request is not None:
-        try:
-            function = request.begin()
-            function(socket.socket(fileno=request.connection))
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-    # At once: Python's finalisation of torch, vLLM and Megatron takes seconds.
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    if request is None:
+        os._exit(0)
+    return partial(request.begin(), socket.socket(fileno=request.connection))

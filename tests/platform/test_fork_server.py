@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from tests.rewards.pools import is_alive, wait_until
 MODULE = """
 import json, os, signal, sys, tempfile
 
+if "MAKES_FILES" in os.environ:
+    os.environ["MADE_BY_IMPORT"] = tempfile.mkdtemp()
+    open(os.path.join(tempfile.gettempdir(), "made"), "w").close()
+
 with open(os.environ["IMPORTED"], "a") as file:
     file.write(f"{os.getpid()}\\n")
 
 def tell(connection):
     print("told")
-    names = ("RANK", "TMPDIR", "OMP_NUM_THREADS", "LOCAL_RANK")
+    names = ("RANK", "TMPDIR", "OMP_NUM_THREADS", "LOCAL_RANK", "MADE_BY_IMPORT")
     told = {name: os.environ.get(name) for name in names}
     told |= {"session": os.getsid(0), "pid": os.getpid(), "parent": os.getppid(), "folder": os.getcwd()}
     told |= {"temporary": tempfile.gettempdir(), "torch": "torch" in sys.modules}
@@ -88,6 +93,7 @@ def test_processes_share_an_import_and_have_all_else_of_their_own(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
+        environment["MAKES_FILES"] = "1"
         server = server_of(environment, tmp_path / "log", "forked_probe")
         (tmp_path / "other").mkdir()
         monkeypatch.chdir(tmp_path / "other")
@@ -100,6 +106,8 @@ def test_processes_share_an_import_and_have_all_else_of_their_own(
         assert imported(environment) == [str(told[0]["parent"])] == [str(told[1]["parent"])]
         assert [one["RANK"] for one in told] == ["1", "2"]
         assert [one["LOCAL_RANK"] for one in told] == ["5", None]
+        assert {one["MADE_BY_IMPORT"] for one in told} == {None}
+        assert not (tmp_path / "made").exists() and not (Path(tempfile.gettempdir()) / "made").exists()
         assert {str(one["OMP_NUM_THREADS"]) for one in told} == {"2"}
         assert {one["temporary"] for one in told} == {str(tmp_path)}
         assert {one["folder"] for one in told} == {str(tmp_path / "other")}
