@@ -4,9 +4,9 @@
 
 First a hasty student is made, as in the quickstart: a tiny model with random weights that imitates short answers to
 arithmetic. Each method then starts from it, with the same data, seeds and steps on two CPU ranks. What learns from
-preferences is measured by the held-out pairs that it wins. The environments that megarl ships are methods here too:
-games start from a player that mostly guesses at random, tools from a student that seldom calls them. Exits with 1 if a
-method fails or gains less than its limit.
+preferences is measured by the held-out pairs that it wins. Environments that megarl ships are methods here too: games
+start from a player that mostly guesses at random, tools from a student that seldom calls them. Exits with 1 if a method
+fails or gains less than its limit.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
     # What tools/make_play_data.py plays.
     "guess_number": game("guess_number", max_number=3, max_guesses=2),
-    "mastermind": game("mastermind", length=1, num_letters=3, max_guesses=3),
     "countdown": game("countdown", num_numbers=2, max_number=6),
     "reasoning_gym": (
         "rl", "data.train=environment:2000", "data.validation.heldout=environment:200",
