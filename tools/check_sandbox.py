@@ -2,6 +2,7 @@
 
     python tools/check_sandbox.py               # all, on all layers of this machine; then speed
     python tools/check_sandbox.py --without namespaces
+    python tools/check_sandbox.py --without namespaces landlock --only "kill by a pipe's owner"
 
 A program prints BREACH where it got what it must not have. Prints a line for each and fails where one was not
 contained, a file, setting, socket or process of the host has changed, or a run took more than 40 ms of CPU time.
@@ -87,6 +88,22 @@ ATTACKS: dict[str, str] = {
     "kill parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nimport time\ntime.sleep(0.2)",
     "kill all": "import os, signal\nos.kill(-1, signal.SIGKILL)",
     "kill the host's": "import os\nos.kill(PID, 9)\nprint('BREACH')",
+    "kill by a pipe's owner": (
+        "import fcntl, os\nread, write = os.pipe()\nfcntl.fcntl(read, fcntl.F_SETOWN, PID)\n"
+        "print('BREACH', flush=True)\nfcntl.fcntl(read, 10, 9)\nfcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)\n"
+        "os.write(write, b'x')"
+    ),
+    "signals of a pipe": (
+        "import fcntl, os\nread, write = os.pipe()\nfcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC)\nprint('BREACH')"
+    ),
+    "datagram from a pair": (
+        "import socket\nsocket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', 'CANARY/socket')\n"
+        "print('BREACH')"
+    ),
+    "datagram from a pair, abstract": (
+        "import socket\nsocket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', '\\0ABSTRACT')\n"
+        "print('BREACH')"
+    ),
     "ptrace parent": _SYSCALL + "import os\nif call(101, 117, 16, os.getppid(), 0, 0) == 0: print('BREACH')",
     "read another's memory": (_SYSCALL + "import os\nif call(310, 270, PID, 0, 0, 0, 0, 0) >= 0: print('BREACH')"),
     "symlink to shadow": "import os\nos.symlink('/etc/shadow', '/tmp/x')\nprint('BREACH', open('/tmp/x').read())",
@@ -205,9 +222,11 @@ IN_TESTS = (
     "fork bomb", "memory bomb", "output flood", "TCP connect", "abstract UNIX socket", "write outside", "read passwd",
     "others' environment", "kill the host's", "ptrace parent", "leaked descriptors", "200,000 files",
     "fake pass and exit", "new user namespace", "mount", "become root", "su", "sysctl", "core dump",
-    "memory of earlier runs", "thread bomb",
+    "memory of earlier runs", "thread bomb", "kill by a pipe's owner",
 )  # fmt: skip
 """Those that the tests run, too."""
+BY_CALLS_ALONE = ("kill the host's", "kill by a pipe's owner", "signals of a pipe", "datagram from a pair, abstract")
+"""Those that the filter of system calls contains without any other layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,7 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     _limit(confinement, limits)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
-    if "namespaces" in layers:
-        drop_capabilities()
+    drop_capabilities()
     if "landlock" in layers:
         landlock.restrict(
             readable=confinement.trees,
@@ -67,7 +66,7 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
             writable=("/tmp",) if "namespaces" in layers else (),
         )
     if "seccomp" in layers:
-        seccomp.apply(may_signal="namespaces" in layers)
+        seccomp.apply(is_alone="namespaces" in layers)
 
 
 def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:

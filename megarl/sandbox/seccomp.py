@@ -14,36 +14,50 @@ from megarl.sandbox.kernel import CLONE_THREAD, PR_SET_NO_NEW_PRIVS, machine, pr
 _ALLOWED = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70 close:3:57
 close_range:436:436 lseek:8:62 fstat:5:80 stat:4:- lstat:6:- newfstatat:262:79 statx:332:291 access:21:-
-faccessat:269:48 faccessat2:439:439 open:2:- openat:257:56 dup:32:23 dup2:33:- dup3:292:24 fcntl:72:25 pipe:22:-
-pipe2:293:59 poll:7:- ppoll:271:73 select:23:- pselect6:270:72 epoll_create:213:- epoll_create1:291:20
-epoll_ctl:233:21 epoll_wait:232:- epoll_pwait:281:22 eventfd2:290:19 getdents:78:- getdents64:217:61 getcwd:79:17
-chdir:80:49 fchdir:81:50 mkdir:83:- mkdirat:258:34 rmdir:84:- unlink:87:- unlinkat:263:35 rename:82:- renameat:264:38
-renameat2:316:276 link:86:- linkat:265:37 symlink:88:- symlinkat:266:36 readlink:89:- readlinkat:267:78 chmod:90:-
-fchmod:91:52 fchmodat:268:53 truncate:76:45 ftruncate:77:46 fallocate:285:47 fsync:74:82 fdatasync:75:83 utime:132:-
-utimensat:280:88 umask:95:166 flock:73:32 fadvise64:221:223 statfs:137:43 fstatfs:138:44 mmap:9:222 munmap:11:215
-mprotect:10:226 mremap:25:216 madvise:28:233 brk:12:214 msync:26:227 mincore:27:232 membarrier:324:283
-rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigtimedwait:128:137
-rt_sigsuspend:130:133 sigaltstack:131:132 pause:34:- alarm:37:- setitimer:38:103 getitimer:36:102 nanosleep:35:101
-clock_nanosleep:230:115 clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169 time:201:- times:100:153
-timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111
-getpid:39:172 gettid:186:178 getppid:110:173 getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177
-getgroups:115:158 getpgrp:111:- getpgid:121:155 getsid:124:156 getresuid:118:148 getresgid:120:150 uname:63:160
-sysinfo:99:179 getrusage:98:165 getrlimit:97:163 setrlimit:160:164 getpriority:140:141 getcpu:309:168
+faccessat:269:48 faccessat2:439:439 open:2:- openat:257:56 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59
+poll:7:- ppoll:271:73 select:23:- pselect6:270:72 epoll_create:213:- epoll_create1:291:20 epoll_ctl:233:21
+epoll_wait:232:- epoll_pwait:281:22 eventfd2:290:19 getdents:78:- getdents64:217:61 getcwd:79:17 chdir:80:49
+fchdir:81:50 mkdir:83:- mkdirat:258:34 rmdir:84:- unlink:87:- unlinkat:263:35 rename:82:- renameat:264:38
+renameat2:316:276 link:86:- linkat:265:37 symlink:88:- symlinkat:266:36 readlink:89:- readlinkat:267:78 ftruncate:77:46
+fallocate:285:47 fsync:74:82 fdatasync:75:83 umask:95:166 flock:73:32 fadvise64:221:223 statfs:137:43 fstatfs:138:44
+mmap:9:222 munmap:11:215 mprotect:10:226 mremap:25:216 madvise:28:233 brk:12:214 msync:26:227 mincore:27:232
+membarrier:324:283 rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136
+rt_sigtimedwait:128:137 rt_sigsuspend:130:133 sigaltstack:131:132 pause:34:- alarm:37:- setitimer:38:103
+getitimer:36:102 nanosleep:35:101 clock_nanosleep:230:115 clock_gettime:228:113 clock_getres:229:114 gettimeofday:96:169
+time:201:- times:100:153 timer_create:222:107 timer_settime:223:110 timer_gettime:224:108 timer_getoverrun:225:109
+timer_delete:226:111 getpid:39:172 gettid:186:178 getppid:110:173 getuid:102:174 geteuid:107:175 getgid:104:176
+getegid:108:177 getgroups:115:158 getpgrp:111:- getpgid:121:155 getsid:124:156 getresuid:118:148 getresgid:120:150
+uname:63:160 sysinfo:99:179 getrusage:98:165 getrlimit:97:163 setrlimit:160:164 getpriority:140:141 getcpu:309:168
 sched_yield:24:124 sched_getaffinity:204:123 sched_getparam:143:121 sched_getscheduler:145:120
 sched_get_priority_max:146:125 sched_get_priority_min:147:126 capget:125:90 futex:202:98 set_robust_list:273:99
 get_robust_list:274:100 set_tid_address:218:96 rseq:334:293 arch_prctl:158:- exit:60:93 exit_group:231:94 wait4:61:260
-waitid:247:95 restart_syscall:219:128 getrandom:318:278
+waitid:247:95 restart_syscall:219:128 getrandom:318:278 recvfrom:45:207
 """
 """name:number on x86_64:number on aarch64, - where it has none."""
-_SIGNALS = "kill:62:129 tkill:200:130 tgkill:234:131"
-"""Allowed where a program sees no process but its own."""
+_OF_ITS_OWN = """
+kill:62:129 tkill:200:130 tgkill:234:131 chmod:90:- fchmod:91:52 fchmodat:268:53 truncate:76:45 utime:132:-
+utimensat:280:88
+"""
+"""Allowed where a program sees no process and no file but its own: what is the user's it must not signal, and Landlock
+does not govern modes, times and, before its version 3, sizes of files."""
 _AT_CONDITION = {
-    "x86_64": {"clone": 56, "clone3": 435, "prlimit64": 302, "ioctl": 16, "socketpair": 53},
-    "aarch64": {"clone": 220, "clone3": 435, "prlimit64": 261, "ioctl": 29, "socketpair": 199},
+    "x86_64": {"clone": 56, "clone3": 435, "prlimit64": 302, "ioctl": 16, "socketpair": 53, "fcntl": 72, "sendto": 44},
+    "aarch64": {
+        "clone": 220,
+        "clone3": 435,
+        "prlimit64": 261,
+        "ioctl": 29,
+        "socketpair": 199,
+        "fcntl": 25,
+        "sendto": 206,
+    },
 }
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python itself asks of a descriptor."""
+_FILE_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1033, 1034)
+"""Of fcntl: duplicates, flags, locks, a pipe's size, seals; none that has the kernel signal the owner of a file."""
+_F_SETFL, _O_ASYNC = 4, 0x2000
 _AF_UNIX = 1
 
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
@@ -56,10 +70,13 @@ _Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
 
 
-def program(name: str, *, may_signal: bool) -> bytes:
-    """The filter in the kernel's form for a processor, `x86_64` or `aarch64`."""
+def program(name: str, *, is_alone: bool) -> bytes:
+    """The filter in the kernel's form for a processor, `x86_64` or `aarch64`.
+
+    `is_alone`: the program sees no process and no file but its own.
+    """
     column = 1 if name == "x86_64" else 2
-    listed = [entry.split(":") for entry in (_ALLOWED + (_SIGNALS if may_signal else "")).split()]
+    listed = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]
     numbers = [int(entry[column]) for entry in listed if entry[column] != "-"]
     at_condition = _AT_CONDITION[name]
     steps: list[_Instruction] = [
@@ -74,6 +91,8 @@ def program(name: str, *, may_signal: bool) -> bytes:
     steps += _if_number(at_condition["prlimit64"], _only_if([(_EQUAL, 0, 0)]))
     steps += _if_number(at_condition["socketpair"], _only_if([(_EQUAL, 0, _AF_UNIX)]))
     steps += _if_number(at_condition["ioctl"], _only_if([(_EQUAL, 1, value) for value in _HARMLESS_IOCTLS]))
+    steps += _if_number(at_condition["fcntl"], _FCNTL)
+    steps += _if_number(at_condition["sendto"], _SENDTO)
     for number in numbers:
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     steps.append((_RETURN, 0, 0, _REFUSE | errno.EPERM))
@@ -92,9 +111,29 @@ def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
     return [*steps, (_RETURN, 0, 0, _REFUSE | errno.EPERM)]
 
 
-def apply(*, may_signal: bool) -> None:
+_FCNTL: list[_Instruction] = [
+    (_LOAD, 0, 0, _ARGUMENTS + 8),
+    (_EQUAL, 0, 4, _F_SETFL),
+    (_LOAD, 0, 0, _ARGUMENTS + 16),
+    (_ANY_BIT, 0, 1, _O_ASYNC),
+    (_RETURN, 0, 0, _REFUSE | errno.EPERM),
+    (_RETURN, 0, 0, _ALLOW),
+    *_only_if([(_EQUAL, 1, command) for command in _FILE_COMMANDS]),
+]
+_SENDTO: list[_Instruction] = [
+    # Without an address: to the other end of a pair. It has two halves.
+    (_LOAD, 0, 0, _ARGUMENTS + 32),
+    (_EQUAL, 0, 3, 0),
+    (_LOAD, 0, 0, _ARGUMENTS + 36),
+    (_EQUAL, 0, 1, 0),
+    (_RETURN, 0, 0, _ALLOW),
+    (_RETURN, 0, 0, _REFUSE | errno.EPERM),
+]
+
+
+def apply(*, is_alone: bool) -> None:
     """Filter the calls of this process from now on. Raises KernelError."""
-    code = program(machine(), may_signal=may_signal)
+    code = program(machine(), is_alone=is_alone)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)), 16)
     prctl(PR_SET_NO_NEW_PRIVS, 1)

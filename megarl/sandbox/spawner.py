@@ -114,7 +114,7 @@ def _probe_landlock() -> None:
 
 
 def _probe_seccomp() -> None:
-    seccomp.apply(may_signal=False)
+    seccomp.apply(is_alone=False)
 
 
 def _fault_in_child(probe: Any) -> str | None:

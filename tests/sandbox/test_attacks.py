@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -29,6 +31,33 @@ def test_there_are_attacks_enough(tool: Callable[[str], ModuleType]) -> None:
 def test_an_attack_is_contained(sandbox: Sandbox, target: Any, tool: Callable[[str], ModuleType], name: str) -> None:
     _, fault = tool("check_sandbox").attack(sandbox, target, [name])[name]
     assert fault is None
+
+
+def filtered(program: str) -> str:
+    """What a program of this user prints that only the filter of system calls holds."""
+    begin = "import sys\nfrom megarl.sandbox import seccomp\nseccomp.apply(is_alone=False)\nexec(sys.argv[1])"
+    return subprocess.run([sys.executable, "-c", begin, program], capture_output=True, text=True).stdout
+
+
+def test_the_filter_alone_protects_other_processes(target: Any, tool: Callable[[str], ModuleType]) -> None:
+    check = tool("check_sandbox")
+    before = target.state()
+    assert [filtered(target.program(check.ATTACKS[name])) for name in check.BY_CALLS_ALONE] == [""] * 4
+    assert target.state() == before
+    assert "BREACH" in filtered("print('BREACH')")
+
+
+CHANGES = """
+import os
+for change in ("os.chmod('/none/x', 0)", "os.utime('/none/x', (0, 0))", "os.truncate('/none/x', 0)"):
+    try: eval(change)
+    except OSError as error: print(type(error).__name__)
+"""
+
+
+def test_files_are_changed_only_where_they_are_its_own(sandbox: Sandbox) -> None:
+    assert filtered(CHANGES).split() == ["PermissionError"] * 3
+    assert sandbox.run(CHANGES).stdout.split() == ["FileNotFoundError"] * 3
 
 
 def test_a_breach_would_be_found(sandbox: Sandbox, target: Any, tool: Callable[[str], ModuleType]) -> None:

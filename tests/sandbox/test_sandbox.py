@@ -31,6 +31,28 @@ def test_it_is_run_as_python_runs_a_file(sandbox: Sandbox) -> None:
     assert (ran.outcome, ran.stdout, ran.exit_code) == ("error", "thread\nat the end\n", 3)
 
 
+def test_asyncio_wakes_its_loop_from_threads(sandbox: Sandbox) -> None:
+    program = (
+        "import asyncio\n"
+        "async def main():\n"
+        "    loop = asyncio.get_running_loop()\n"
+        "    print(await asyncio.to_thread(sum, [1, 2]), await loop.run_in_executor(None, max, 3, 4))\n"
+        "asyncio.run(main())"
+    )
+    ran = sandbox.run(program)
+    assert (ran.outcome, ran.stdout) == ("ok", "3 4\n"), ran.stderr
+
+
+def test_locks_and_flags_of_files(sandbox: Sandbox) -> None:
+    program = (
+        "import fcntl, os\nfile = open('/tmp/x', 'w')\nfcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "os.set_inheritable(file.fileno(), True)\nread, write = os.pipe()\nos.set_blocking(read, False)\n"
+        "fcntl.fcntl(read, fcntl.F_SETFL, os.O_NONBLOCK)\nprint(fcntl.fcntl(read, fcntl.F_GETFL) & os.O_NONBLOCK > 0)"
+    )
+    ran = sandbox.run(program)
+    assert (ran.outcome, ran.stdout) == ("ok", "True\n"), ran.stderr
+
+
 def test_an_error_shows_the_line_and_not_the_sandbox(sandbox: Sandbox) -> None:
     ran = sandbox.run("def f(x):\n    return 1 / x\n\nf(0)")
     assert ran.outcome == "error" and ran.exit_code == 1
