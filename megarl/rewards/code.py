@@ -27,10 +27,13 @@ def code(
     `score`: all: `correct_score` for a program that passes all, and testing ends with the first that it fails;
     fraction: that part of it. Only the first `max_tests` count. The first that takes too long is the last that is run.
     The format is valid if there is such a block. Metrics: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`:
-    shares of the tests, one each; `cpu_seconds` of all runs; `retries` of requests to a server.
+    shares of the tests, one each; `judge_errors`: of those wrong, where the comparison itself raised; `cpu_seconds` of
+    all runs; `retries` of requests to a server.
     """
     if score not in ("all", "fraction"):
         raise ValueError(f"score is {score!r}; give all or fraction")
+    if max_tests is not None and max_tests < 1:
+        raise ValueError(f"max_tests is {max_tests}; give 1 at least, or leave it out for all")
     cases = read_cases(answer, record, field)[:max_tests]
     source = last_block(completion_text)
     if source is None:
@@ -38,7 +41,7 @@ def code(
         return Reward(0.0, format_valid=False, answer_correct=False, metrics=unrun)
     settings = sandbox.settings
     counts: dict[str, int] = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0)
-    seconds, retries = 0.0, 0
+    seconds, retries, judge_errors = 0.0, 0, 0
     for case in cases:
         left = settings.total_timeout_seconds - seconds
         if left <= 0:
@@ -54,7 +57,11 @@ def code(
         seconds += ran.cpu_seconds
         retries += ran.retries
         if ran.outcome == "ok":
-            outcome = "passed" if trial.passes(ran.stdout) else "wrong"
+            try:
+                outcome = "passed" if trial.passes(ran.stdout) else "wrong"
+            except Exception:  # what the policy prints must not spare it the verdict
+                outcome = "wrong"
+                judge_errors += 1
         else:
             outcome = {"error": "runtime_errors", "timeout": "timeouts", "output": "wrong"}[ran.outcome]
         counts[outcome] += 1
@@ -64,5 +71,9 @@ def code(
     shares["unrun"] = 1 - sum(counts.values()) / len(cases)
     is_correct = counts["passed"] == len(cases)
     earned = float(is_correct) if score == "all" else shares["passed"]
-    metrics = shares | {"cpu_seconds": seconds, "retries": float(retries)}
+    metrics = shares | {
+        "judge_errors": judge_errors / len(cases),
+        "cpu_seconds": seconds,
+        "retries": float(retries),
+    }
     return Reward(earned * correct_score, format_valid=True, answer_correct=is_correct, metrics=metrics)

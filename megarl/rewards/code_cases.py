@@ -31,12 +31,17 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A test. With `function` its `arguments` give the value `expected`; else `stdin` makes a program print it."""
+    """A test. With `function` its `arguments` give the value `expected`; else `stdin` makes a program print it.
+
+    `text`: the value as the data have it, where they do not say whether it is a text such as "5" or what it spells: a
+    function may return either.
+    """
 
     expected: Any
     stdin: str = ""
     function: str | None = None
     arguments: tuple[Any, ...] = ()
+    text: str | None = None
 
 
 def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None) -> tuple[Case, ...]:
@@ -98,10 +103,14 @@ def _case(given: Any, expected: Any, function: Any) -> Case:
         arguments = tuple(given)
     else:
         raise ValueError(f"an input of {function} is {given!r:.80}; give a list of arguments, or one a line as JSON")
+    text = None
     if isinstance(expected, str):
         with suppress(ValueError):  # else it is a text as it is
-            expected = json.loads(expected)
-    return Case(expected, function=function, arguments=arguments)
+            parsed = json.loads(expected)
+            # What is in quotes or brackets is JSON on purpose.
+            text = None if isinstance(parsed, str | list | dict) else expected
+            expected = parsed
+    return Case(expected, function=function, arguments=arguments, text=text)
 
 
 def _text(value: Any) -> str:

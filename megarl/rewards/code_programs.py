@@ -12,7 +12,7 @@ from megarl.rewards.code_cases import Case
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 """Tolerances of decimal fractions, as in ColossalRL (numpy.allclose)."""
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\n`]*)$", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 _PRELUDE = """
 import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
 import random, re, statistics, string, sys, time
@@ -33,6 +33,8 @@ from builtins import *
 _NUMPY = "import numpy\nimport numpy as np\n"
 _CALL = """
 import io, json, sys
+def _as_json(value):
+    return value.tolist() if hasattr(value, "tolist") else list(value)
 _given = json.loads(sys.stdin.read())
 _printed, sys.stdout, sys.stdin = sys.stdout, io.StringIO(), io.StringIO()
 _space = {"__name__": "solution", "__builtins__": __builtins__}
@@ -43,7 +45,7 @@ _function = getattr(_owner(), _given["function"], None) if isinstance(_owner, ty
 if _function is None:
     _function = _space[_given["function"]]
 _found = _function(*_given["arguments"])
-_printed.write("\\n" + _given["mark"] + json.dumps(_found, default=list) + "\\n")
+_printed.write("\\n" + _given["mark"] + json.dumps(_found, default=_as_json) + "\\n")
 _printed.flush()
 """
 
@@ -98,22 +100,24 @@ class Trial:
                     found = json.loads(line.removeprefix(self._mark))
                 except (ValueError, RecursionError):
                     return False
-                return same_value(found, json.loads(json.dumps(self._case.expected)))
+                is_text = self._case.text is not None and found == self._case.text
+                return is_text or same_value(found, json.loads(json.dumps(self._case.expected)))
         return False
 
 
 def same_output(printed: str, expected: str) -> bool:
     """Whether a program printed what is expected, line by line.
 
-    Blanks at the ends of lines and empty lines at the end do not count. Lines are equal, or have equal words, of which
-    a decimal fraction may differ by 1e-5 of its value.
+    Blanks around lines and words, and empty lines before the first and after the last, do not count. Words are equal,
+    but decimal fractions may differ by 1e-5 of their value. Lines end at \\n alone.
     """
     lines, others = _lines(printed), _lines(expected)
     return len(lines) == len(others) and all(map(_same_line, lines, others))
 
 
 def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
+    text = text.strip()
+    return [line.strip() for line in text.split("\n")] if text else []
 
 
 def _same_line(line: str, other: str) -> bool:
@@ -135,7 +139,10 @@ def _same_word(word: str, other: str) -> bool:
 
 
 def _close(found: float, expected: float) -> bool:
-    return math.isclose(found, expected, rel_tol=0.0, abs_tol=_ABSOLUTE + _RELATIVE * abs(expected))
+    try:
+        return math.isclose(found, expected, rel_tol=0.0, abs_tol=_ABSOLUTE + _RELATIVE * abs(expected))
+    except OverflowError:  # an integer beyond all floats
+        return found == expected
 
 
 def same_value(found: Any, expected: Any) -> bool:

@@ -73,6 +73,31 @@ def test_the_part_of_the_tests_that_pass(sandbox, source, shares):
     assert {name: round(3 * reward.metrics[name]) for name in names if reward.metrics[name] > 0.01} == shares
 
 
+def test_results_of_numpy_are_what_they_hold(sandbox):
+    shapes = {"inputs": [[0], [1], [2]], "outputs": [7, [[1, 2], [3, 4]], [1.5, True]], "fn_name": "f"}
+    source = "import numpy\ndef f(n):\n    held = (numpy.int64(7), numpy.array([[1, 2], [3, 4]]))\n" + (
+        "    return held[n] if n < 2 else (numpy.float32(1.5), numpy.bool_(True))"
+    )
+    assert code(block(source), shapes, {}, sandbox).score == 1.0
+
+
+def test_a_result_that_breaks_the_comparison_is_wrong(sandbox, monkeypatch):
+    halves = {"inputs": [[0]], "outputs": [0.5], "fn_name": "f"}
+    huge = block("def f(n): return 10 ** 400")
+    reward = code(huge, halves, {}, sandbox)
+    assert (reward.score, reward.metrics["wrong"], reward.metrics["judge_errors"]) == (0.0, 1.0, 0.0)
+    # Anything else that may raise is no way out, either.
+    monkeypatch.setattr("megarl.rewards.code_programs._ABSOLUTE", None)
+    reward = code(huge, halves, {}, sandbox)
+    assert (reward.score, reward.metrics["wrong"], reward.metrics["judge_errors"]) == (0.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_no_tests_are_no_tests_passed(sandbox, most):
+    with pytest.raises(ValueError, match=f"max_tests is {most}"):
+        code(RIGHT, SUMS, {}, sandbox, max_tests=most)
+
+
 def test_all_or_nothing_ends_with_the_first_failure(sandbox):
     reward = code(block("print(6)"), SUMS, {}, sandbox)
     assert reward.score == 0.0 and reward.metrics["unrun"] == pytest.approx(2 / 3)

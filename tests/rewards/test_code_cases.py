@@ -3,12 +3,13 @@
 import base64
 import json
 import pickle
+import time
 import zlib
 
 import pytest
 
 from megarl.rewards.code_cases import Case, read_cases
-from megarl.rewards.code_programs import last_block, same_output, same_value
+from megarl.rewards.code_programs import Trial, last_block, same_output, same_value
 
 
 def packed(value):
@@ -117,6 +118,7 @@ def test_a_bomb_is_not_unpacked(monkeypatch):
         ("~~~\ny\n~~~", "y\n"),
         ("````\n```\nx\n```\n````", "```\nx\n```\n"),
         ("x = 1", None),
+        ("``` python  \nx\n```  ", "x\n"),
         ("```python\n```", ""),
     ],
 )
@@ -142,6 +144,11 @@ def test_the_last_block(text, found):
         ("Yes", "YES", False),
         ("", "5", False),
         ("5\n5", "5", False),
+        ("\n  5\r\n6", "5\n6", True),
+        ("5\n\n6", "5\n6", False),
+        ("a\u2028b", "a\nb", False),
+        ("a\u2028b", "a b", True),
+        ("1" * 400, "1.5", False),
     ],
 )
 def test_outputs(printed, expected, is_same):
@@ -161,7 +168,26 @@ def test_outputs(printed, expected, is_same):
         ({"a": [1.0]}, {"a": [1]}, True),
         (None, None, True),
         ([1], [1, 2], False),
+        (10**400, 0.5, False),
+        (0.5, 10**400, False),
+        ([10**400], [[10.0]], False),
     ],
 )
 def test_values(found, expected, is_same):
     assert same_value(found, expected) is is_same
+
+
+@pytest.mark.parametrize("expected", ["5", "5.0", "true", "null"])
+def test_a_text_that_looks_like_a_value_may_be_either(expected):
+    [case] = read_cases({"inputs": [[1]], "outputs": [expected], "fn_name": "f"}, {})
+    assert (case.expected, case.text) == (json.loads(expected), expected)
+    trial = Trial("", case, has_numpy=False)
+    mark = json.loads(trial.stdin)["mark"]
+    accepted = [trial.passes(mark + json.dumps(value)) for value in (expected, json.loads(expected), "x", [expected])]
+    assert accepted == [True, True, False, False]
+
+
+def test_blanks_before_a_fence_take_no_time():
+    before = time.process_time()
+    assert last_block("```" + (" " * 200_000) + "`") is None
+    assert time.process_time() - before < 2.0
