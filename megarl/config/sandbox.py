@@ -24,7 +24,8 @@ class SandboxConfig(Section):
     timeout_seconds: PositiveFloat = 4.0
     """CPU seconds of a run: a test, or a call of the Python tool."""
     wall_timeout_seconds: PositiveFloat | None = None
-    """Seconds of a run by the clock, for programs that wait; left out, ten times timeout_seconds, at least 30."""
+    """Seconds of a run by the clock, for programs that wait; left out, ten times timeout_seconds, at least 30. One that
+    computes, or waits for a CPU on a busy machine, gets that time on top, up to three times as long in all."""
     total_timeout_seconds: PositiveFloat = 20.0
     """CPU seconds of all tests of a completion together, beside reward.timeout_seconds."""
     memory_mib: Annotated[int, Field(ge=64)] = 512

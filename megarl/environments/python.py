@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.environments.tools import ToolEnvironment, ToolError, tool
 from megarl.sandbox.remote import AnySandbox, open_sandbox
-from megarl.sandbox.sandbox import SandboxError, SandboxSettings
+from megarl.sandbox.sandbox import Ran, SandboxError, SandboxSettings
 from megarl.types import ConfigError
 
 
@@ -21,9 +21,9 @@ class Python(ToolEnvironment):
     def __init__(self, *, sandbox: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         given = SandboxSettings(**(sandbox or {}))
-        # A program that waits ends before the tool's own time does, which would cost the process.
-        wall_seconds = min(given.wall_seconds, 0.8 * self.tool_seconds)
-        self._settings = replace(given, wall_timeout_seconds=wall_seconds)
+        # A program ends before the tool's own time does, which would cost the process, even if it gets no CPU.
+        wall_seconds, longest_seconds = min(given.wall_seconds, 0.5 * self.tool_seconds), 0.8 * self.tool_seconds
+        self._settings = replace(given, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
 
     def check(self) -> None:
         """Run a program. Raises ConfigError where the sandbox does not work."""
@@ -44,10 +44,16 @@ class Python(ToolEnvironment):
             return ran.stdout or "(it printed nothing)"
         why = {
             "error": "the program failed",
-            "timeout": f"the program took more than {self._settings.timeout_seconds:g} seconds",
+            "timeout": f"the program took more than {self._time_of(ran)}",
             "output": f"the program printed more than {self._settings.output_kib} KiB",
         }[ran.outcome]
         raise ToolError("\n".join(filter(None, (why, ran.stdout.rstrip(), ran.stderr.rstrip()))))
+
+    def _time_of(self, ran: Ran) -> str:
+        """The time that was too long."""
+        if not ran.is_by_clock:
+            return f"{self._settings.timeout_seconds:g} seconds of CPU time"
+        return f"{self._settings.timeout_seconds if self._settings.url else ran.wall_seconds:.2g} seconds by the clock"
 
 
 @lru_cache(maxsize=4)

@@ -27,8 +27,8 @@ def code(
     `score`: all: `correct_score` for a program that passes all, and testing ends with the first that it fails;
     fraction: that part of it. Only the first `max_tests` count. The first that takes too long is the last that is run.
     The format is valid if there is such a block. Metrics: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`:
-    shares of the tests, one each; `judge_errors`: of those wrong, where the comparison itself raised; `cpu_seconds` of
-    all runs; `retries` of requests to a server.
+    shares of the tests, one each; `judge_errors`: those wrong where the comparison itself raised; `wall_timeouts`: the
+    time-outs by the clock; `cpu_seconds` of all runs; `retries` of requests to a server.
     """
     if score not in ("all", "fraction"):
         raise ValueError(f"score is {score!r}; give all or fraction")
@@ -41,7 +41,7 @@ def code(
         return Reward(0.0, format_valid=False, answer_correct=False, metrics=unrun)
     settings = sandbox.settings
     counts: dict[str, int] = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0)
-    seconds, retries, judge_errors = 0.0, 0, 0
+    seconds, retries, judge_errors, wall_timeouts = 0.0, 0, 0, 0
     for case in cases:
         left = settings.total_timeout_seconds - seconds
         if left <= 0:
@@ -56,6 +56,7 @@ def code(
         )
         seconds += ran.cpu_seconds
         retries += ran.retries
+        wall_timeouts += ran.is_by_clock
         if ran.outcome == "ok":
             try:
                 outcome = "passed" if trial.passes(ran.stdout) else "wrong"
@@ -73,6 +74,7 @@ def code(
     earned = float(is_correct) if score == "all" else shares["passed"]
     metrics = shares | {
         "judge_errors": judge_errors / len(cases),
+        "wall_timeouts": wall_timeouts / len(cases),
         "cpu_seconds": seconds,
         "retries": float(retries),
     }

@@ -5,7 +5,7 @@ Python and a private /tmp, no network and no other process; the kernel takes its
 time, memory and output. Who asked for the run gets bytes and numbers: whether they are right is decided outside.
 
 Reading order: `layers` (what protects, and what to do where a machine lacks it), `sandbox` (a program in, its output
-out), `check` (what this machine has), `remote` (a SandboxFusion server instead). In other processes, by the standard
-library alone: `spawner` (forks a process for each run), `inside` (what that process does), `namespaces`, `landlock`,
-`seccomp`, `kernel` (system calls).
+out), `load` (how busy the machine is), `check` (what this machine has), `remote` (a SandboxFusion server instead). In
+other processes, by the standard library alone: `spawner` (forks a process for each run), `inside` (what that process
+does), `namespaces`, `landlock`, `seccomp`, `kernel` (system calls).
 """

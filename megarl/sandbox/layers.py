@@ -52,6 +52,23 @@ class Layers:
                 f"{'' if 'unprivileged' in missing else less}or run them elsewhere, by sandbox.url"
             )
 
+    def require_least(self) -> None:
+        """Raise ConfigError without the layers that no setting makes up for.
+
+        These are a user without rights, and namespaces or seccomp: with neither, what a program starts outlives it, and
+        its limits.
+        """
+        if "unprivileged" not in self.active:
+            self.require(("unprivileged",))
+        either = ("namespaces", "seccomp")
+        if not self.active & set(either):
+            said = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in either)
+            raise ConfigError(
+                "sandbox.require: this machine has neither namespaces nor seccomp, so that programs could start others "
+                f"that outlive their limits ({said}); let it have one of them, or run programs elsewhere, by "
+                "sandbox.url"
+            )
+
     def notice(self, required: Collection[str]) -> str | None:
         """The notice where a run goes on without a layer that the machine lacks; None where it lacks none."""
         missing = [layer for layer in LAYERS if layer not in self.active and layer not in required]

@@ -151,4 +151,4 @@ def _ran(answer: Mapping[str, Any], room: int, wall_seconds: float, retries: int
         outcome = "output"
     seconds = result.get("execution_time")
     seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
-    return Ran(outcome, stdout[:room], stderr, exit_code, seconds, wall_seconds, retries)
+    return Ran(outcome, stdout[:room], stderr, exit_code, seconds, wall_seconds, retries, outcome == "timeout")

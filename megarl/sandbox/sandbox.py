@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Literal
 
 import megarl
+from megarl.sandbox.inside import READY
 from megarl.sandbox.layers import LAYERS, Layers
+from megarl.sandbox.load import busy_seconds
 from megarl.types import ConfigError
 
 _START_SECONDS = 60.0
 _KILL_SECONDS = 10.0
+_LEAST_EXTENSION_SECONDS = 0.05
 _PART_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 16 << 10
 """Of standard error; what comes after is dropped."""
@@ -69,10 +72,12 @@ class SandboxSettings:
     memory_mib: int = 512
     output_kib: int = 64
     packages: tuple[str, ...] = ("numpy",)
+    longest_seconds: float | None = None
+    """Limit by the clock of a run that computes or waits for a CPU meanwhile; left out, three times that of others."""
 
     @property
     def wall_seconds(self) -> float:
-        """Limit of a run by the clock; on a busy machine its CPU time takes longer."""
+        """Limit by the clock of a run that does nothing: what it computes, or waits for a CPU, comes on top."""
         return self.wall_timeout_seconds or max(10 * self.timeout_seconds, 30.0)
 
 
@@ -92,6 +97,8 @@ class Ran:
     wall_seconds: float
     retries: int = 0
     """Requests that a server had to be sent again."""
+    is_by_clock: bool = False
+    """Whether a `timeout` was by the clock, not of CPU time."""
 
 
 class Sandbox:
@@ -144,11 +151,18 @@ class Sandbox:
 
     def close(self) -> None:
         """End the spawner and what it runs; may be called again, and at the same time as `run`."""
-        connection, process = self._connection, self._process
-        self._connection = self._process = None
+        connection = self._connection
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+        # Whoever runs a program closes what it uses itself.
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        connection, process = self._connection, self._process
+        self._connection = self._process = None
+        if connection is not None:
             connection.close()
         if process is not None:
             try:
@@ -160,7 +174,7 @@ class Sandbox:
     def _started(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        self.close()
+        self._close()
         # Unsuccessful namespaces leave a process of no use behind; the next one does without.
         tried = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
@@ -169,16 +183,15 @@ class Sandbox:
             faults |= found
             if layers or "namespaces" not in found:
                 break
-            self.close()
+            self._close()
             tried.remove("namespaces")
         self._layers = Layers(frozenset(layers), faults)
         try:
-            if "unprivileged" not in layers:
-                self._layers.require(("unprivileged",))
+            self._layers.require_least()
             self._layers.require(self._settings.require)
             self._try()
         except BaseException:
-            self.close()
+            self._close()
             raise
 
     def _start(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -214,7 +227,7 @@ class Sandbox:
         if not text:
             self._process.kill()
             said = self._process.stderr.read().decode(errors="replace")[-2000:].strip()
-            self.close()
+            self._close()
             raise SandboxError(f"the sandbox does not start: {said or 'it says nothing'}")
         self._process.stderr.close()
         told = json.loads(text)
@@ -252,60 +265,89 @@ class Sandbox:
             socket.send_fds(self._connection, [json.dumps(limits).encode()], theirs)
             while theirs:
                 os.close(theirs.pop())
-            run = _Run(self._connection, ours, started + self._wall_seconds(cpu_seconds), output_bytes)
+            assert self._process is not None
+            wall_seconds = max(self._settings.wall_seconds, cpu_seconds)
+            most_seconds = max(self._settings.longest_seconds or 3 * wall_seconds, wall_seconds)
+            run = _Run(self._connection, ours, wall_seconds, most_seconds, output_bytes, self._process.pid)
             run.watch()
         except OSError as error:
-            self.close()
+            self._close()
             raise SandboxError(f"the sandbox's spawner ended: {error}") from None
         except BaseException:
-            self.close()  # what it would still say belongs to no other run
+            self._close()  # what it would still say belongs to no other run
             raise
         finally:
             for descriptor in (*theirs, *ours):
                 os.close(descriptor)
         return run.result(cpu_seconds, time.monotonic() - started)
 
-    def _wall_seconds(self, cpu_seconds: float) -> float:
-        return max(self._settings.wall_seconds, cpu_seconds)
-
 
 class _Run:
     """A run under way: what it prints is read, within bounds, until it ends or must be ended."""
 
-    def __init__(self, connection: socket.socket, pipes: Sequence[int], deadline: float, output_bytes: int) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        pipes: Sequence[int],
+        wall_seconds: float,
+        most_seconds: float,
+        output_bytes: int,
+        spawner: int,
+    ) -> None:
         self._connection = connection
         self._printed, self._warned, self._status = pipes
-        self._deadline = deadline
+        self._wall_seconds, self._most_seconds, self._spawner = wall_seconds, most_seconds, spawner
         self._room = {self._printed: output_bytes, self._warned: _MAX_ERROR_BYTES, self._status: 4096}
         self._read = {pipe: bytearray() for pipe in pipes}
+        self._begun: float | None = None
         self._is_late = self._is_too_long = False
         self._ended: dict[str, float] = {}
 
     def watch(self) -> None:
-        """Until the run has ended and its pipes are empty."""
+        """Until the run has ended and its pipes are empty. Raises SandboxError where the machine keeps it from that."""
         poll = select.poll()
         for descriptor in (*self._read, self._connection.fileno()):
             poll.register(descriptor, select.POLLIN)
         num_open = len(self._read)
         is_killed = False
+        deadline = time.monotonic() + _START_SECONDS
         while num_open or not self._ended:
-            left = self._deadline - time.monotonic()
-            ready = poll.poll(max(0.0, left) * 1000 + 1) if not is_killed else poll.poll(_KILL_SECONDS * 1000)
-            if is_killed and not ready:
-                raise TimeoutError("a run that was killed does not end")
-            for descriptor, _ in ready:
+            for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
                 if descriptor == self._connection.fileno():
                     self._ended = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES) or b"null")
                     if not self._ended:
                         raise ConnectionError("it closed the connection")
                     poll.unregister(descriptor)
+                    deadline = time.monotonic() + _KILL_SECONDS
                 elif not self._take(descriptor):
                     poll.unregister(descriptor)
                     num_open -= 1
-            self._is_late = self._is_late or (not self._ended and time.monotonic() >= self._deadline)
+            if self._begun is None and self._read[self._status] == READY:
+                self._begun = time.monotonic()
+                if not self._ended:
+                    deadline = self._begun + self._wall_seconds
+            if time.monotonic() >= deadline and (num_open or not self._ended):
+                if self._ended:
+                    raise SandboxError("a program has ended, and something that it started goes on")
+                if is_killed:
+                    raise SandboxError("a run that was killed does not end")
+                deadline = self._extended()
+                self._is_late = time.monotonic() >= deadline
             if (self._is_late or self._is_too_long) and not is_killed and not self._ended:
                 is_killed = True
+                deadline = time.monotonic() + _KILL_SECONDS
                 self._connection.send(b"kill")
+
+    def _extended(self) -> float:
+        """The time by which a run ends that has reached its deadline: what it computed or waited for does not count."""
+        if self._begun is None:
+            said = bytes(self._read[self._status]).decode(errors="replace")
+            raise SandboxError(
+                said or f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
+            )
+        least = time.monotonic() + _LEAST_EXTENSION_SECONDS
+        until = self._begun + min(self._wall_seconds + busy_seconds(self._spawner), self._most_seconds)
+        return until if until >= least else self._begun
 
     def _take(self, pipe: int) -> bool:
         """Read what there is; False at its end."""
@@ -318,7 +360,7 @@ class _Run:
 
     def result(self, cpu_limit: float, wall_seconds: float) -> Ran:
         status = bytes(self._read[self._status])
-        if status != b"ready" and not self._is_late:
+        if status != READY:
             raise SandboxError(status.decode(errors="replace") or "a run ended before its program began")
         cpu_seconds = self._ended["cpu_seconds"]
         exit_code = int(self._ended["exit_code"])
@@ -330,7 +372,8 @@ class _Run:
         elif self._is_too_long:
             outcome = "output"
         stdout, stderr = (self._read[pipe].decode("utf-8", "replace") for pipe in (self._printed, self._warned))
-        return Ran(outcome, stdout, stderr, exit_code, cpu_seconds, wall_seconds)
+        is_by_clock = self._is_late and cpu_seconds <= cpu_limit
+        return Ran(outcome, stdout, stderr, exit_code, cpu_seconds, wall_seconds, is_by_clock=is_by_clock)
 
 
 def _sealed(content: bytes) -> int:

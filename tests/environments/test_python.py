@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -42,9 +43,21 @@ def test_programs_reply_with_what_they_print(environment: Python) -> None:
     found = [message["content"] for message in step.messages]
     assert found[:2] == ["42\n", "(it printed nothing)"]
     assert found[2].startswith("error: the program failed") and "NameError" in found[2]
-    assert found[3] == "error: the program took more than 0.9 seconds"
+    assert found[3] == "error: the program took more than 0.9 seconds of CPU time"
     assert "PermissionError" in found[4]
     assert step.metrics["tools/python/calls"] == 5 and step.metrics["tools/python/errors"] == 3
+
+
+def test_a_program_that_waits_took_too_long_by_the_clock() -> None:
+    waits = environment_maker("python", {**SETTINGS, "tool_seconds": 2.0})()
+    assert isinstance(waits, Python)
+    try:
+        step = asyncio.run(waits.step(turn_of("import time\ntime.sleep(3600)")))
+    finally:
+        _sandbox(json.dumps(asdict(waits._settings))).close()
+        _sandbox.cache_clear()
+    [message] = step.messages
+    assert re.fullmatch(r"error: the program took more than [12](\.\d)? seconds by the clock", message["content"])
 
 
 def test_in_a_process_that_takes_the_sandbox_with_it() -> None:

@@ -110,6 +110,15 @@ def test_without_a_block_there_is_nothing_to_run(sandbox):
     assert reward.metrics["unrun"] == 1.0 and reward.metrics["passed"] == 0.0
 
 
+def test_time_outs_by_the_clock_are_told_from_those_of_cpu_time():
+    limits = SandboxSettings(timeout_seconds=0.3, wall_timeout_seconds=0.4, longest_seconds=60.0, packages=())
+    with contextlib.closing(Sandbox(limits)) as sandbox:
+        waits = code(block("import time\ntime.sleep(3600)"), SUMS, {}, sandbox, max_tests=1).metrics
+        computes = code(block("while True: pass"), SUMS, {}, sandbox, max_tests=1).metrics
+    assert (waits["timeouts"], waits["wall_timeouts"]) == (1.0, 1.0)
+    assert (computes["timeouts"], computes["wall_timeouts"]) == (1.0, 0.0)
+
+
 def test_time_is_bounded_over_all_tests():
     many = {"inputs": ["0"] * 20, "outputs": ["1"] * 20}
     slow = block("import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint(1)")

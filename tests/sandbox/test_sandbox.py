@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
+from megarl.sandbox.layers import Layers
+from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings, _Run
 from megarl.types import ConfigError
 
 
@@ -77,8 +82,101 @@ def test_limits_end_it(sandbox: Sandbox, program: str, outcome: str) -> None:
 def test_a_program_that_waits_is_ended_by_the_clock() -> None:
     with contextlib.closing(Sandbox(SandboxSettings(wall_timeout_seconds=0.5, packages=()))) as sandbox:
         ran = sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.2)
-        assert ran.outcome == "timeout"
+        assert (ran.outcome, ran.is_by_clock) == ("timeout", True)
         assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def test_a_program_that_others_keep_from_the_cpu_is_given_time() -> None:
+    """It needs longer by the clock than it may take, and not for anything that it does."""
+    busy = "import os\nos.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
+    ours = os.sched_getaffinity(0)
+    cpu = min(ours)
+    settings = SandboxSettings(wall_timeout_seconds=0.4, longest_seconds=100.0, packages=())
+    with contextlib.closing(Sandbox(settings)) as sandbox, contextlib.ExitStack() as stack:
+        os.sched_setaffinity(0, {cpu})
+        try:
+            sandbox.start()
+        finally:
+            os.sched_setaffinity(0, ours)
+        for _ in range(3):
+            command = [sys.executable, "-c", busy % cpu]
+            other = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+            stack.enter_context(other)
+            stack.callback(other.kill)
+            assert other.stdout is not None
+            other.stdout.readline()
+        program = "import time\nwhile time.process_time() < 0.25: pass\nprint(1)"
+        ran = sandbox.run(program, cpu_seconds=0.4)
+        assert (ran.outcome, ran.stdout) == ("ok", "1\n")
+        assert ran.wall_seconds > 0.4
+        assert sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.4).is_by_clock
+
+
+def test_a_run_that_the_machine_does_not_begin_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Sandbox(SandboxSettings(packages=()))) as sandbox:
+        sandbox.start()
+        assert sandbox._process is not None
+        monkeypatch.setattr("megarl.sandbox.sandbox._START_SECONDS", 0.1)
+        monkeypatch.setattr("megarl.sandbox.sandbox._KILL_SECONDS", 0.1)
+        os.kill(sandbox._process.pid, signal.SIGSTOP)
+        with pytest.raises(SandboxError, match="a program has not begun in"):
+            sandbox.run("print(1)")
+        monkeypatch.undo()
+        assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def test_what_a_program_leaves_behind_is_a_fault_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where neither namespaces nor seccomp keep it from starting others: its end comes, and its pipes stay open."""
+    monkeypatch.setattr("megarl.sandbox.sandbox._KILL_SECONDS", 0.2)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pipes = [os.pipe() for _ in range(3)]
+    try:
+        run = _Run(ours, [read for read, _ in pipes], 100.0, 100.0, 1000, os.getpid())
+        os.write(pipes[2][1], b"ready")
+        theirs.send(b'{"exit_code": 0, "cpu_seconds": 0.1}')
+        before = time.process_time()
+        with pytest.raises(SandboxError, match="something that it started goes on"):
+            run.watch()
+        assert time.process_time() - before < 0.1, "it waits, and does not ask again and again"
+    finally:
+        for descriptor in (end for pipe in pipes for end in pipe):
+            os.close(descriptor)
+        ours.close()
+        theirs.close()
+
+
+def test_with_neither_namespaces_nor_seccomp_nothing_runs() -> None:
+    without = ("namespaces", "seccomp")
+    layers = Layers(frozenset({"landlock", "limits", "unprivileged"}), dict.fromkeys(without, "not here"))
+    with pytest.raises(ConfigError, match="neither namespaces nor seccomp"):
+        layers.require_least()
+    for one in without:
+        Layers(layers.active | {one}, {}).require_least()
+    with pytest.raises(ConfigError, match=r"neither namespaces nor seccomp|unprivileged"):
+        Sandbox(SandboxSettings(require=(), packages=()), _without=without).start()
+
+
+def test_it_is_closed_beside_runs() -> None:
+    """Whoever closes it only wakes the thread that runs a program; that one closes what it uses."""
+    sandbox = Sandbox(SandboxSettings(packages=()))
+    sandbox.start()
+    process = sandbox._process
+    assert process is not None
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            sandbox.run("while True: pass", cpu_seconds=100.0)
+        except SandboxError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not _children(process.pid):
+        time.sleep(0.01)
+    sandbox.close()
+    thread.join()
+    assert len(ended) == 1 and sandbox._process is None and process.poll() is not None
 
 
 def test_output_may_be_longer_where_more_is_expected(sandbox: Sandbox) -> None:
