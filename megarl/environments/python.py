@@ -9,10 +9,11 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
-from megarl.environments.tools import ToolEnvironment, ToolError, tool
+from megarl.environments import EnvironmentUnavailableError, Start
+from megarl.environments.tools import ToolEnvironment, ToolError, begun, tool
 from megarl.sandbox.remote import AnySandbox, open_sandbox
 from megarl.sandbox.sandbox import Ran, SandboxError, SandboxSettings
-from megarl.types import ConfigError
+from megarl.types import ConfigError, Problem
 
 
 class Python(ToolEnvironment):
@@ -33,13 +34,28 @@ class Python(ToolEnvironment):
             except SandboxError as error:
                 raise ConfigError(str(error)) from None
 
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        """Begin, with a sandbox that runs. Raises EnvironmentUnavailableError where it does not."""
+        await begun(self._started, {})
+        return await super().reset(problem, seed)
+
+    def _started(self) -> AnySandbox:
+        """The sandbox; what fails in it is no fault of the policy's."""
+        try:
+            return _sandbox(json.dumps(asdict(self._settings)))
+        except (SandboxError, ConfigError) as error:
+            raise EnvironmentUnavailableError(f"the sandbox does not start: {error}") from None
+
     @tool
     def python(self, code: str) -> str:
         """Run a Python program and see what it prints.
 
         code: a whole program; nothing is kept from one call to the next
         """
-        ran = _sandbox(json.dumps(asdict(self._settings))).run(code)
+        try:
+            ran = self._started().run(code)
+        except (SandboxError, ConfigError) as error:
+            raise EnvironmentUnavailableError(f"the sandbox failed: {error}") from None
         if ran.outcome == "ok":
             return ran.stdout or "(it printed nothing)"
         why = {
@@ -58,7 +74,9 @@ class Python(ToolEnvironment):
 
 @lru_cache(maxsize=4)
 def _sandbox(settings: str) -> AnySandbox:
-    """This process's sandbox of these settings, for all attempts; it ends with the process."""
+    """This process's sandbox of these settings, started, for all attempts; it ends with the process."""
     given = json.loads(settings)
     lists = {name: tuple(given[name]) for name in ("require", "packages")}
-    return open_sandbox(SandboxSettings(**{**given, **lists}))
+    sandbox = open_sandbox(SandboxSettings(**{**given, **lists}))
+    sandbox.start()
+    return sandbox

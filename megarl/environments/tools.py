@@ -30,7 +30,7 @@ import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from megarl.environments import TOOL_SCHEMA, Message, Start, Step, Turn
+from megarl.environments import TOOL_SCHEMA, EnvironmentUnavailableError, Message, Start, Step, Turn
 from megarl.types import Problem, ToolCall
 
 CALL_THREAD = "call of "
@@ -116,9 +116,9 @@ class ToolEnvironment:
 
     Each call of a turn gets one reply, a message of role `tool`, in the order of the calls however they finish. A call
     that cannot be carried out, a tool that raises and one that takes longer than `tool_seconds` are replied to with an
-    error. A reply longer than `max_reply_characters` loses its middle (`rollout.budget.reply_tokens` is a limit in
-    tokens). The recipe's `rollout.budget.invalid_calls` says after how many calls in a row that cannot be carried out
-    the attempt ends.
+    error; EnvironmentUnavailableError is no fault of the policy's: the attempt begins anew. A reply longer than
+    `max_reply_characters` loses its middle (`rollout.budget.reply_tokens` is a limit in tokens). The recipe's
+    `rollout.budget.invalid_calls` says after how many calls in a row that cannot be carried out the attempt ends.
 
     Metrics, means over attempts: `tools/NAME/calls`, `/errors`, `/seconds`; `tools/invalid`: calls of no tool or with
     wrong arguments; `tools/truncated`: replies that lost their middle.
@@ -173,6 +173,8 @@ class ToolEnvironment:
         except TimeoutError:
             metrics[f"tools/{call.name}/errors"] += 1
             return f"error: the tool took longer than {self.tool_seconds:g} seconds"
+        except EnvironmentUnavailableError:
+            raise
         except Exception as error:  # a tool of the user's may raise anything
             metrics[f"tools/{call.name}/errors"] += 1
             return f"error: {error}" if isinstance(error, ToolError) else f"error: {type(error).__name__}: {error}"

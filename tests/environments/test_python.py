@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.environments import Turn, environment_maker, num_processes, with_sandbox
+from megarl.environments import EnvironmentUnavailableError, Turn, environment_maker, num_processes, with_sandbox
 from megarl.environments.process import EnvironmentProcess, process_settings
 from megarl.environments.python import Python, _sandbox
 from megarl.platform.processes import descendants
+from megarl.sandbox.sandbox import Sandbox
 from megarl.types import ConfigError, Problem, ToolCall
 
 PROBLEM = Problem(0, ({"role": "user", "content": "?"},), (), "")
@@ -49,7 +52,7 @@ def test_programs_reply_with_what_they_print(environment: Python) -> None:
 
 
 def test_a_program_that_waits_took_too_long_by_the_clock() -> None:
-    waits = environment_maker("python", {**SETTINGS, "tool_seconds": 2.0})()
+    waits = environment_maker("python", {"sandbox": {"wall_timeout_seconds": 1.0, "packages": []}})()
     assert isinstance(waits, Python)
     try:
         step = asyncio.run(waits.step(turn_of("import time\ntime.sleep(3600)")))
@@ -57,7 +60,21 @@ def test_a_program_that_waits_took_too_long_by_the_clock() -> None:
         _sandbox(json.dumps(asdict(waits._settings))).close()
         _sandbox.cache_clear()
     [message] = step.messages
-    assert re.fullmatch(r"error: the program took more than [12](\.\d)? seconds by the clock", message["content"])
+    assert re.fullmatch(r"error: the program took more than [\d.]+ seconds by the clock", message["content"])
+
+
+def test_a_sandbox_that_fails_is_no_reply_to_the_policy(environment: Python, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(environment.reset(PROBLEM, 0))
+    sandbox = _sandbox(json.dumps(asdict(environment._settings)))
+    assert isinstance(sandbox, Sandbox) and sandbox._process is not None
+    os.kill(sandbox._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patched, pytest.raises(EnvironmentUnavailableError, match="has not begun"):
+        patched.setattr("megarl.sandbox.sandbox._START_SECONDS", 0.1)
+        patched.setattr("megarl.sandbox.sandbox._KILL_SECONDS", 0.1)
+        asyncio.run(environment.step(turn_of("print(1)")))
+    broken = Python(sandbox={"packages": ["nowhere"]})
+    with pytest.raises(EnvironmentUnavailableError, match="nowhere"):
+        asyncio.run(broken.reset(PROBLEM, 0))
 
 
 def test_in_a_process_that_takes_the_sandbox_with_it() -> None:
