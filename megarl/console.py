@@ -133,7 +133,7 @@ def print_layers(found: Examination) -> None:
             missing = f"{found.layers.fault_of(layer)}; {REMEDIES[layer]}"
             table.add_row(layer, Text("missing", style="bold red"), missing)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(table, found.text, sep="\n")
+    console.print(table, *found.notes, found.text, sep="\n")
 
 
 def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) -> None:

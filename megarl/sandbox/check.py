@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.sandbox import landlock
 from megarl.sandbox.layers import LAYERS, Layers
 from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
 from megarl.types import ConfigError
@@ -20,6 +21,17 @@ class Examination:
     layers: Layers
     works: bool
     text: str
+    landlock_version: int | None = None
+    """Of the kernel; None where it has none."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What an active layer does not do here."""
+        if "landlock" not in self.layers.active or self.landlock_version is None:
+            return []
+        lacks = landlock.lacks(self.landlock_version)
+        rest = f"; it does not govern {', '.join(lacks)}, which namespaces and seccomp do" if lacks else ""
+        return [f"Landlock's version is {self.landlock_version}{rest}"]
 
     @property
     def is_complete(self) -> bool:
@@ -28,17 +40,30 @@ class Examination:
 
     def as_json(self) -> dict[str, Any]:
         faults = {layer: self.layers.fault_of(layer) for layer in LAYERS if layer not in self.layers.active}
-        return {"layers": sorted(self.layers.active), "missing": faults, "works": self.works, "text": self.text}
+        return {
+            "layers": sorted(self.layers.active),
+            "missing": faults,
+            "works": self.works,
+            "text": self.text,
+            "landlock_version": self.landlock_version,
+            "notes": self.notes,
+        }
 
 
 def examine() -> Examination:
     """Start a sandbox with whatever layers there are, and run a program in it."""
     sandbox = Sandbox(SandboxSettings(require=(), packages=()))
+    version = None
+    with contextlib.suppress(OSError):
+        version = landlock.version()
     with contextlib.closing(sandbox):
         try:
             sandbox.start()
             seconds = sum(sandbox.run("print(int(input()) + 1)", "1").cpu_seconds for _ in range(_RUNS)) / _RUNS
         except (ConfigError, SandboxError) as error:
-            return Examination(sandbox.found or Layers(frozenset(), {}), False, f"programs do not run here: {error}")
+            found = sandbox.found or Layers(frozenset(), {})
+            return Examination(found, False, f"programs do not run here: {error}", version)
         assert sandbox.found is not None
-        return Examination(sandbox.found, True, f"a program takes {1000 * seconds:.1f} ms of CPU time beside its own")
+        return Examination(
+            sandbox.found, True, f"a program takes {1000 * seconds:.1f} ms of CPU time beside its own", version
+        )

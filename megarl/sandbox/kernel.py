@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 
@@ -80,14 +81,19 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
-    """Set flags of a mount, such as MS_RDONLY; those that it has stay."""
+    """Set flags of a mount, such as MS_RDONLY; those that it has stay. Raises KernelError.
+
+    `recursive`, of the mounts below, too, which kernels before 5.12 cannot.
+    """
     attributes = sum(attribute for flag, attribute in _MOUNT_ATTR.items() if flags & flag)
     packed = ctypes.create_string_buffer(attributes.to_bytes(8, "little") + bytes(24), 32)
     try:
         syscall("mount_setattr", _AT_FDCWD, target.encode(), _AT_RECURSIVE if recursive else 0, packed, 32)
     except KernelError as error:
-        if error.errno != 38:  # ENOSYS: a kernel before 5.12
+        if error.errno != errno.ENOSYS:  # a kernel before 5.12
             raise
+        if recursive:
+            raise KernelError(errno.ENOSYS, f"{target} cannot be made read-only: Linux 5.12 or newer can") from None
         kept = os.statvfs(target).f_flag & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
         relatime = {1024: 1024, 2048: 2048, 4096: 1 << 21}
         kept = (kept & 15) | sum(flag for bit, flag in relatime.items() if kept & bit)

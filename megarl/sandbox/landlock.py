@@ -25,10 +25,16 @@ def version() -> int:
     return syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
 
 
+def lacks(known: int) -> list[str]:
+    """What a version of Landlock does not govern."""
+    since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
+    return [what for first, what in since.items() if known < first]
+
+
 def restrict(
     *, readable: Sequence[str], listable: Sequence[str], usable: Sequence[str], writable: Sequence[str]
 ) -> None:
-    """Give up all files but these: `usable` are files, the others folders with what is below.
+    """Give up all files but these: `usable` are files, the others folders with what is below, or files.
 
     Needs no_new_privs. Raises KernelError.
     """
@@ -39,8 +45,8 @@ def restrict(
     size = 24 if known >= 6 else 16 if known >= 4 else 8
     rules = syscall("landlock_create_ruleset", attributes, size, 0)
     try:
-        for folder in readable:
-            _allow(rules, folder, _READ_FILE | _READ_DIR)
+        for path in readable:
+            _allow(rules, path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0))
         for folder in listable:
             _allow(rules, folder, _READ_DIR)
         for file in usable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 
 from megarl.sandbox.kernel import (
@@ -30,6 +31,9 @@ from megarl.sandbox.kernel import (
 )
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+HOST_NAME = "sandbox"
+COVERED = ("/tmp", "/dev")
+"""Folders of which a program has its own, so that it does not see what the machine has there."""
 _BUILT_AT = "/sys"
 """Where the new root is put together, over what nobody runs Python from; only this process sees it there."""
 _LASTING = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
@@ -69,6 +73,7 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
             become_unprivileged()
         user, group = os.geteuid(), os.getegid()
         unshare(_LASTING)
+        socket.sethostname(HOST_NAME)
         prctl(PR_SET_DUMPABLE, 1)  # else its files in /proc are root's
         _write(proc, "self/setgroups", "deny")
         _write(proc, "self/uid_map", f"{user} {user} 1")
@@ -109,7 +114,12 @@ def _build_root(trees: Sequence[str]) -> None:
     for tree, target in links.items():
         os.symlink(target, _BUILT_AT + tree)
     for tree in trees:
-        if tree in links or not os.path.isdir(tree):
+        if tree in links:
+            continue
+        if os.path.isfile(tree):
+            _build_file(tree)
+            continue
+        if not os.path.isdir(tree):
             continue
         os.makedirs(_BUILT_AT + tree, exist_ok=True)
         mount(tree, _BUILT_AT + tree, "", MS_BIND | MS_REC)
@@ -122,3 +132,14 @@ def _build_root(trees: Sequence[str]) -> None:
     os.chdir(_BUILT_AT)
     pivot_root()
     restrict_mount("/", MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def _build_file(path: str) -> None:
+    """A file alone, unless it is in a folder that is there as a whole."""
+    place = _BUILT_AT + path
+    if os.path.exists(place):
+        return
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o644))
+    mount(path, place, "", MS_BIND)
+    restrict_mount(place, MS_RDONLY | MS_NOSUID | MS_NODEV)

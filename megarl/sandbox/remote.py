@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxError, SandboxSettings
 from megarl.types import ConfigError
@@ -53,7 +54,7 @@ class RemoteSandbox:
 
     A request that the server does not answer, or answers with an error of its own (5xx, 429, SandboxError), is sent
     again up to `MAX_TRIES` times, with pauses that double; each further try is counted in `Ran.retries`. Limits of time
-    are the server's, by its clock.
+    are the server's, by its clock. A user and password in the address are sent as HTTP's basic authorization.
     """
 
     def __init__(self, settings: SandboxSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -62,9 +63,16 @@ class RemoteSandbox:
         self._sleep = sleep
         parts = urlsplit(settings.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"sandbox.url = {settings.url!r}: is no address; give one such as http://127.0.0.1:8080")
+            shown = settings.url.rpartition("@")[2]
+            raise ConfigError(f"sandbox.url = {shown!r}: is no address; give one such as http://127.0.0.1:8080")
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host = parts.netloc.rpartition("@")[2]
+        self._headers = {"Content-Type": "application/json"}
+        if parts.username is not None:
+            user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            self._headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
+        # As messages name it, without what nobody should read there.
+        self._url = f"{parts.scheme}://{self._host}{parts.path}"
         self._path = parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
 
     @property
@@ -78,7 +86,7 @@ class RemoteSandbox:
         except SandboxError as error:
             raise ConfigError(f"sandbox.url: {error}; start the server, or mend its address") from None
         if ran.outcome != "ok" or ran.stdout.strip() != "45":
-            raise ConfigError(f"sandbox.url = {self._settings.url}: the server does not run Python: {ran}")
+            raise ConfigError(f"sandbox.url = {self._url}: the server does not run Python: {ran}")
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
@@ -106,7 +114,7 @@ class RemoteSandbox:
                 return _ran(answer, room, time.monotonic() - started, retries)
             except (OSError, http.client.HTTPException, _BusyError) as error:
                 fault = f"{type(error).__name__}: {error}"
-        raise SandboxError(f"{self._settings.url} gave no answer in {MAX_TRIES} tries; the last: {fault}")
+        raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last: {fault}")
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -114,7 +122,7 @@ class RemoteSandbox:
     def _post(self, body: bytes, seconds: float) -> Mapping[str, Any]:
         connection = self._connect(self._host, timeout=seconds)
         try:
-            connection.request("POST", self._path, body, {"Content-Type": "application/json"})
+            connection.request("POST", self._path, body, self._headers)
             response = connection.getresponse()
             text = response.read(_MAX_ANSWER_BYTES)
         finally:
@@ -122,7 +130,7 @@ class RemoteSandbox:
         if response.status >= 500 or response.status in _BUSY:
             raise _BusyError(f"HTTP {response.status}")
         if response.status != 200:
-            raise SandboxError(f"{self._settings.url} answers HTTP {response.status}: {text[:200]!r}")
+            raise SandboxError(f"{self._url} answers HTTP {response.status}: {text[:200]!r}")
         try:
             answer = json.loads(text)
         except ValueError:

@@ -25,6 +25,7 @@ import megarl
 from megarl.sandbox.inside import READY
 from megarl.sandbox.layers import LAYERS, Layers
 from megarl.sandbox.load import busy_seconds
+from megarl.sandbox.namespaces import COVERED
 from megarl.types import ConfigError
 
 _START_SECONDS = 60.0
@@ -178,6 +179,11 @@ class Sandbox:
         # Unsuccessful namespaces leave a process of no use behind; the next one does without.
         tried = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
+        if "namespaces" in tried and (hidden := self._hidden()):
+            if "namespaces" in self._settings.require:
+                raise ConfigError(f"sandbox: {hidden}; take Python from another folder, or set sandbox.url")
+            faults["namespaces"] = hidden
+            tried.remove("namespaces")
         while True:
             layers, found = self._start(tried)
             faults |= found
@@ -193,6 +199,14 @@ class Sandbox:
         except BaseException:
             self._close()
             raise
+
+    def _hidden(self) -> str | None:
+        """A folder that a program needs and would not see in its namespaces."""
+        for tree in sorted({*_python()[1], *_packages(self._settings.packages)[0]}):
+            for folder in COVERED:
+                if Path(tree).is_relative_to(folder):
+                    return f"Python or a package of it lies in {tree}, and programs have a {folder} of their own"
+        return None
 
     def _start(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -226,7 +240,8 @@ class Sandbox:
         assert self._process.stderr is not None
         if not text:
             self._process.kill()
-            said = self._process.stderr.read().decode(errors="replace")[-2000:].strip()
+            with self._process.stderr as errors:
+                said = errors.read().decode(errors="replace")[-2000:].strip()
             self._close()
             raise SandboxError(f"the sandbox does not start: {said or 'it says nothing'}")
         self._process.stderr.close()
@@ -400,15 +415,21 @@ def _python() -> tuple[str, list[str], list[str]]:
 
 
 def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The folders of packages with their libraries, and the folders that these are in."""
+    """The folders of packages with their libraries, files of modules, and the folders that these are in."""
     found: list[str] = []
     places: list[str] = []
     for name in names:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
-        if spec is None or not spec.submodule_search_locations:
+        if spec is None or not (spec.submodule_search_locations or spec.origin):
             raise ConfigError(
                 f"sandbox.packages: {name!r}: there is no such package in this environment; install it, or leave it out"
             )
+        if not spec.submodule_search_locations:
+            file = Path(spec.origin or "")
+            if file.is_file():  # else it is in the interpreter itself
+                found.append(str(file))
+                places.append(str(file.parent))
+            continue
         folder = Path(spec.submodule_search_locations[0])
         found += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
         places.append(str(folder.parent))

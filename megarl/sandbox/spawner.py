@@ -43,6 +43,8 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
     connection = socket.socket(fileno=control)
     confinement, faults = _set_up(start)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
+    # Until now an error was to reach whoever starts it.
+    os.dup2(0, 2)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -104,7 +106,7 @@ def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
     before = list(sys.path)
     sys.path += folders
     for name in names:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # some end the process, or try to
             importlib.import_module(name)
     sys.path[:] = before
 
@@ -227,8 +229,11 @@ def main() -> NoReturn:
     control, start = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[:] = [""]
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):
+    for descriptor in range(2):
         os.dup2(nothing, descriptor)
     os.close(nothing)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        # Where memory runs out, programs go before the training.
+        file.write("1000")
     os.closerange(3, control)
     spawn(control, start)

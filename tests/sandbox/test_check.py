@@ -9,6 +9,10 @@ import sys
 
 import pytest
 
+from megarl.sandbox import landlock
+from megarl.sandbox.check import Examination
+from megarl.sandbox.layers import Layers
+
 WITHOUT_NAMESPACES = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
 
 
@@ -21,7 +25,16 @@ def check(*before: str) -> tuple[int, dict]:
 def test_this_machine() -> None:
     code, found = check()
     assert (code, found["works"], found["missing"]) == (0, True, {})
+    assert found["landlock_version"] >= 1 and f"version is {found['landlock_version']}" in found["notes"][0]
     assert found["layers"] == ["landlock", "limits", "namespaces", "seccomp", "unprivileged"]
+
+
+def test_what_older_versions_of_landlock_lack_is_told() -> None:
+    assert landlock.lacks(3) == ["TCP", "devices", "signals"]
+    assert landlock.lacks(6) == []
+    found = Examination(Layers(frozenset({"landlock"}), {}), True, "", landlock_version=2)
+    [note] = found.notes
+    assert "version is 2" in note and "truncating files, TCP, devices, signals" in note
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a place without user namespaces")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import subprocess
 import sys
@@ -27,10 +28,12 @@ class Server:
     url: str = ""
     faults: list[Any] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         self.requests.append(asked)
+        self.authorizations.append(request.headers.get("Authorization"))
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, int):
             return web.Response(status=fault, text="a fault")
@@ -107,6 +110,18 @@ def test_a_program_runs_there(server: Server) -> None:
     assert (asked["language"], asked["stdin"], asked["run_timeout"], asked["memory_limit_MB"]) == (
         "python", "11\n", 20.0, 256,
     )  # fmt: skip
+
+
+def test_a_password_in_the_address_is_sent_and_never_shown(server: Server) -> None:
+    sandbox_of(server).run("print(1)", cpu_seconds=20.0)
+    url = server.url.replace("://", "://me:s%40cret@")
+    sandbox = RemoteSandbox(SandboxSettings(url=url), sleep=lambda seconds: None)
+    sandbox.run("print(1)", cpu_seconds=20.0)
+    assert server.authorizations == [None, f"Basic {base64.b64encode(b'me:s@cret').decode()}"]
+    server.faults = [422]
+    with pytest.raises(SandboxError) as refused:
+        sandbox.run("print(1)")
+    assert "127.0.0.1" in str(refused.value) and "cret" not in str(refused.value)
 
 
 def test_ends_of_runs(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -10,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from megarl.sandbox import kernel
 from megarl.sandbox.layers import Layers
-from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings, _Run
+from megarl.sandbox.sandbox import _SPAWNER, Sandbox, SandboxError, SandboxSettings, _Run
+from megarl.sandbox.spawner import _import_packages
 from megarl.types import ConfigError
 
 
@@ -202,11 +206,12 @@ def test_it_sees_python_and_nothing_else(sandbox: Sandbox) -> None:
     program = (
         "import os, sys\n"
         "print([name for name in ('/etc', '/proc', '/home', '/root/.ssh', '/work', '/var') if os.path.exists(name)])\n"
-        "print(os.getuid() > 0, sorted(os.environ), os.uname().nodename == '')"
+        "print(os.uname().nodename)\nprint(os.getuid() > 0, sorted(os.environ))"
     )
     ran = sandbox.run(program)
-    there, rest = ran.stdout.splitlines()
-    assert there == "[]"
+    there, name, rest = ran.stdout.splitlines()
+    assert (there, name) == ("[]", "sandbox")
+    assert socket.gethostname() != "sandbox"
     assert rest.startswith("True ['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH'")
 
 
@@ -220,6 +225,53 @@ def test_packages_can_be_imported_and_others_not() -> None:
     with contextlib.closing(Sandbox(SandboxSettings(packages=("numpy",)))) as sandbox:
         assert sandbox.run("import numpy\nprint(numpy.arange(5).sum())").stdout == "10\n"
         assert "No module named 'torch'" in sandbox.run("import torch").stderr
+
+
+def test_a_module_of_one_file_can_be_imported_without_its_neighbours() -> None:
+    with contextlib.closing(Sandbox(SandboxSettings(packages=("typing_extensions", "math")))) as sandbox:
+        assert (
+            sandbox.run("import typing_extensions\nprint(typing_extensions.__name__)").stdout == "typing_extensions\n"
+        )
+        assert "No module named 'numpy'" in sandbox.run("import numpy").stderr
+
+
+def test_a_package_that_ends_the_process_does_not_end_the_spawner(tmp_path: Path) -> None:
+    (tmp_path / "megarl_test_quits.py").write_text("raise SystemExit(3)")
+    _import_packages(["megarl_test_quits"], [str(tmp_path)])
+    assert str(tmp_path) not in sys.path
+
+
+def test_an_error_of_the_spawner_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = _SPAWNER.replace(
+        "main()", "from megarl.sandbox import spawner\nspawner._PREPARED.append('no_such')\nmain()"
+    )
+    monkeypatch.setattr("megarl.sandbox.sandbox._SPAWNER", broken)
+    with pytest.raises(SandboxError, match="No module named 'no_such'"):
+        Sandbox(SandboxSettings(packages=())).start()
+
+
+@pytest.mark.parametrize("folder", ["/tmp/python/lib", "/dev/shm/lib"])
+def test_a_python_that_programs_would_not_see_is_named(monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.setattr("megarl.sandbox.sandbox._python", lambda: ("/usr/bin/python3", ["/usr/lib", folder], []))
+    with pytest.raises(ConfigError, match=f"lies in {folder}.*sandbox.url"):
+        Sandbox(SandboxSettings(packages=())).start()
+
+
+def test_programs_go_first_where_memory_runs_out(sandbox: Sandbox) -> None:
+    sandbox.start()
+    assert sandbox._process is not None
+    assert Path(f"/proc/{sandbox._process.pid}/oom_score_adj").read_text() == "1000\n"
+
+
+def test_a_kernel_that_cannot_protect_mounts_below_is_no_machine_with_namespaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str, *given: object) -> int:
+        raise kernel.KernelError(errno.ENOSYS, name)
+
+    monkeypatch.setattr("megarl.sandbox.kernel.syscall", missing)
+    with pytest.raises(kernel.KernelError, match=r"5\.12"):
+        kernel.restrict_mount("/nowhere", kernel.MS_RDONLY, recursive=True)
 
 
 def test_a_package_that_is_not_installed_is_named() -> None:
