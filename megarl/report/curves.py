@@ -221,9 +221,11 @@ def not_finite(rows: Rows) -> list[dict[str, Any]]:
     ]
 
 
-def rounded(value: float) -> float | int:
-    """A number of five significant digits, as short as JSON can have it."""
+def rounded(value: float) -> float | int | None:
+    """A number of five significant digits, as short as JSON can have it; None where that is not finite."""
     short = float(f"{value:.5g}")
+    if not math.isfinite(short):
+        return None
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 

@@ -498,6 +498,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     return h("div", { class: "facts" },
       h("span", {}, "step ", h("b", {}, sample.step)),
       sample.reward !== undefined && h("span", {}, "reward ", h("b", {}, fmt(sample.reward))),
+      sample.samples !== undefined && h("span", {}, `one of ${fmt(sample.samples)} samples, mean reward `, h("b", {}, fmt(sample.mean))),
       right !== undefined && h("span", { class: right ? "good" : "bad" }, right ? "right" : "wrong"),
       sample.tokens !== undefined && h("span", {}, fmt(sample.tokens) + " tokens"),
       sample.finish_reason && h("span", {}, "ended: " + sample.finish_reason),
@@ -600,7 +601,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       tokens: "Samples of a step as the update saw them. Point at a token to read its numbers.",
       best: "Samples of training with the highest rewards of a step, newest step first, one of each prompt.",
       worst: "Samples of training with the lowest rewards of a step, newest step first, one of each prompt.",
-      changed: "Held-out problems at the first and at the last evaluation, those first whose rewards changed most.",
+      changed: "Held-out problems at the first and at the last evaluation, those first whose mean rewards changed most.",
       turns: "Attempts of several turns: each completion, its reward, and what the environment replied.",
     };
     const chosen = { run: having[0][1], kind: null, mode: "advantage" };

@@ -131,14 +131,10 @@ def owner_is_gone(path: Path) -> bool:
     return found is not None and found[1] == socket.gethostname() and not Path(f"/proc/{found[2]}").exists()
 
 
-def json_lines(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """The JSON objects among the lines of a file, of its first `most_bytes` at most; other lines are left out."""
-    read = 0
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects among the lines of a file; other lines are left out."""
     with path.open("rb") as file:
         for line in file:
-            read += len(line)
-            if most_bytes is not None and read > most_bytes:
-                return
             if isinstance(value := _parsed(line), dict):
                 yield value
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import re
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from megarl.report.recorded import RecordedRun, json_lines
 
 STEPS_READ = 40
 """Steps of samples/ that a page is made from, the first and the last among them."""
-FILE_BYTES = 8 << 20
-"""Bytes read of one file of samples/."""
+BYTES_READ = 2 << 30
+"""Bytes of samples/ that a page is made from: of larger files fewer steps, but each of them whole."""
 
 _NUM_EXTREME = 5
 _NUM_CHANGED = 8
@@ -45,9 +47,9 @@ def cut(text: str, most: int) -> str:
     return f"{visible(text[:head])}\n[... {len(text) - most} characters left out ...]\n{visible(text[-tail:])}"
 
 
-def read_records(path: Path, step: int, most_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
     """The records of a file of samples/, each with its `step` and its `line`."""
-    for line, record in enumerate(json_lines(path, most_bytes), 1):
+    for line, record in enumerate(json_lines(path), 1):
         yield {**record, "step": step, "line": line}
 
 
@@ -68,27 +70,30 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     """
     files = run.sample_files
     by_step: list[tuple[int, list[dict[str, Any]]]] = []
-    first: dict[str, dict[str, Any]] = {}
-    last: dict[str, dict[str, Any]] = {}
+    held_out: dict[str, _HeldOut] = {}
     best: list[dict[str, Any]] = []
     worst: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
-    read = spread(files, STEPS_READ)
+    read = _steps_to_read(files)
     shown_steps = {step for step, _ in spread(read, 4)}
     for step, path in read:
-        records = list(read_records(path, step, FILE_BYTES))
-        of_training = [record for record in records if "set" not in record]
-        by_step.append((step, [_numbers(record) for record in of_training]))
-        for record in records:
+        numbers = []
+        high, low, of_turns = _Extreme(_NUM_EXTREME, sign=-1), _Extreme(_NUM_EXTREME, sign=1), _OfSeveralTurns()
+        for record in read_records(path, step):
             if "set" in record:
-                first.setdefault(_problem(record), record)
-                last[_problem(record)] = record
-        if step in shown_steps:
-            high = extreme(of_training, _NUM_EXTREME, sign=-1)
-            lines = {record["line"] for record in high}
-            best += high
-            worst += [record for record in extreme(of_training, _NUM_EXTREME, sign=1) if record["line"] not in lines]
-            turns += _of_several_turns(records)[:_NUM_TURNS]
+                held_out.setdefault(_problem(record), _HeldOut()).add(record)
+            else:
+                numbers.append(_numbers(record))
+            if step in shown_steps:
+                of_turns.add(record)
+                if "set" not in record:
+                    high.add(record)
+                    low.add(record)
+        by_step.append((step, numbers))
+        lines = {record["line"] for record in high.records}
+        best += high.records
+        worst += [record for record in low.records if record["line"] not in lines]
+        turns += of_turns.records
     return {
         "read": len(read),
         "there": len(files),
@@ -96,7 +101,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "lengths": histograms(by_step, "tokens"),
         "best": [compact(record) for record in _newest_first(best)],
         "worst": [compact(record) for record in _newest_first(worst)],
-        "changed": _changed(first, last),
+        "changed": _changed(held_out, dict(files)),
         "turns": [compact(record) for record in reversed(turns)],
         "tokens": _with_tokens(run),
     }
@@ -132,16 +137,70 @@ def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: -record["step"])
 
 
+class _Least:
+    """The records of the least keys among all that are added, in order; no two keys are equal."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: list[tuple[tuple[float, ...], dict[str, Any]]] = []
+
+    def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
+        if len(self._kept) < self._most or (self._kept and key < self._kept[-1][0]):
+            insort(self._kept, (key, dict(record)), key=lambda item: item[0])
+            del self._kept[self._most :]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [record for _, record in self._kept]
+
+
+class _Extreme:
+    """The records of the lowest rewards (`sign` 1) or the highest (-1); of equal ones, of different problems."""
+
+    def __init__(self, most: int, *, sign: int) -> None:
+        self._least = _Least(most)
+        self._sign = sign
+        self._seen: Counter[tuple[str, float]] = Counter()
+        self._number = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if not _is_number(record.get("reward")):
+            return
+        kind = (_problem(record), float(record["reward"]))
+        self._number += 1
+        self._least.add((self._sign * kind[1], self._seen[kind], record["line"], self._number), record)
+        self._seen[kind] += 1
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return self._least.records
+
+
+class _OfSeveralTurns:
+    """Attempts with turns among all that are added: at most four, those of the most different rewards."""
+
+    def __init__(self) -> None:
+        self._high, self._low = _Least(_NUM_TURNS // 2), _Least(_NUM_TURNS // 2)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if len(_list(record.get("turns"))) < 2:
+            return
+        self._high.add((-_reward(record), record["line"]), record)
+        self._low.add((_reward(record), -record["line"]), record)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Those of the highest rewards first."""
+        found = {record["line"]: record for record in [*self._high.records, *reversed(self._low.records)]}
+        return list(found.values())
+
+
 def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> list[dict[str, Any]]:
     """The records of the lowest rewards (`sign` 1) or the highest (-1); of equal ones, of different problems."""
-    scored = [record for record in records if _is_number(record.get("reward"))]
-    seen: Counter[tuple[str, float]] = Counter()
-    ordered = []
-    for record in scored:
-        kind = (_problem(record), float(record["reward"]))
-        ordered.append((sign * kind[1], seen[kind], record["line"], record))
-        seen[kind] += 1
-    return [dict(record) for *_, record in sorted(ordered, key=lambda item: item[:3])[:most]]
+    found = _Extreme(most, sign=sign)
+    for record in records:
+        found.add(record)
+    return found.records
 
 
 def compact(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,12 +221,52 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _changed(first: Mapping[str, Mapping[str, Any]], last: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Held-out problems whose answers changed: those whose rewards changed most, gains and losses in turn."""
+@dataclass(slots=True)
+class _Evaluated:
+    """The samples of a held-out problem in one evaluation: of each its line, reward and a hash of what was said."""
+
+    step: int
+    samples: list[tuple[int, float, bytes]] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        return sum(reward for _, reward, _ in self.samples) / len(self.samples)
+
+    @property
+    def said(self) -> list[bytes]:
+        return sorted(said for *_, said in self.samples)
+
+    @property
+    def shown(self) -> tuple[int, int]:
+        """Step and line of the sample whose reward is nearest to the mean."""
+        mean = self.mean
+        return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
+
+
+@dataclass(slots=True)
+class _HeldOut:
+    """A held-out problem in its first and its last evaluation."""
+
+    first: _Evaluated | None = None
+    last: _Evaluated | None = None
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a sample; evaluations come in order."""
+        step = record["step"]
+        if self.first is None:
+            self.first = self.last = _Evaluated(step)
+        elif self.last is not None and self.last.step != step:
+            self.last = _Evaluated(step)
+        if self.last is not None:
+            self.last.samples.append((record["line"], _reward(record), _digest(_said(record))))
+
+
+def _changed(problems: Mapping[str, _HeldOut], files: Mapping[int, Path]) -> list[dict[str, Any]]:
+    """Held-out problems whose answers changed: those whose mean rewards changed most, gains and losses in turn."""
     pairs = [
-        (_reward(last[key]) - _reward(before), before, last[key])
-        for key, before in first.items()
-        if last[key]["step"] != before["step"] and last[key].get("completion") != before.get("completion")
+        (one.last.mean - one.first.mean, one.first, one.last)
+        for one in problems.values()
+        if one.first and one.last and one.last.step != one.first.step and one.last.said != one.first.said
     ]
     gained = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
     lost = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
@@ -175,18 +274,59 @@ def _changed(first: Mapping[str, Mapping[str, Any]], last: Mapping[str, Mapping[
     half = _NUM_CHANGED // 2
     chosen = [*gained[: _NUM_CHANGED - min(half, len(lost))], *lost[:half]]
     chosen += same[: _NUM_CHANGED - len(chosen)]
-    counts = {"gained": len(gained), "lost": len(lost), "same": len(same), "problems": len(first)}
-    return [{"before": compact(b), "after": compact(a), "change": _short(c), **counts} for c, b, a in chosen]
+    counts = {"gained": len(gained), "lost": len(lost), "same": len(same), "problems": len(problems)}
+    records = _fetched({place for _, *pair in chosen for place in (pair[0].shown, pair[1].shown)}, files)
+    return [
+        {
+            "before": _of_several(records[before.shown], before),
+            "after": _of_several(records[after.shown], after),
+            "change": _short(change),
+            **counts,
+        }
+        for change, before, after in chosen
+        if before.shown in records and after.shown in records
+    ]
+
+
+def _of_several(record: Mapping[str, Any], evaluated: _Evaluated) -> dict[str, Any]:
+    """A record as a page shows it; where it is one of several samples of its problem, with their mean reward."""
+    count = len(evaluated.samples)
+    several = {"samples": count, "mean": _short(evaluated.mean)} if count > 1 else {}
+    return {**compact(record), **several}
+
+
+def _fetched(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> dict[tuple[int, int], dict[str, Any]]:
+    """The records of these steps and lines, read again."""
+    lines: dict[int, set[int]] = {}
+    for step, line in places:
+        lines.setdefault(step, set()).add(line)
+    return {
+        (step, record["line"]): record
+        for step, wanted in lines.items()
+        for record in read_records(files[step], step)
+        if record["line"] in wanted
+    }
+
+
+def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """Steps that a page is made from, evenly spread: fewer where their files are large, but the first and the last."""
+    sizes = {path: path.stat().st_size for _, path in files}
+    most = min(STEPS_READ, len(files))
+    while most > 2 and sum(sizes[path] for _, path in spread(files, most)) > BYTES_READ:
+        most -= 1
+    return spread(files, most)
 
 
 def _with_tokens(run: RecordedRun) -> list[dict[str, Any]]:
     """Samples token by token, newest first."""
-    found = []
+    found: list[dict[str, Any]] = []
     for step, path in reversed(spread(run.token_files, _NUM_TOKEN_STEPS)):
-        for record in read_records(path, step, FILE_BYTES):
+        for record in read_records(path, step):
+            if len(found) == _NUM_RECORDS_WITH_TOKENS:
+                return found
             columns = record.get("columns")
-            if isinstance(columns, dict) and len(found) < _NUM_RECORDS_WITH_TOKENS:
-                found.append({**compact(record), "columns": _columns(columns), "cut": record.get("cut") or 0})
+            if isinstance(columns, dict):
+                found.append({**compact(record), "columns": _columns(columns), "cut": _count(record.get("cut"))})
                 found[-1].pop("completion", None)
     return found
 
@@ -227,17 +367,21 @@ def _messages(value: Any) -> list[dict[str, str]]:
     return found
 
 
-def _of_several_turns(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Attempts with turns, those of the most different rewards first."""
-    found = [dict(record) for record in records if len(_list(record.get("turns"))) > 1]
-    found.sort(key=lambda record: -_reward(record))
-    return found[:2] + found[-2:] if len(found) > 4 else found
-
-
 def _problem(record: Mapping[str, Any]) -> str:
-    """The text that tells a record's problem from others: set, source and index where recorded, else its prompt."""
+    """A hash that tells a record's problem from others: of set, source and index where recorded, else its prompt."""
     index = record.get("problem")
-    return json.dumps([record.get("set"), record.get("source"), index, record.get("prompt") if index is None else None])
+    prompt = record.get("prompt") if index is None else None
+    return _digest([record.get("set"), record.get("source"), index, prompt]).hex()
+
+
+def _said(record: Mapping[str, Any]) -> Any:
+    """The completion of each turn, or the only one."""
+    turns = [turn.get("completion") for turn in _list(record.get("turns")) if isinstance(turn, Mapping)]
+    return turns or record.get("completion")
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).digest()
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +393,12 @@ def _reward(record: Mapping[str, Any]) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that is finite, also when it is rounded or a little is added; not NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _count(value: Any) -> int:
+    return int(value) if _is_number(value) else 0
 
 
 def _short(value: Any) -> Any:

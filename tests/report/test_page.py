@@ -164,6 +164,58 @@ def test_samples_that_a_page_shows(tmp_path: Path) -> None:
     assert {len(values) for values in columns.values()} == {len(columns["text"])} and columns["advantage"][0] == 0.7
 
 
+def test_large_files_are_read_to_their_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=8)
+    shutil.rmtree(folder / "samples")
+    for step, chosen in ((1, 0.25), (8, 0.75)):
+        training = [{"prompt": f"p{number}", "completion": "x" * 50_000, "reward": number} for number in range(200)]
+        held_out = {"set": "a", "source": "", "problem": 1, "completion": f"{step}", "reward": chosen}
+        lines(folder / f"samples/step_{step:06d}.jsonl", [*training, held_out])
+    shown = content(write_report([folder])[0])["runs"][0]["samples"]
+    assert [sample["reward"] for sample in shown["best"]] == [199, 198, 197, 196, 195] * 2
+    assert [sum(counts) for counts in shown["rewards"]["counts"]] == [200, 200]
+    assert [pair["change"] for pair in shown["changed"]] == [0.5]
+
+
+def test_of_samples_too_large_to_read_fewer_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", steps=8)
+    sizes = [path.stat().st_size for path in sorted(folder.glob("samples/*.jsonl"))]
+    monkeypatch.setattr("megarl.report.samples.BYTES_READ", sum(sizes) // 2)
+    shown = content(write_report([folder])[0])["runs"][0]["samples"]
+    assert 2 <= shown["read"] <= 5 and shown["there"] == len(sizes) == 9
+    assert shown["rewards"]["steps"][-1] == 8
+
+
+def test_several_samples_of_a_held_out_problem_are_compared_by_their_means(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=2)
+    shutil.rmtree(folder / "samples")
+    # The samples of problem 1 come in another order alone, those of problem 2 are better.
+    for step, rewards in ((0, {1: (1, 0, 0), 2: (0, 0, 1)}), (2, {1: (0, 0, 1), 2: (0, 1, 1)})):
+        records = [
+            {"set": "a", "source": "", "problem": problem, "completion": f"{problem} {reward}", "reward": reward}
+            for problem, of_problem in rewards.items()
+            for reward in of_problem
+        ]
+        lines(folder / f"samples/step_{step:06d}.jsonl", records)
+    [pair] = content(write_report([folder])[0])["runs"][0]["samples"]["changed"]
+    assert pair["change"] == pytest.approx(1 / 3, rel=1e-3)
+    assert (pair["gained"], pair["lost"], pair["same"], pair["problems"]) == (1, 0, 0, 2)
+    before, after = pair["before"], pair["after"]
+    assert (before["completion"], before["samples"], before["mean"]) == ("2 0", 3, 0.3333)
+    assert (after["completion"], after["samples"], after["mean"]) == ("2 1", 3, 0.6667)
+
+
+def test_numbers_at_the_edge_of_floating_point_are_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    largest = 1.7976931348623157e308
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "train/loss": largest}) + "\n" for step in (5, 6))
+    lines(folder / "samples/step_000004.jsonl", [{"reward": value} for value in (largest, -largest, 10**400, 2)])
+    run = content(write_report([folder])[0])["runs"][0]
+    assert run["series"]["of"]["train/loss"]["y"][-1] is None
+    assert [sample.get("reward") for sample in run["samples"]["best"]][:1] == [2]
+
+
 def test_starts_tell_what_changed_and_what_they_warned_of(tmp_path: Path) -> None:
     first, second = content(write_report([make_run(tmp_path / "run", steps=8)])[0])["runs"][0]["attempts"]
     assert (first["state"], first["cause"]) == ("failed", "PeerLostError: rank 1 died") and first["changes"] == []
