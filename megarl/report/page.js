@@ -509,8 +509,11 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       sample.line !== undefined && h("span", {}, "line " + sample.line));
   }
   function turns(sample) {
-    return sample.turns.map((turn, number) => h("div", { class: "turn" },
-      said("turn " + (number + 1) + (turn.reward !== undefined ? ", reward " + fmt(turn.reward) : ""), turn.completion, "answer"),
+    const shown = sample.turns;
+    return shown.map((turn, place) => h("div", { class: "turn" },
+      place > 0 && turn.number > shown[place - 1].number + 1
+        && said("", `[... ${turn.number - shown[place - 1].number - 1} turns left out ...]`, ""),
+      said("turn " + turn.number + (turn.reward !== undefined ? ", reward " + fmt(turn.reward) : ""), turn.completion, "answer"),
       h("div", { class: "seen" }, turn.observation.map((message) => said(message.role || "environment", message.text, "")))));
   }
   function sampleCard(sample) {

@@ -27,6 +27,14 @@ _NUM_RECORDS_WITH_TOKENS = 24
 _TEXT = 4_000
 _MESSAGE = 1_500
 _TOKENS = 600
+_TURNS_OF_END = 20
+"""Turns of an attempt that are shown from its beginning, and as many from its end; so of a prompt's messages."""
+_MESSAGES_OF_END = 3
+"""As `_TURNS_OF_END`, of the messages that answer a turn."""
+_TEXT_OF_TURNS = 60_000
+"""Characters of an attempt's turns together: of many turns each is shortened to less. So of a prompt's messages."""
+_TEXT_OF_PROMPT = 30_000
+_LEAST_TEXT = 200
 
 _HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 """Characters that are not seen but change what is: control characters but tab and line feed, bidirectional controls,
@@ -207,11 +215,13 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record as a page shows it: shortened, visible; fields that it lacks are left out."""
     texts = {name: cut(str(record[name]), _MESSAGE) for name in ("set", "source", "reward_failure", "finish_reason")
              if record.get(name) is not None}  # fmt: skip
+    prompt_text = _TEXT_OF_PROMPT // max(1, min(len(_list(record.get("prompt"))), 2 * _TURNS_OF_END))
+    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, most=min(_MESSAGE, prompt_text))
     numbers = {
         name: _short(record[name]) for name in ("step", "line", "reward", "tokens") if _is_number(record.get(name))
     }
     flags = {name: record[name] for name in ("answer_correct", "format_valid") if isinstance(record.get(name), bool)}
-    found: dict[str, Any] = {**texts, **numbers, **flags, "prompt": _messages(record.get("prompt"))}
+    found: dict[str, Any] = {**texts, **numbers, **flags, "prompt": prompt}
     if record.get("answer") not in (None, ""):
         found["answer"] = cut(_text(record["answer"]), _MESSAGE)
     if several := _turns(record):
@@ -343,28 +353,46 @@ def _columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    turns = [turn for turn in _list(record.get("turns")) if isinstance(turn, Mapping)]
+    """The turns with their numbers: of many the first and the last ones, so that numbers are left out between them."""
+    numbered = [
+        (number, turn) for number, turn in enumerate(_list(record.get("turns")), 1) if isinstance(turn, Mapping)
+    ]
+    if len(numbered) > 2 * _TURNS_OF_END:
+        numbered = [*numbered[:_TURNS_OF_END], *numbered[-_TURNS_OF_END:]]
+    texts = sum(1 + min(len(_list(turn.get("observation"))), 2 * _MESSAGES_OF_END) for _, turn in numbered)
+    most = max(_LEAST_TEXT, _TEXT_OF_TURNS // max(1, texts))
     return [
         {
-            "completion": cut(_text(turn.get("completion", "")), _TEXT),
+            "number": number,
+            "completion": cut(_text(turn.get("completion", "")), min(_TEXT, most)),
             **({"reward": _short(turn["reward"])} if _is_number(turn.get("reward")) else {}),
-            "observation": _messages(turn.get("observation")),
+            "observation": _messages(turn.get("observation"), ends=_MESSAGES_OF_END, most=min(_MESSAGE, most)),
         }
-        for turn in turns
+        for number, turn in numbered
     ]
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
-    """Messages as roles and texts; calls of tools and other fields are told as JSON."""
-    found = []
-    for message in _list(value) if not isinstance(value, Mapping | str) else [value]:
-        if not isinstance(message, Mapping):
-            found.append({"role": "", "text": cut(_text(message), _MESSAGE)})
-            continue
-        rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
-        text = _text(message.get("content") or "") + (f"\n{_text(rest)}" if rest else "")
-        found.append({"role": cut(str(message.get("role", "")), 40), "text": cut(text, _MESSAGE)})
-    return found
+def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
+    """Messages as roles and texts; calls of tools and other fields are told as JSON.
+
+    Of more than twice `ends` those between the first and the last ones are left out, which a message in their place
+    tells.
+    """
+    messages = _list(value) if not isinstance(value, Mapping | str) else [value]
+    left_out = len(messages) - 2 * ends
+    if left_out <= 0:
+        return [_message(message, most) for message in messages]
+    told = {"role": "", "text": f"[... {left_out} messages left out ...]"}
+    head, tail = messages[:ends], messages[-ends:]
+    return [*(_message(message, most) for message in head), told, *(_message(message, most) for message in tail)]
+
+
+def _message(message: Any, most: int) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        return {"role": "", "text": cut(_text(message), most)}
+    rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
+    text = _text(message.get("content") or "") + (f"\n{_text(rest)}" if rest else "")
+    return {"role": cut(str(message.get("role", "")), 40), "text": cut(text, most)}
 
 
 def _problem(record: Mapping[str, Any]) -> str:

@@ -205,6 +205,25 @@ def test_several_samples_of_a_held_out_problem_are_compared_by_their_means(tmp_p
     assert (after["completion"], after["samples"], after["mean"]) == ("2 1", 3, 0.6667)
 
 
+def test_long_attempts_are_shown_in_part(tmp_path: Path, opened: Callable[[Path], str]) -> None:
+    folder = make_run(tmp_path / "run", steps=8)
+    shutil.rmtree(folder / "samples")
+    shutil.rmtree(folder / "tokens")
+    long = {"role": "tool", "content": "y" * 2_000}
+    turns = [{"completion": f"{number} " + "x" * 5_000, "observation": [long] * 9} for number in range(1, 101)]
+    record = {"prompt": [long] * 99, "reward": 1.0, "turns": turns}
+    lines(folder / "samples/step_000008.jsonl", [record] * 2)
+    page, size, _ = write_report([folder])
+    assert size < 800_000
+    sample = content(page)["runs"][0]["samples"]["turns"][0]
+    assert [turn["number"] for turn in sample["turns"]] == [*range(1, 21), *range(81, 101)]
+    assert sample["turns"][20]["completion"].startswith("81 ")
+    told = [message["text"] for message in sample["turns"][0]["observation"]][3]
+    assert told == "[... 3 messages left out ...]" and len(sample["turns"][0]["observation"]) == 7
+    assert sample["prompt"][20]["text"] == "[... 59 messages left out ...]" and len(sample["prompt"]) == 41
+    assert "[... 60 turns left out ...]" in opened(page)
+
+
 def test_numbers_at_the_edge_of_floating_point_are_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=4)
     largest = 1.7976931348623157e308
