@@ -299,7 +299,8 @@ class Trajectory:
     def record(self) -> dict[str, object]:
         """The trajectory as a JSON object of the run folder's samples/.
 
-        One of several turns has them in `turns`: the completion, its reward, the messages that answered it.
+        One of several turns has them in `turns`, in place of `completion`: of each its completion, its reward, the
+        messages that answered it.
         """
         rewards = dict(self.turn_rewards)
         observations = dict(enumerate(self.messages[1:]))
@@ -307,13 +308,12 @@ class Trajectory:
             {"completion": text, "reward": rewards.get(number), "observation": observations.get(number, ())}
             for number, text in enumerate(self.texts)
         ]
-        has_turns = len(turns) > 1 or any(observations.values())
+        has_turns = len(turns) > 1 or (len(turns) == 1 and any(observations.values()))
         return {
             "source": self.environment,
             "problem": self.problem.index,
             "prompt": next(iter(self.messages), ()) or self.problem.messages,
-            "completion": self.text,
-            **({"turns": turns} if has_turns else {}),
+            **({"turns": turns} if has_turns else {"completion": self.text}),
             "answer": self.problem.answer,
             "reward": self.reward and self.reward.score,
             "reward_failure": self.failure,

@@ -81,7 +81,7 @@ async def train(session: Session) -> None:
                     step.log(await session.reshard(number))
                 step.log(session.pool.metrics())
                 shown = in_one(groups) if "reward_model" in models else buffer.sampled
-                session.write_samples(number, shown, of_tokens)
+                await session.write_samples(number, shown, of_tokens)
                 if session.evaluates_at(number):
                     step.log(await session.evaluate(number))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -183,17 +184,27 @@ class Session:
             metrics, found = await evaluate(self.sources, self.recipe.reward.max_failed_fraction)
         self.pool.metrics()  # from here on those of training again
         for name, trajectories in found.items():
-            self.tracker.samples(step, [{"set": name} | trajectory.record() for trajectory in trajectories])
+            records = [{"set": name} | trajectory.record() for trajectory in trajectories]
+            await self._write(step, records)
         return metrics
 
-    def write_samples(
+    async def write_samples(
         self, step: int, trajectories: Sequence[Trajectory], of_tokens: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """Write a step's trajectories to samples/, if samples of this step are due, and the records `of_tokens`."""
         if step % self.recipe.samples_every_steps == 0:
-            self.tracker.samples(step, [trajectory.record() for trajectory in trajectories])
+            await self._write(step, [trajectory.record() for trajectory in trajectories])
         if of_tokens:
             self.tracker.token_samples(step, of_tokens)
+
+    async def _write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write records to samples/ in a thread: of thousands that takes seconds, in which the driver hears others."""
+        writing = asyncio.ensure_future(asyncio.to_thread(self.tracker.samples, step, records))
+        try:
+            await asyncio.shield(writing)
+        finally:
+            # Where the run ends meanwhile, its files are closed after this.
+            await asyncio.wait([writing])
 
     async def token_records(self, step: int, groups: Sequence[Group], batch: RLBatch) -> list[dict[str, Any]]:
         """Records of a few of a step's samples token by token, before its update, if samples of this step are due."""

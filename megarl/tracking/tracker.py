@@ -84,7 +84,7 @@ class Tracker:
         """
         path = self._folder.samples_folder / f"step_{step:06d}.jsonl"
         plain = [_plain(record) for record in records]
-        append_whole(path, b"".join(map(_json_line, plain)))
+        append_whole(path, b"".join(map(_line, plain)))
         self._to_trackers(lambda tracker: tracker.samples(step, plain))
 
     def token_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -158,7 +158,20 @@ class Tracker:
 
 
 def _json_line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    return _line(_plain(record))
+
+
+def _line(plain: Mapping[str, Any]) -> bytes:
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _encodable(text: str) -> str:
+    """The text; half of a surrogate pair, which no file can hold, is its escape."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text
 
 
 def _plain(value: Any) -> Any:
@@ -168,8 +181,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
-        # Half of a surrogate pair, which no file can hold, is written as its escape.
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return _encodable(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

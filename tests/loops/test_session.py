@@ -1,9 +1,14 @@
-"""When a run evaluates: before its first step, unless that is switched off; a run of no steps does nothing else."""
+"""When a run evaluates, and how its samples are written while the driver goes on hearing others."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import threading
+from collections.abc import Callable
+from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -23,5 +28,63 @@ def test_the_first_evaluation_may_be_left_out(settings: dict[str, Any], first: b
     recipe = Recipe.model_validate(
         {"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, **settings}
     )
-    session = cast(Session, SimpleNamespace(recipe=recipe))
-    assert cast(property, Session.evaluates_first).fget(session) is first  # type: ignore[misc]
+    assert session_with(recipe=recipe).evaluates_first is first
+
+
+def session_that_writes(write: Callable[[int, object], None]) -> Session:
+    """A session of which nothing but its tracker's writing of samples is used."""
+    recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
+    return session_with(recipe=recipe, tracker=SimpleNamespace(samples=write))
+
+
+def session_with(**parts: Any) -> Session:
+    """A session that has these parts alone."""
+    others: dict[str, Any] = {field.name: None for field in fields(Session)}
+    return Session(**others | parts)
+
+
+def test_the_driver_hears_others_while_samples_are_written() -> None:
+    heard, written = threading.Event(), []
+
+    def write(step: int, records: object) -> None:
+        assert heard.wait(120)
+        written.append(step)
+
+    async def play() -> None:
+        session = session_that_writes(write)
+        step = session.recipe.samples_every_steps
+        asyncio.get_running_loop().call_soon(heard.set)
+        await session.write_samples(step, [])
+        assert written == [step], "the step goes on when its samples are written"
+
+    asyncio.run(play())
+
+
+def test_a_full_disk_under_samples_ends_the_run() -> None:
+    def write(step: int, records: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    session = session_that_writes(write)
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(session.write_samples(session.recipe.samples_every_steps, []))
+
+
+def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
+    begun, heard, written = threading.Event(), threading.Event(), []
+
+    def write(step: int, records: object) -> None:
+        begun.set()
+        assert heard.wait(120)
+        written.append(step)
+
+    async def play() -> None:
+        session = session_that_writes(write)
+        task = asyncio.ensure_future(session.write_samples(session.recipe.samples_every_steps, []))
+        assert await asyncio.to_thread(begun.wait, 120)
+        task.cancel()
+        asyncio.get_running_loop().call_soon(heard.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert written
+
+    asyncio.run(play())
