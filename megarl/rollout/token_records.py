@@ -59,10 +59,9 @@ async def token_records(
         cut = max(0, len(kept) - MOST_TOKENS)
         if cut:
             kept = np.concatenate([kept[: MOST_TOKENS // 2], kept[-(MOST_TOKENS // 2) :]])
-        texts = dict(zip(range(first, len(segment)), token_texts(tokenizer, segment.token_ids[first:]), strict=True))
         is_of_now = is_known | (segment.weight_versions == weight_version)
         columns = {
-            "text": [texts[token] for token in kept.tolist()],
+            "text": kept_texts(tokenizer, segment.token_ids[first:], kept - first),
             "advantage": _numbers(of_tokens, is_sampled, kept),
             "rollout_logprob": _numbers(segment.rollout_logprobs, is_sampled, kept),
             "trainer_logprob": _numbers(of_trainer, is_sampled & is_of_now, kept),
@@ -91,6 +90,28 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
             text = f" {text}" if has_space else text
         texts.append("" if is_part else text)
     return texts
+
+
+def kept_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], kept: NDArray[np.int64]) -> list[str]:
+    """The texts of the kept tokens, decoded with the few around them that may be parts of the same characters.
+
+    Only these: to decode a whole segment of 32k tokens takes seconds.
+    """
+    texts: list[str] = []
+    for run in np.split(kept, 1 + (np.diff(kept) > 1).nonzero()[0]):
+        begin, end = int(run[0]), int(run[-1]) + 1
+        earliest = max(0, begin - _BYTES_OF_CHARACTER + 1)
+        start = next((s for s in range(begin, earliest - 1, -1) if _begins_character(tokenizer, token_ids[s:])), begin)
+        found = token_texts(tokenizer, token_ids[start : end + _BYTES_OF_CHARACTER - 1])
+        texts += found[begin - start : end - start]
+    return texts
+
+
+def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> bool:
+    """Whether the first of these tokens is no later part of a character."""
+    start = token_ids[:_BYTES_OF_CHARACTER].tolist()
+    text = str(tokenizer.decode(start, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return not text.startswith("\ufffd")
 
 
 def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,9 +16,12 @@ from tokenizers.decoders import ByteLevel, Metaspace
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
+from megarl.loops.session import Session
 from megarl.rollout.batch import RLBatch
-from megarl.rollout.token_records import MOST_TOKENS, token_records, token_texts
+from megarl.rollout.scores import score_tokens
+from megarl.rollout.token_records import MOST_TOKENS, kept_texts, token_records, token_texts
 from megarl.types import Problem, Reward, Segment, Trajectory
 
 
@@ -88,6 +94,41 @@ def test_known_log_probs_are_not_computed_again() -> None:
     assert unknown["columns"]["trainer_logprob"] == [None, None]
 
 
+def test_a_ratio_that_starts_from_the_engine_is_scored_and_shown_with_the_trainers_log_probs() -> None:
+    trajectories = [attempt(0, ".xx")]
+    recipe = Recipe.model_validate(
+        {"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"},
+         "algorithm": {"old_logprobs": "rollout"}}
+    )  # fmt: skip
+    batch = RLBatch.from_groups([trajectories])
+    asyncio.run(score_tokens(batch, {}, recipe, weight_version=3))
+    batch.per_token["advantages"] = np.ones(3, np.float32)
+    assert batch.per_token["old_logprobs"].tolist() == [0, -1.5, -2.5]
+
+    async def forward(chosen: TokenBatch) -> np.ndarray:
+        return (chosen.token_ids * -1.0 - 0.75).astype(np.float32)
+
+    shown = Session.token_records(session_of(recipe, forward), 3, [trajectories], batch)
+    [found] = asyncio.run(shown)
+    assert found["columns"]["rollout_logprob"] == [-1.5, -2.5]
+    assert found["columns"]["trainer_logprob"] == [-1.75, -2.75]
+    assert found["columns"]["logprob_gap"] == [-0.25, -0.25]
+
+
+def session_of(recipe: Recipe, forward: Callable[[TokenBatch], Awaitable[np.ndarray]]) -> Session:
+    """A session of which nothing but tokenizer, trainer and the time of phases is used."""
+    parts: dict[str, Any] = {field.name: None for field in fields(Session)}
+    return Session(
+        **parts
+        | {
+            "recipe": recipe.model_copy(update={"samples_every_steps": 1, "samples_with_tokens": 1}),
+            "tokenizer": tokenizer([f"w{number}" for number in range(9)], None),
+            "models": {"policy": SimpleNamespace(forward=forward)},
+            "tracker": SimpleNamespace(phase=lambda name: nullcontext()),
+        }
+    )
+
+
 def test_the_engines_log_probs_are_not_taken_for_the_trainers() -> None:
     [found] = records([attempt(0, ".xx")], [1.0], 1, rollout=True, old_logprobs=-7.0)
     assert found["columns"]["trainer_logprob"] == [-1.75, -2.75]
@@ -111,6 +152,35 @@ def test_a_character_of_several_tokens_is_the_text_of_the_last() -> None:
     # The bytes of "é" as byte-level vocabularies write them.
     found = token_texts(tokenizer(["a", "Ã", "©", "Ġb"], ByteLevel()), np.array([0, 1, 2, 3, 1]))
     assert found == ["a", "", "é", " b", "\ufffd"]
+
+
+@pytest.mark.parametrize("extra", range(4))
+def test_characters_at_the_cut_are_whole(extra: int) -> None:
+    # The four bytes of an emoji as byte-level vocabularies write them, again and again; the cut may be within.
+    emoji = tokenizer(["ð", "Ł", "ĺ", "Ģ", "a"], ByteLevel())
+    token_ids = np.array([4] * extra + [0, 1, 2, 3] * MOST_TOKENS)
+    whole = token_texts(emoji, token_ids)
+    assert whole[extra : extra + 4] == ["", "", "", "\U0001f600"]
+    half = MOST_TOKENS // 2
+    for ends in (half, half - 1):
+        kept = np.concatenate([np.arange(ends), np.arange(len(token_ids) - ends, len(token_ids))])
+        assert kept_texts(emoji, token_ids, kept) == [whole[place] for place in kept.tolist()]
+
+
+def test_of_a_long_sample_only_what_is_shown_is_decoded() -> None:
+    words = tokenizer([f"w{number}" for number in range(2000)], None)
+    decoded: list[int] = []
+
+    class Counted:
+        convert_ids_to_tokens = words.convert_ids_to_tokens
+
+        def decode(self, token_ids: list[int], **settings: bool) -> str:
+            decoded.append(len(token_ids))
+            return str(words.decode(token_ids, **settings))
+
+    kept = np.array([0, 1, 30_000, 30_001])
+    found = kept_texts(cast(Any, Counted()), np.arange(32_000) % 2000, kept)
+    assert found == ["w0", "w1", "w0", "w1"] and sum(decoded) < 40
 
 
 def test_a_space_before_a_word_is_kept() -> None:
