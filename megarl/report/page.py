@@ -114,7 +114,6 @@ def embedded(value: Any) -> str:
 
 
 def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
-    steps = run.config.get("train.steps")
     return {
         "label": samples.cut(label, 120),
         "path": samples.cut(str(run.path.resolve()), _VALUE),
@@ -122,7 +121,7 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
         "model": samples.cut(str(run.config.get("model.path", "")), _VALUE),
         "state": run.state,
         "step": run.step,
-        "steps": steps if isinstance(steps, int) else None,
+        "steps": run.steps,
         "num_logged": len(rows),
         "cause": samples.cut(str(run.status.get("cause") or ""), 2000),
         "exit_code": run.status.get("exit_code") if isinstance(run.status.get("exit_code"), int) else None,

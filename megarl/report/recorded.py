@@ -72,6 +72,13 @@ class RecordedRun:
         return max(whole_number(self.status.get("step")), logged)
 
     @property
+    def steps(self) -> int | None:
+        """The steps that the run is to have, as its newest attempt or else its recipe tells; None: not known."""
+        told = [attempt.record.get("steps") for attempt in reversed(self.attempts)]
+        known = [steps for steps in [*told, self.config.get("train.steps")] if type(steps) is int and steps > 0]
+        return known[0] if known else None
+
+    @property
     def sample_files(self) -> list[tuple[int, Path]]:
         """The files of samples/, with their steps, in order."""
         return _step_files(self.path / "samples")

@@ -41,9 +41,9 @@ class RunFolder:
     Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets hidden),
     `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `tokens/` (a few samples token by token),
     `checkpoints/`, `hf/` (the trained model), `logs/` (for each attempt a folder with its recipe, its ranks' output,
-    `attempt.json`: when and where it began and how it ended, and `notices.jsonl`, its warnings; and a link to the
-    latest) and, of runs that were begun anew, `earlier/`. As a context manager it writes how the run ended.
-    `resumed_step` is the step of the checkpoint that it was resumed from, 0 for a new run.
+    `attempt.json`: when and where it began, with how many steps before it, and how it ended, and `notices.jsonl`, its
+    warnings; and a link to the latest) and, of runs that were begun anew, `earlier/`. As a context manager it writes
+    how the run ended. `resumed_step` is the step of the checkpoint that it was resumed from, 0 for a new run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
@@ -62,6 +62,7 @@ class RunFolder:
         self.resumed_step = 0
         self.has_logged_resumed_step = False
         self._recipe_text = to_yaml(recipe)
+        self._steps = recipe.train.steps
         self._is_config_current = False
         self._has_begun = False
         self._is_restart = restart
@@ -100,7 +101,8 @@ class RunFolder:
             self._status["step"] = self.resumed_step
             self._has_begun = True
             self.set_status()
-            self._attempt = {"started": _now(), "resumed_step": self.resumed_step}
+            # Under train.epochs the recipe's text does not have the steps that were made of them.
+            self._attempt = {"started": _now(), "resumed_step": self.resumed_step, "steps": self._steps}
             self.describe({"machine": machine(), "versions": versions()})
         return unreadable
 

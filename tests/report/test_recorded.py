@@ -154,6 +154,9 @@ def test_the_attempts_of_a_run(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", steps=8))
     assert [attempt.record["state"] for attempt in run.attempts] == ["failed", "done"]
     assert run.attempts[0].config["train.prompts_per_step"] == 8
+    assert run.steps == 8
+    (run.path / "logs/attempt_2/attempt.json").write_text(json.dumps({"steps": 12}))
+    assert read_run(run.path).steps == 12, "those that train.epochs makes are in no recipe"
     (run.path / "logs/attempt_1/attempt.json").write_text(json.dumps([1]))
     (run.path / "logs/attempt_10").mkdir()
     again = read_run(run.path).attempts

@@ -96,6 +96,7 @@ def test_leaving_the_folder_writes_how_the_run_ended(
     attempt = json.loads((Path(recipe.runs_folder) / recipe.name / "logs/attempt_1/attempt.json").read_text())
     assert {name: attempt[name] for name in ("state", "step", "cause", "exit_code")} == status(recipe)
     assert attempt["started"] <= attempt["ended"] and attempt["resumed_step"] == 0
+    assert attempt["steps"] == recipe.train.steps
     assert {"python", "megarl", "torch"} <= attempt["versions"].keys() and attempt["machine"]["host"]
 
 
