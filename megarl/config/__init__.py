@@ -240,13 +240,14 @@ class DataConfig(Section):
     """Validation sets of conversations (sft) by name, as data.train. Metric: val/NAME/loss, nats a token."""
     ptx: str | None = None
     """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), as data.train."""
-    format: Literal["colossalrl", "rl2", "verl", "trl", "slime", "openrlhf"] | None = None
+    format: Literal["colossalrl", "rl2", "verl", "trl", "slime", "openrlhf", "alpaca"] | None = None
     """Whose names the fields of records have (megarl.data.formats); left out: as recognised in the first record of each
     source, which a start tells. All fields are in `record`, which reward functions get."""
-    fields: dict[Literal["prompt", "response", "chosen", "rejected", "label", "tools"], str] = Field(
+    fields: dict[Literal["prompt", "input", "response", "chosen", "rejected", "label", "tools"], str] = Field(
         default_factory=dict
     )
-    """Names of your own for fields of the records, such as {prompt: question}; dots reach into objects."""
+    """Names of your own for fields of the records, such as {prompt: question}; dots reach into objects. `input`: a
+    text that is added to that of the prompt, an empty line between (alpaca)."""
     answer_field: str | None = None
     """Field with the gold answer: text, a number, an object or a list; dots reach into objects. Left out: the format's,
     gt_answer in megarl's own."""

@@ -26,10 +26,17 @@ class RecordFormat:
     label: tuple[str, ...] = ("label",)
     """Whether a response is good."""
     tools: tuple[str, ...] = ("tools",)
+    input: tuple[str, ...] = ()
+    """A text that belongs to the prompt's: the user says both, an empty line between."""
+    unread: tuple[str, ...] = ()
+    """Fields that would change the prompt and are not read: a record that has a value there is refused."""
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
         """The format with a user's own names of fields."""
-        own = {role: (name,) for role, name in fields.items()}
+        own: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
+        if "prompt" in own:
+            # What belongs to the format's own prompt is no part of another.
+            own = {"input": (), "unread": (), **own}
         return replace(self, **own, **({"answer": (answer_field,)} if answer_field else {}))
 
 
@@ -47,6 +54,14 @@ FORMATS = {
         ),
         RecordFormat("slime", prompt=("prompt", "messages"), answer=("label",)),
         RecordFormat("openrlhf", prompt=("input", "prompt"), answer=("label", "answer"), response=("output",)),
+        RecordFormat(
+            "alpaca",
+            prompt=("instruction",),
+            answer=("gt_answer", "answer", "label", "output"),
+            response=("output", "response", "completion"),
+            input=("input", "context"),
+            unread=("system", "history"),
+        ),
     )
 }
 """Formats by the program whose they are; colossalrl is megarl's own too."""
@@ -70,9 +85,11 @@ def recognised(fields: Mapping[str, Any]) -> RecordFormat:
     """The format of a record; one that fits none is taken for megarl's own."""
     if value_at(fields, "reward_model.ground_truth") is not None:
         name = "verl"
+    elif "instruction" in fields and not {"messages", "prompt", "conversations"} & fields.keys():
+        name = "alpaca"
     elif "gt_answer" in fields:
         name = "colossalrl"
-    elif "input" in fields and "messages" not in fields:
+    elif "input" in fields and not {"messages", "prompt", "conversations"} & fields.keys():
         name = "openrlhf"
     elif "messages" in fields and "answer" in fields:
         name = "rl2"

@@ -79,10 +79,13 @@ class Record:
     ) -> tuple[Mapping[str, Any], ...]:
         """The conversation of a field, `messages` unless named, from one message or a list of them.
 
-        With `role` a text stands for its message. `system_prompt` goes first unless one is there.
+        With `role` a text stands for its message; to the prompt's the format's `input` is added. `system_prompt` goes
+        first unless one is there.
         """
         field = field or "messages"
         value = value_at(self.fields, field)
+        if field in self.format.prompt:
+            value = self._with_input(field, value)
         if role and isinstance(value, str) and value.strip():
             value = {"role": role, "content": value}
         if isinstance(value, Mapping):
@@ -98,6 +101,24 @@ class Record:
         if system_prompt is not None and value[0]["role"] != "system":
             value = [{"role": "system", "content": system_prompt}, *value]
         return tuple(value)
+
+    def _with_input(self, field: str, prompt: Any) -> Any:
+        """The prompt's value with that of the format's `input`, where the record has one."""
+        for name in self.format.unread:
+            if value_at(self.fields, name):
+                raise self.error(
+                    f"'{name}' is {shown(value_at(self.fields, name))}, which is not read in records of the format "
+                    f"{self.format.name}; give the conversation in 'messages', or name the format in data.format"
+                )
+        added = self.value(self.format.input)
+        if added is None or (isinstance(added, str) and not added.strip()):
+            return prompt
+        if not isinstance(prompt, str) or not isinstance(added, str):
+            raise self.error(
+                f"'{field}' is {shown(prompt)} and '{self.field(self.format.input)}' is {shown(added)}; give texts, or "
+                "the conversation in 'messages'"
+            )
+        return f"{prompt}\n\n{added}" if prompt.strip() else prompt
 
     def _check_message(self, place: str, message: Any, *, is_first: bool) -> None:
         if not isinstance(message, Mapping):

@@ -64,7 +64,8 @@ def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
         return "pairs"
     if isinstance(fields.get("label"), bool):
         return "judged"
-    if first_of(fields, format.answer):
+    answer = first_of(fields, format.answer)
+    if answer and answer not in format.response:
         return "problems"
     return "conversations"
 

@@ -111,8 +111,10 @@ def told_formats(recipe: Recipe) -> dict[str, str]:
     for source in recipe.sources:
         if num_made(source.recipe.data.train) is None:
             record = next(read_records(source.recipe.data.train, field_names(source.recipe)))
-            roles = ("prompt", "answer") if recipe.loop == "rl" else ("prompt", "response", "chosen", "rejected")
-            names = {role: first_of(record.fields, getattr(record.format, role)) for role in roles}
+            roles = ("answer",) if recipe.loop == "rl" else ("response", "chosen", "rejected")
+            names = {
+                role: first_of(record.fields, getattr(record.format, role)) for role in ("prompt", "input", *roles)
+            }
             fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
             found[source.place("data.train")] = f"{record.format.name} ({fields})"
     return found

@@ -39,6 +39,16 @@ PROBLEMS = {
     "trl, plain": ({"prompt": "1 + 2", "ground_truth": "3"}, "trl (prompt prompt, answer ground_truth)"),
     "slime": ({"prompt": [USER], "label": "3", "metadata": {"n": 1}}, "slime (prompt prompt, answer label)"),
     "openrlhf": ({"input": "1 + 2", "label": "3"}, "openrlhf (prompt input, answer label)"),
+    "alpaca": (
+        {"instruction": "1 + 2", "input": "", "output": "3"},
+        "alpaca (prompt instruction, input input, answer output)",
+    ),
+    "alpaca's prompt, an answer": (
+        {"instruction": "1 + 2", "answer": "3", "output": "it is 3"}, "alpaca (prompt instruction, answer answer)"
+    ),
+    "a prompt beside other fields": (
+        {"prompt": "1 + 2", "instruction": "x", "input": "y", "answer": "3"}, "trl (prompt prompt, answer answer)"
+    ),
     "ShareGPT's names": (
         {"conversations": [{"from": "human", "value": "1 + 2"}], "gt_answer": "3"},
         "colossalrl (prompt conversations, answer gt_answer)",
@@ -75,7 +85,7 @@ def test_problems(recipe: Callable[..., Recipe], tmp_path: Path, name: str) -> N
 def test_the_recipe_names_all_formats_and_their_fields() -> None:
     formats = {name for kind in get_args(DataConfig.model_fields["format"].annotation) for name in get_args(kind)}
     assert formats == FORMATS.keys()
-    roles = {field.name for field in dataclasses.fields(RecordFormat)} - {"name", "answer"}
+    roles = {field.name for field in dataclasses.fields(RecordFormat)} - {"name", "answer", "unread"}
     assert set(get_args(get_args(DataConfig.model_fields["fields"].annotation)[0])) == roles
 
 
@@ -98,6 +108,51 @@ def test_a_format_and_fields_may_be_named(recipe: Callable[..., Recipe], tmp_pat
         read(fields={"prompt": "q.none"})
 
 
+@pytest.mark.parametrize("loop", ["rl", "sft", "preference"])
+@pytest.mark.parametrize("names", [("instruction", "input"), ("instruction", "context"), ("question", "passage")])
+def test_an_instruction_and_its_input_are_one_prompt(
+    recipe: Callable[..., Recipe], tmp_path: Path, loop: str, names: tuple[str, str]
+) -> None:
+    answers = {"output": "3", "chosen": "3", "rejected": "4"}
+    text = {"messages": "Add.\n\n1 + 2" if loop == "preference" else {**USER, "content": "Add.\n\n1 + 2"}}
+    own = {"prompt": "Add.\n\n1 + 2", "response": "3"} if loop == "sft" else text | {"gt_answer": "3"} | answers
+    other = dict(zip(names, ("Add.", "1 + 2"), strict=True)) | answers
+    fields = {} if names[0] == "instruction" else {"prompt": "question", "input": "passage", "response": "output"}
+    paths = [write(tmp_path / "own.jsonl", own), write(tmp_path / "other.jsonl", other)]
+    made = recipe(
+        loop=loop, data={"train": paths[1], "fields": fields, "answer_field": "output" if fields else None},
+        rollout={"sampling": {"max_new_tokens": 24} if loop == "rl" else {}},
+    )  # fmt: skip
+    tokenizer = load_tokenizer(made.model.path)
+    if loop == "rl":
+        one, found = (read_problems(r, tokenizer, r.data.train)[0] for r in (recipe(data={"train": paths[0]}), made))
+        assert (found.messages, found.answer) == (one.messages, one.answer)
+    elif loop == "sft":
+        plain = recipe(loop="sft", data={"train": paths[0]}, rollout={"sampling": {}})
+        [one], [found] = (read_conversations(r, tokenizer, r.data.train) for r in (plain, made))
+        assert np.array_equal(found.token_ids, one.token_ids) and np.array_equal(found.loss_mask, one.loss_mask)
+    else:
+        plain = recipe(loop="preference", data={"train": paths[0]}, rollout={"sampling": {}})
+        [one], [found] = (read_preferences(r, tokenizer, r.data.train) for r in (plain, made))
+        assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(found, one, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"history": [["1 + 1", "2"]]}, r"line 1: 'history' is \[\[.*not read in records of the format alpaca"),
+        ({"system": "Be brief."}, r"'system' is \"Be brief\.\", which is not read"),
+        ({"input": ["1", "2"]}, r"'instruction' is \"Add\.\" and 'input' is \[.*give texts"),
+    ],
+)
+def test_what_an_instruction_would_lose_is_refused(
+    recipe: Callable[..., Recipe], tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "other.jsonl", {"instruction": "Add.", "input": "1 + 2", "output": "3", **changed})
+    with pytest.raises(DataError, match=message):
+        count_records(recipe(data={"train": path}))
+
+
 def test_a_structured_answer_reaches_the_reward_function(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     path = write(tmp_path / "code.jsonl", {"messages": USER, "test_cases": TESTS})
     own = tmp_path / "own.py"
@@ -115,6 +170,7 @@ def test_a_structured_answer_reaches_the_reward_function(recipe: Callable[..., R
         pytest.param({"prompt": "1 + 2", "completion": "3"}, id="trl, plain"),
         pytest.param({"prompt": "1 + 2", "response": "3"}, id="verl and RL2"),
         pytest.param({"input": "1 + 2", "output": "3"}, id="openrlhf"),
+        pytest.param({"instruction": "1 + 2", "input": "", "output": "3"}, id="alpaca"),
         pytest.param({"messages": [{"from": "user", "content": "1 + 2"}, {"from": "gpt", "value": "3"}]}, id="from"),
     ],
 )
