@@ -23,10 +23,15 @@ from megarl.files.strict_json import parse
 from megarl.types import ConfigError, DataError
 
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
-"""Names of splits that are known as such in a folder that has several."""
+"""Words that name a split: alone, or at the start or end of the name of a file or folder."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files beside data, as `datasets` writes them."""
-_SHARD = re.compile(r"-\d{5,}-of-\d{5,}.*")
+_SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
+_PART = re.compile(r"([-_.](part)?\d+)+$")
+"""The number of a file that has others beside it: `train-1`."""
+_SEPARATORS = re.compile(r"[-_.]")
+_MADE_BESIDE = ("cache-", "tmp")
+"""How `datasets` begins the names of Arrow files with intermediate results."""
 _ARROW_ROWS = 32
 """Rows that are taken from a Parquet or Arrow file at once."""
 _ARROW_BUFFER_BYTES = 1 << 20
@@ -45,8 +50,8 @@ class Row(NamedTuple):
 def data_files(source: str | Path) -> list[Path]:
     """The files of a source, in the order of their names.
 
-    Raises DataError where there is none: with the command that downloads it for what may be a name on the Hub; and for
-    a folder with several splits or kinds of files, of which none is named.
+    Raises DataError where there is none: with the command that downloads it for what may be a name on the Hub; for a
+    folder with several splits, configurations or kinds of files, of which none is named; and for one that lacks shards.
     """
     split, place = _parted(str(source))
     path = _found(place)
@@ -60,15 +65,11 @@ def data_files(source: str | Path) -> list[Path]:
         if file.suffix.lower() in READERS and file.name not in _DESCRIPTIONS and file.is_file()
     ]
     inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    groups = {file: _splits(file.relative_to(path)) for file in inside}
-    named = sorted({name for names in groups.values() for name in names if name in SPLITS})
-    if split is not None:
-        inside = [file for file in inside if split in groups[file]]
-        if not inside:
-            known = f"it has {', '.join(named)}" if named else "it has none that is named"
-            raise DataError(f"{source}: {path} has no split {split!r}; {known}")
-    elif len(named) > 1:
-        raise DataError(f"{source}: has several splits, {', '.join(named)}; name one: {named[0]}@{place}")
+    inside = [file for file in inside if not (file.suffix == ".arrow" and file.name.startswith(_MADE_BESIDE))]
+    files = _of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
+    _check_configurations(source, files, place, is_of_hub=not Path(place).exists())
+    _check_shards(source, files)
+    inside = list(files)
     if not inside:
         raise DataError(f"{source}: {path} holds no file of data; known are {', '.join(READERS)}")
     endings = sorted({file.suffix.lower() for file in inside})
@@ -109,9 +110,90 @@ def _found(place: str) -> Path:
     return inside
 
 
-def _splits(path: Path) -> set[str]:
-    """The splits that a file in a folder may belong to: its name without the number of its shard, and its folders."""
-    return {_SHARD.sub("", path.stem), *path.parts[:-1]}
+def _of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
+    """The files, with their paths in the folder, that are of a split. Raises DataError where it is not one."""
+    named = sorted({word for inside in files.values() for word in _words(inside)})
+    if split is None:
+        if len(named) > 1:
+            raise DataError(f"{source}: has several splits, {', '.join(named)}; name one: {named[0]}@{place}")
+        return files
+    # What has just this name is meant, also where the name is a word in others.
+    exact = {file: inside for file, inside in files.items() if split in (*inside.parts[:-1], inside.stem, _set(inside))}
+    if exact:
+        return exact
+    found = {file: inside for file, inside in files.items() if split in _words(inside)}
+    if not found:
+        known = f"it has {', '.join(named)}" if named else "it has none that is named"
+        raise DataError(f"{source}: {_found(place)} has no split {split!r}; {known}")
+    sets = sorted({next(name for name in _names(inside) if split in _words_of(name)) for inside in found.values()})
+    if len(sets) > 1:
+        raise DataError(
+            f"{source}: several sets are of the split {split}, {', '.join(sets)}; name one: {sets[0]}@{place}"
+        )
+    return found
+
+
+def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_of_hub: bool) -> None:
+    """Raises DataError where the files of a split are in several folders, as those of a data set's configurations.
+
+    Other files of a folder may be in folders of their own.
+    """
+    folders = {
+        "/".join(part for part in inside.parts[:-1] if part not in SPLITS)
+        for inside in files.values()
+        if is_of_hub or any(map(_words_of, _names(inside)[:2]))
+    }
+    if len(folders) < 2:
+        return
+    known = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in folders)
+    raise DataError(
+        f"{source}: has files of a split in several folders, as of several configurations: {', '.join(known)}; give "
+        "one of the folders"
+    )
+
+
+def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
+    """Raises DataError where a file says that there are others beside it, and there are not."""
+    found: dict[Path, dict[str, set[int]]] = {}
+    for inside in files.values():
+        if match := _SHARD.search(inside.name):
+            counts = found.setdefault(inside.parent / inside.name[: match.start()], {})
+            counts.setdefault(match[2], set()).add(int(match[1]))
+    for name, counts in found.items():
+        if len(counts) > 1:
+            several = ", ".join(f"-of-{count}" for count in counts)
+            raise DataError(f"{source}: {name} is there several times, {several}; remove all but one")
+        for count, numbers in counts.items():
+            # Some count from 1.
+            first = 1 if int(count) in numbers and 0 not in numbers else 0
+            lacking = sorted({*range(first, int(count) + first)} - numbers)
+            if lacking:
+                told = ", ".join(f"{number:0{len(count)}}" for number in lacking[:5])
+                more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+                raise DataError(
+                    f"{source}: of the {int(count)} files {name}-*-of-{count} these are missing: {told}{more}; "
+                    "download or copy it again, or give the files that are to be read in a folder under other names"
+                )
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    """The names of a file in a folder that may say its split: those of its folders, and its own without a number."""
+    return (_set(path), *reversed(path.parts[:-1]))
+
+
+def _set(path: Path) -> str:
+    """The name of a file without that of its shard or part."""
+    return _PART.sub("", _SHARD.sub("", path.stem))
+
+
+def _words(path: Path) -> set[str]:
+    """The splits that the name of a file, or those of its folders, begin or end with."""
+    return {word for name in _names(path) for word in _words_of(name)}
+
+
+def _words_of(name: str) -> set[str]:
+    parts = _SEPARATORS.split(name)
+    return {parts[0], parts[-1]}.intersection(SPLITS)
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

@@ -106,7 +106,10 @@ def field_names(recipe: Recipe) -> FieldNames:
 
 
 def told_formats(recipe: Recipe) -> dict[str, str]:
-    """The format of each source of training records, with the fields of its first: `verl (prompt, answer ...)`."""
+    """The format of each source of training records, with the fields of its first: `verl (prompt prompt, ...)`.
+
+    And the number of its files, where there are several.
+    """
     found: dict[str, str] = {}
     for source in recipe.sources:
         if num_made(source.recipe.data.train) is None:
@@ -116,7 +119,9 @@ def told_formats(recipe: Recipe) -> dict[str, str]:
                 role: first_of(record.fields, getattr(record.format, role)) for role in ("prompt", "input", *roles)
             }
             fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
-            found[source.place("data.train")] = f"{record.format.name} ({fields})"
+            files = len(found_files(source.recipe.data.train))
+            of_several = f", {files} files" if files > 1 else ""
+            found[source.place("data.train")] = f"{record.format.name} ({fields}){of_several}"
     return found
 
 

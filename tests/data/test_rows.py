@@ -131,6 +131,66 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
         data_files(f"train@{tmp_path / 'named/data/train_sft.jsonl'}")
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
+        ("train_prefs-00000-of-00001.jsonl", "test_prefs-00000-of-00001.jsonl"),
+        ("train-1.jsonl", "valid-1.jsonl"),
+        ("sums.train.jsonl", "sums.dev.jsonl"),
+        ("sums_train/a.jsonl", "sums_eval/a.jsonl"),
+    ],
+)
+def test_splits_that_are_words_in_names(tmp_path: Path, train: str, test: str) -> None:
+    write(tmp_path / train, RECORDS[:3])
+    write(tmp_path / test, RECORDS[3:])
+    with pytest.raises(DataError, match=r"has several splits, .*; name one: \w+@"):
+        data_files(tmp_path)
+    assert [r.fields for r in read_records(f"train@{tmp_path}")] == RECORDS[:3]
+
+
+def test_words_within_a_name_are_no_split_and_parts_are_one_set(tmp_path: Path) -> None:
+    for name in ("trainer.jsonl", "my-test-cases.jsonl", "sums_train-1.jsonl", "sums_train-2.jsonl"):
+        write(tmp_path / name)
+    assert len(data_files(tmp_path)) == 4
+    assert [file.name for file in data_files(f"train@{tmp_path}")] == ["sums_train-1.jsonl", "sums_train-2.jsonl"]
+    write(tmp_path / "products_train.jsonl")
+    with pytest.raises(DataError, match="several sets are of the split train, products_train, sums_train; name one"):
+        data_files(f"train@{tmp_path}")
+    assert len(data_files(f"sums_train@{tmp_path}")) == 2
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    for number in (0, 3):
+        write(tmp_path / f"train-{number:05d}-of-00004-ab{number}.jsonl")
+    with pytest.raises(DataError, match=r"of the 4 files train-\*-of-00004 these are missing: 00001, 00002; download"):
+        data_files(tmp_path)
+    write(tmp_path / "from-one" / "train-00001-of-00001.jsonl")
+    assert len(data_files(tmp_path / "from-one")) == 1
+    write(tmp_path / "from-one" / "train-00000-of-00001.jsonl").rename(
+        tmp_path / "from-one" / "train-00000-of-00002.jsonl"
+    )
+    with pytest.raises(DataError, match=r"train is there several times, -of-00002, -of-00001; remove all but one"):
+        data_files(tmp_path / "from-one")
+
+
+def test_intermediate_results_of_datasets_are_no_data(tmp_path: Path) -> None:
+    for name in ("cache-1a2b.arrow", "tmpx1y2.arrow", "data-00000-of-00001.arrow"):
+        (tmp_path / name).touch()
+    assert [file.name for file in data_files(tmp_path)] == ["data-00000-of-00001.arrow"]
+
+
+def test_configurations_are_not_mixed(tmp_path: Path) -> None:
+    for folder in ("main", "socratic"):
+        write(tmp_path / "train" / folder / "a.jsonl")
+        write(tmp_path / "several" / folder / "train-00000-of-00001.jsonl")
+    home = tmp_path / "several"
+    with pytest.raises(DataError, match=rf"several configurations: {home}/main, {home}/socratic; give one"):
+        data_files(f"train@{home}")
+    assert len(data_files(f"train@{home}/main")) == 1
+    assert len(data_files(tmp_path / "train")) == 2
+
+
 def test_folders_that_are_no_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no file of data"):
         data_files(tmp_path)
@@ -154,6 +214,9 @@ def test_a_data_set_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch
     try:
         assert [r.fields for r in read_records("train@megarl-tests/sums/main")] == RECORDS
         assert [r.fields for r in read_records("test@megarl-tests/sums")] == RECORDS[:1]
+        write(repository / "snapshots" / "abc" / "other-words" / "train-00000-of-00001.jsonl")
+        with pytest.raises(DataError, match=r"megarl-tests/sums/main, megarl-tests/sums/other-words; give one"):
+            data_files("train@megarl-tests/sums")
         with pytest.raises(DataError, match="the data set megarl-tests/sums has no other"):
             data_files("megarl-tests/sums/other")
         with pytest.raises(DataError, match="hf download megarl-tests/products --repo-type dataset"):
