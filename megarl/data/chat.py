@@ -83,6 +83,22 @@ def load_tokenizer(
     return tokenizer
 
 
+def template_text(model: ModelConfig) -> str | None:
+    """The chat template that a recipe's model is given or has in its folder, without a tokenizer being loaded.
+
+    Of a tokenizer with several templates, all of them as JSON. None without one. Raises ConfigError for a template that
+    is not there, DataError for a broken tokenizer_config.json.
+    """
+    if model.chat_template is not None:
+        return _template_of(model.chat_template)
+    folder = Path(model.folder)
+    if (file := folder / "chat_template.jinja").is_file():
+        return _template_of(str(file))
+    settings = read_object(config) if (config := folder / "tokenizer_config.json").is_file() else {}
+    found = settings.get("chat_template")
+    return found if isinstance(found, str | None) else json.dumps(found, sort_keys=True)
+
+
 def _template_of(name: str) -> str:
     if name == PLAIN:
         return _PLAIN_TEMPLATE

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from megarl.checkpoint.manifest import canonical_sha256, file_record
 from megarl.config import Recipe
 from megarl.config.recipe import error_page, recipe_changes
+from megarl.data.chat import template_text
 from megarl.data.problems import num_made
 from megarl.data.rows import data_files
 from megarl.files.atomic import storage_faults_named
@@ -33,14 +34,21 @@ _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtyp
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Identities of a run's models and data, by field of the recipe: sha256 of config.json, and of each data file."""
+    """Identities of a run's models and data, by field of the recipe: sha256 of config.json, and of each data file.
+
+    `template` is the sha256 of the chat template's text.
+    """
 
     models: Mapping[str, str]
     data: Mapping[str, str]
+    template: str | None = None
 
     @classmethod
     def read(cls, recipe: Recipe) -> Self:
-        """Hash the files that the recipe names. Raises DataError for a broken config.json, StorageError."""
+        """Hash the files that the recipe names.
+
+        Raises DataError for a broken config.json, ConfigError without the chat template's file, StorageError.
+        """
         folders = {"model.path": recipe.model.folder, **recipe.further_models}
         models = {field: _model_identity(Path(folder)) for field, folder in folders.items()}
         data = {}
@@ -52,11 +60,12 @@ class Inputs:
             with storage_faults_named(files[0]):
                 hashes = [file_record(file)["sha256"] for file in files]
             data[field] = hashes[0] if len(files) == 1 else canonical_sha256({"files": hashes})
-        return cls(models, data)
+        template = template_text(recipe.model)
+        return cls(models, data, template and canonical_sha256({"template": template}))
 
     def as_json(self) -> dict[str, Any]:
         """JSON values for `driver.json`."""
-        return {"models": dict(self.models), "data": dict(self.data)}
+        return {"models": dict(self.models), "data": dict(self.data), "template": self.template}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +83,9 @@ class Origin:
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Origin:
     """Find the checkpoint to resume, then begin the attempt in the run folder.
 
-    Raises ConfigError for another model, DataError for a checkpoint of another schema, for changed training data or
-    where all checkpoints are damaged, StorageError where something cannot be read or written: nothing has been changed
-    then.
+    Raises ConfigError for another model or chat template, DataError for a checkpoint of another schema, for changed
+    training data or where all checkpoints are damaged, StorageError where something cannot be read or written: nothing
+    has been changed then.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe)
@@ -88,6 +97,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Ori
         refuse_other_schema(found.good)
         earlier = read_object(found.good / DRIVER)
         _refuse_other_models(earlier, recipe, inputs)
+        _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
         warnings = _data_changes(earlier, recipe, inputs)
         _tell(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
@@ -118,6 +128,17 @@ def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
     ]
     if wrong:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+
+
+def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    if earlier.get("template") in (None, inputs.template):
+        return
+    given = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
+    before = _value_at(earlier["recipe"], "model.chat_template") or "left out"
+    raise ConfigError(
+        f"model.chat_template = {given}: its text is not that of the template that the run was trained with (then: "
+        f"{before}). Bring that text back, choose another name=NAME, or begin anew with --restart"
+    )
 
 
 def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:

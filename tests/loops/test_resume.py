@@ -163,6 +163,27 @@ def test_changes_are_named_and_another_model_is_refused(
     assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in told
 
 
+def test_another_chat_template_is_refused_wherever_it_stands(recipe: Recipe, tmp_path: Path) -> None:
+    own, given = tmp_path / "model/tokenizer_config.json", tmp_path / "my.jinja"
+    own.write_text('{"chat_template": "{{ messages }}"}')
+    given.write_text("{{ messages }}")
+    with RunFolder(recipe) as folder:
+        folder.begin()
+    _write_checkpoint(folder.checkpoints_folder / "step_000002", recipe, 2)
+    before = contents(folder.path)
+    changed = recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template": str(given)})})
+    with RunFolder(changed, resume=True) as folder:
+        given.write_text("{{ messages }}.")
+        with pytest.raises(ConfigError, match=rf"model\.chat_template = {given}: its text is not .*\(then: left out\)"):
+            find_origin(changed, folder, "if-any")
+        (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}!")
+        with pytest.raises(ConfigError, match=rf"model\.chat_template = left out, that of {tmp_path}/model: its text"):
+            find_origin(recipe, folder, "if-any")
+        assert contents(folder.path) == before
+        given.write_text("{{ messages }}")
+        assert find_origin(changed, folder, "if-any").checkpoint
+
+
 def test_changed_training_data_is_refused_and_changed_validation_data_told(
     recipe: Recipe, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
