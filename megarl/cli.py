@@ -24,7 +24,7 @@ from megarl.types import ConfigError, DataError, MegarlError
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
-    from megarl.preflight import Dropped
+    from megarl.preflight import Dropped, Kept
 
 app = typer.Typer(
     name="megarl",
@@ -107,12 +107,12 @@ def train(
         loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
-        layout, records, dropped = _checked(loaded, is_start=not dry_run)
+        layout, records, dropped, kept = _checked(loaded, is_start=not dry_run)
         print_sizes(loaded, layout, records, dropped)
         if dry_run:
             return
         from megarl.loops.run import run
-    asyncio.run(run(loaded, layout, resume=resume, restart=restart))
+    asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept))
 
 
 def _folder_hint(path: Path) -> str:
@@ -151,8 +151,8 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     return True
 
 
-def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[str, int], Dropped]:
-    """The layout of a recipe, all of which was checked, its records by data source, and those too long; it warns.
+def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
+    """The layout of a recipe, all of which was checked, its records by data source, those too long and kept; it warns.
 
     `is_start` as in `preflight.check`.
     """
@@ -161,12 +161,13 @@ def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[st
 
     layout = check(recipe, is_start=is_start)
     dropped: Dropped = Counter()
-    records = count_records(recipe, dropped)
+    kept: Kept = {}
+    records = count_records(recipe, dropped, kept)
     check_rewards(recipe)
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for text in resource_warnings(recipe, layout):
         console.print(f"warning: {text}", style="yellow")
-    return layout, records, dropped
+    return layout, records, dropped, kept
 
 
 @app.command()

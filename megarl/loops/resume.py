@@ -19,7 +19,7 @@ from megarl.data.rows import data_files
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.checkpointing import Survey, survey
-from megarl.preflight.files import data_paths
+from megarl.preflight.files import Kept, data_paths
 from megarl.terminal import Console
 from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
 from megarl.tracking.run_folder import RunFolder
@@ -36,15 +36,16 @@ _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtyp
 class Inputs:
     """Identities of a run's models and data, by field of the recipe: sha256 of config.json, and of each data file.
 
-    `template` is the sha256 of the chat template's text.
+    `template` is the sha256 of the chat template's text, `kept` what `preflight.count_records` noted.
     """
 
     models: Mapping[str, str]
     data: Mapping[str, str]
-    template: str | None = None
+    template: str | None
+    kept: Mapping[str, str]
 
     @classmethod
-    def read(cls, recipe: Recipe) -> Self:
+    def read(cls, recipe: Recipe, kept: Kept | None = None) -> Self:
         """Hash the files that the recipe names.
 
         Raises DataError for a broken config.json, ConfigError without the chat template's file, StorageError.
@@ -61,11 +62,12 @@ class Inputs:
                 hashes = [file_record(file)["sha256"] for file in files]
             data[field] = hashes[0] if len(files) == 1 else canonical_sha256({"files": hashes})
         template = template_text(recipe.model)
-        return cls(models, data, template and canonical_sha256({"template": template}))
+        return cls(models, data, template and canonical_sha256({"template": template}), kept or {})
 
     def as_json(self) -> dict[str, Any]:
         """JSON values for `driver.json`."""
-        return {"models": dict(self.models), "data": dict(self.data), "template": self.template}
+        found = {"models": self.models, "data": self.data, "kept": self.kept}
+        return {name: dict(by_field) for name, by_field in found.items()} | {"template": self.template}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +82,17 @@ class Origin:
     unlogged: Mapping[str, float] | None = None
 
 
-def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Origin:
+def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: Kept | None = None) -> Origin:
     """Find the checkpoint to resume, then begin the attempt in the run folder.
 
+    `kept` is what `preflight.count_records` noted.
+
     Raises ConfigError for another model or chat template, DataError for a checkpoint of another schema, for changed
-    training data or where all checkpoints are damaged, StorageError where something cannot be read or written: nothing
-    has been changed then.
+    training data, for other records left out of them, or where all checkpoints are damaged, StorageError where
+    something cannot be read or written: nothing has been changed then.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    inputs = Inputs.read(recipe)
+    inputs = Inputs.read(recipe, kept)
     found = survey(folder.earlier) if resume else Survey(None, {})
     earlier: dict[str, Any] = {}
     if resume == "must":
@@ -100,6 +104,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None) -> Ori
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
         warnings = _data_changes(earlier, recipe, inputs)
+        _refuse_other_kept(earlier, recipe, inputs)
         _tell(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
         console.print(f"resuming from {found.good}")
         _tell(console, warnings)
@@ -169,6 +174,21 @@ def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) ->
     if refused:
         raise DataError(error_page(f"data of recipe {recipe.name}", refused))
     return list(changed.values())
+
+
+def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """The order of the data, in which a run has its position, is one of the records that are not left out."""
+    before = earlier.get("kept", {})
+    wrong = [
+        f"{field}: other records are left out as too long than the run was trained without (kept are {now}; then "
+        f"{before[field]}), so its position in the data means other records. Set what decides it as it was "
+        "(data.overlong, data.max_prompt_tokens, trainer.max_tokens_per_microbatch, model.chat_template_kwargs, "
+        "data.system_prompt, data.format, data.fields), choose another name=NAME, or begin anew with --restart"
+        for field, now in inputs.kept.items()
+        if before.get(field, now) != now
+    ]
+    if wrong:
+        raise DataError(error_page(f"data of recipe {recipe.name}", wrong))
 
 
 def _model_identity(folder: Path) -> str:

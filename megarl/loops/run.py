@@ -28,7 +28,7 @@ from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.preflight import Dropped, row_multiple
+from megarl.preflight import Dropped, Kept, row_multiple
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -42,13 +42,20 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 }
 
 
-async def run(recipe: Recipe, layout: ParallelConfig, *, resume: Resume | None = None, restart: bool = False) -> None:
+async def run(
+    recipe: Recipe,
+    layout: ParallelConfig,
+    *,
+    resume: Resume | None = None,
+    restart: bool = False,
+    kept: Kept | None = None,
+) -> None:
     """Run a checked recipe: from its start or its newest good checkpoint to the exported model.
 
-    `restart` moves the contents of the run folder aside.
+    `restart` moves the contents of the run folder aside. `kept` is what `preflight.count_records` noted.
     """
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
-        origin = find_origin(recipe, folder, resume)
+        origin = find_origin(recipe, folder, resume, kept)
         with stacks_on_quit(folder.logs_folder) as stacks:
             async with _started(recipe, layout, folder, origin, stacks) as session:
                 await LOOPS[recipe.loop](session)

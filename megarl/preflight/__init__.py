@@ -21,6 +21,7 @@ from megarl.preflight.engine import engine_fit
 from megarl.preflight.environment import environment
 from megarl.preflight.files import (
     Dropped,
+    Kept,
     collect_for,
     count_records,
     data_files,
@@ -42,6 +43,7 @@ from megarl.types import ConfigError, DataError
 
 __all__ = [
     "Dropped",
+    "Kept",
     "check",
     "check_plan",
     "check_rewards",

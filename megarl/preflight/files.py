@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from megarl.config import Recipe
 from megarl.config.recipe import error_page
 from megarl.data.formats import FieldNames, first_of
 from megarl.data.problems import MADE, num_made
-from megarl.data.records import TooLongError, read_records
+from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.rows import data_files as found_files
-from megarl.data.streamed import Collect, Streamed, counted, in_memory
+from megarl.data.streamed import Collect, OnLong, Streamed, counted, in_memory
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import SYSTEM_PROMPTS
 from megarl.types import ConfigError, DataError, MegarlError, Problem, TrainingSequence
@@ -33,19 +34,27 @@ Dropped = Counter[str]
 """How many records are left out because they are too long, by data source."""
 
 
-def count_records(recipe: Recipe, dropped: Dropped | None = None) -> dict[str, int]:
+Kept = dict[str, str]
+"""Which records of the training data are not left out, by the field that names the data: a digest of their numbers."""
+
+
+def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | None = None) -> dict[str, int]:
     """Records of each data source, `train` and the validation names, parsed and rendered as the run will.
 
-    Those that are left out are counted in `dropped`. Raises one DataError with the first faulty line of each source.
+    Those that are left out are counted in `dropped`, the others of the training data noted in `kept`. Raises one
+    DataError with the first faulty line of each source.
     """
     dropped = Counter() if dropped is None else dropped
+    kept = {} if kept is None else kept
     from megarl.data.chat import tokenizer_of
 
     tokenizer = tokenizer_of(recipe.model)
     counts: dict[str, int] = {}
     broken: list[str] = []
     for source in recipe.sources:
-        found = _count_of_source(source.recipe, tokenizer, broken, dropped)
+        noted: Kept = {}
+        found = _count_of_source(source.recipe, tokenizer, broken, dropped, noted)
+        kept |= {f"mixture.{source.name}.{name}" if recipe.mixture else name: text for name, text in noted.items()}
         named = {f"{source.name} train" if recipe.mixture and name == "train" else name: n for name, n in found.items()}
         counts |= named
     if broken:
@@ -76,7 +85,9 @@ def with_steps(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"train": resolved})
 
 
-def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped) -> dict[str, int]:
+def _count_of_source(
+    recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, kept: Kept
+) -> dict[str, int]:
     """Records by data file; what is wrong with one is added to `broken`."""
     data = recipe.data
     files = {"train": data.train, **data.validation, **({"ptx": data.ptx} if data.ptx else {})}
@@ -84,18 +95,36 @@ def _count_of_source(recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dr
     conversations = {data.ptx, *data.validation_conversations.values(), data.train if recipe.loop == "sft" else None}
     counts: dict[str, int] = {}
     for name, path in files.items():
+        digest = blake2b(digest_size=16)
+        collect = partial(_noted, digest)
         try:
             if recipe.loop in ("preference", "reward_model"):
-                counts[name] = len(read_preferences(recipe, tokenizer, path, dropped, collect=counted))
+                counts[name] = len(read_preferences(recipe, tokenizer, path, dropped, collect=collect))
             elif path in conversations:
-                counts[name] = len(read_conversations(recipe, tokenizer, path, dropped, collect=counted))
+                counts[name] = len(read_conversations(recipe, tokenizer, path, dropped, collect=collect))
             else:
                 is_heldout = name != "train"
-                found = read_problems(recipe, tokenizer, path, dropped, is_heldout=is_heldout, collect=counted)
+                found = read_problems(recipe, tokenizer, path, dropped, is_heldout=is_heldout, collect=collect)
                 counts[name] = len(found)
         except DataError as error:
             broken.append(str(error))
+            continue
+        # A validation set may have this name.
+        if path == {"train": data.train, "ptx": data.ptx}.get(name):
+            kept[f"data.{name}"] = f"{counts[name]} records, {digest.hexdigest()}"
     return counts
+
+
+def _noted(
+    digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
+) -> Sequence[int]:
+    """As `counted`; the numbers of the records that are counted go into the digest."""
+
+    def noting(index: int, record: Record) -> None:
+        make(index, record)
+        digest.update(index.to_bytes(8, "little"))
+
+    return counted(records, noting, on_long)
 
 
 def field_names(recipe: Recipe) -> FieldNames:

@@ -54,12 +54,12 @@ def home(recipe: Recipe) -> Path:
     return folder.checkpoints_folder
 
 
-def _write_checkpoint(folder: Path, recipe: Recipe, step: int) -> None:
+def _write_checkpoint(folder: Path, recipe: Recipe, step: int, kept: dict[str, str] | None = None) -> None:
     folder.mkdir(parents=True)
     torch.save({}, folder / "common.pt")
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
     driver = {
-        "schema": SCHEMA, "step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe).as_json(),
+        "schema": SCHEMA, "step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe, kept).as_json(),
         "unlogged": {"x": 1.0},
     }  # fmt: skip
     (folder / DRIVER).write_text(json.dumps(driver))
@@ -182,6 +182,20 @@ def test_another_chat_template_is_refused_wherever_it_stands(recipe: Recipe, tmp
         assert contents(folder.path) == before
         given.write_text("{{ messages }}")
         assert find_origin(changed, folder, "if-any").checkpoint
+
+
+def test_other_records_left_out_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    before = {"data.train": "9 records, aa"}
+    with RunFolder(recipe) as folder:
+        folder.begin()
+    _write_checkpoint(folder.checkpoints_folder / "step_000002", recipe, 2, before)
+    was = contents(folder.path)
+    with RunFolder(recipe, resume=True) as folder:
+        for now in ("8 records, ab", "9 records, ac"):
+            with pytest.raises(DataError, match=rf"data\.train: other records .*kept are {now}; then 9 records, aa\)"):
+                find_origin(recipe, folder, "if-any", {"data.train": now})
+        assert contents(folder.path) == was
+        assert find_origin(recipe, folder, "if-any", before | {"data.ptx": "3 records, ad"}).inputs.kept
 
 
 def test_changed_training_data_is_refused_and_changed_validation_data_told(

@@ -213,6 +213,13 @@ def test_what_is_too_long_is_left_out_and_counted_where_that_is_wanted(
         count_records(recipe(data={"train": path}))
     made, dropped = recipe(data={"train": path, "overlong": "drop"}), Counter[str]()
     assert count_records(made, dropped) == {"train": 2} and dropped == {path: 3}
+    numbers: list[dict[str, str]] = [{}, {}, {}]
+    second = write(tmp_path / "second.jsonl", long, short, short, long, long)
+    third = recipe(data={"train": path, "overlong": "drop", "validation": {"ptx": second}})
+    for noted, train in zip(numbers, (made, recipe(data={"train": second, "overlong": "drop"}), third), strict=True):
+        count_records(train, kept=noted)
+    assert [list(noted) for noted in numbers] == [["data.train"]] * 3 and numbers[0] == numbers[2] != numbers[1]
+    assert all(noted["data.train"].startswith("2 records, ") for noted in numbers)
     kept = read_problems(made, load_tokenizer(made.model.path), path)
     assert [problem.index for problem in kept] == [0, 2]
     only_long = write(tmp_path / "long.jsonl", long)
