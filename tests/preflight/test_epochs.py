@@ -28,6 +28,17 @@ def test_steps_follow_from_epochs(recipe: Callable[..., Recipe], epochs: float, 
     assert with_steps(recipe(train={"steps": 7})).train.steps == 7
 
 
+@pytest.mark.parametrize(("epochs", "prompts", "steps"), [(1.1, 10, 11), (0.07, 1, 7), (1.1, 9, 13)])
+def test_epochs_are_counted_as_they_are_written(
+    recipe: Callable[..., Recipe], tmp_path: Path, epochs: float, prompts: int, steps: int
+) -> None:
+    """1.1 * 100 and 0.07 * 100 are a little more than 110 and 7 in floating point."""
+    path = tmp_path / "hundred.jsonl"
+    path.write_text(f"{json.dumps(RECORD)}\n" * 100)
+    made = recipe(data={"train": str(path)}, train={"epochs": epochs, "prompts_per_step": prompts})
+    assert with_steps(made).train.steps == steps
+
+
 def test_what_is_too_long_is_in_no_epoch(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in (RECORD, LONG, RECORD, LONG)))
