@@ -83,7 +83,8 @@ class FieldNames:
 
 def recognised(fields: Mapping[str, Any]) -> RecordFormat:
     """The format of a record; one that fits none is taken for megarl's own."""
-    if value_at(fields, "reward_model.ground_truth") is not None:
+    # By the names alone: a value may be missing in the first record.
+    if "reward_model.ground_truth" in fields or value_at(fields, "reward_model.ground_truth") is not None:
         name = "verl"
     elif "instruction" in fields and not {"messages", "prompt", "conversations"} & fields.keys():
         name = "alpaca"
@@ -93,13 +94,20 @@ def recognised(fields: Mapping[str, Any]) -> RecordFormat:
         name = "openrlhf"
     elif "messages" in fields and "answer" in fields:
         name = "rl2"
-    elif "prompt" in fields and "label" in fields and not isinstance(fields["label"], bool):
+    elif "prompt" in fields and "label" in fields and not _is_judgement(fields):
         name = "slime"
     elif "prompt" in fields and {"completion", "answer", "solution", "ground_truth"} & fields.keys():
         name = "trl"
     else:
         name = "colossalrl"
     return FORMATS[name]
+
+
+def _is_judgement(fields: Mapping[str, Any]) -> bool:
+    """Whether the label of a record says that its response is good, and is no answer; it may be empty."""
+    if fields["label"] is None:
+        return any(name in fields for name in RESPONSES)
+    return isinstance(fields["label"], bool)
 
 
 def value_at(fields: Mapping[str, Any], name: str) -> Any:

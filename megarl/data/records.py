@@ -56,7 +56,8 @@ class Record:
         if value is None and field not in self.fields:
             raise self.error(
                 f"the record has no field '{field}', only {_names(self.fields)}; "
-                f"add it, or name the field that holds the answer in data.answer_field"
+                f"add it, name the field that holds the answer in data.answer_field, or the records' format, which is "
+                f"taken to be {self.format.name}, in data.format"
             )
         if value is None or isinstance(value, bool):
             raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
@@ -91,9 +92,11 @@ class Record:
         if isinstance(value, Mapping):
             value = [value]
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            remedy = f"; data.format may name another format than {self.format.name}" if value is None else ""
             raise self.error(
                 f"'{field}' is {'missing' if value is None else shown(value)}; give "
                 f'{"a text, " if role else ""}one message {{"role": "user", "content": "..."}} or a list of them'
+                f"{remedy}"
             )
         value = [_of_other_names(message) for message in value]
         for place, message in enumerate(value):
@@ -186,7 +189,8 @@ def record_of(path: Path, row: Row, names: FieldNames | None, format: RecordForm
     if not isinstance(row.value, dict):
         place = f"{path}, {row.unit} {row.number}"
         raise DataError(f"{place}: {shown(row.value)} is not a JSON object with fields")
-    format = format or (names or FieldNames()).of(row.value)
+    # A field that is empty here may be the one that the others have.
+    format = format or (names or FieldNames()).of({**dict.fromkeys(row.columns), **row.value})
     return Record(path, row.number, row.value, format, row.unit)
 
 

@@ -12,7 +12,7 @@ import datetime
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -45,6 +45,9 @@ class Row(NamedTuple):
     number: int
     unit: str
     value: Any
+    columns: tuple[str, ...] = ()
+    """The fields that the file says its rows may have, those inside of objects by dotted names; none where it does
+    not."""
 
 
 def data_files(source: str | Path) -> list[Path]:
@@ -243,7 +246,7 @@ def _csv(path: Path) -> Iterator[Row]:
                     yield Row(reader.line_num, "line", DataError(f"{path}, line {reader.line_num}: {fault}"))
                     continue
                 fields = {name: cell for name, cell in zip(header, cells, strict=True) if cell}
-                yield Row(reader.line_num, "line", fields)
+                yield Row(reader.line_num, "line", fields, tuple(header))
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from None
         except UnicodeDecodeError as error:
@@ -274,11 +277,21 @@ def _arrow(path: Path) -> Iterator[Row]:
 
 def _rows_of_batches(batches: Any) -> Iterator[Row]:
     number = 0
+    columns: tuple[str, ...] | None = None
     for batch in batches:
+        columns = tuple(_columns(batch.schema)) if columns is None else columns
         for start in range(0, batch.num_rows, _ARROW_ROWS):
             for fields in batch.slice(start, _ARROW_ROWS).to_pylist():
                 number += 1
-                yield Row(number, "row", _plain(fields))
+                yield Row(number, "row", _plain(fields), columns)
+
+
+def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
+    """The names of Arrow's fields, and of those inside of them."""
+    for field in fields:
+        yield (name := f"{within}{field.name}")
+        if str(field.type).startswith("struct"):
+            yield from _columns((field.type.field(place) for place in range(field.type.num_fields)), f"{name}.")
 
 
 def _arrow_module(name: str, path: Path) -> Any:

@@ -80,6 +80,29 @@ def test_values_of_arrow_are_those_of_json(tmp_path: Path) -> None:
     assert json.loads(json.dumps(read)) == read
 
 
+@pytest.mark.parametrize("ending", [".csv", ".parquet", ".arrow"])
+@pytest.mark.parametrize(
+    ("first", "second", "format"),
+    [
+        ({"messages": "a", "level": "x"}, {"answer": "1"}, "rl2"),
+        ({"prompt": "a", "completion": "x"}, {"label": "1"}, "trl"),
+        ({"context": "a", "answer": "x"}, {"gt_answer": "1"}, "colossalrl"),
+        ({"prompt": "a", "data_source": "x"}, {"reward_model": {"ground_truth": "1"}}, "verl"),
+    ],
+)
+def test_a_format_is_recognised_by_columns_that_are_empty_at_first(
+    tmp_path: Path, ending: str, first: dict[str, Any], second: dict[str, Any], format: str
+) -> None:
+    if ending == ".csv" and format == "verl":
+        second = {"reward_model.ground_truth": "1"}
+    path = write(tmp_path / f"data{ending}", [first | dict.fromkeys(second), first | second])
+    if ending == ".csv":
+        path.write_text(path.read_text().replace('"None"', ""))
+    read = list(read_records(path))
+    assert [record.fields for record in read] == [first, first | second]
+    assert {record.format.name for record in read} == {format}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
