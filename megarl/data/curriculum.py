@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.config.curriculum import CurriculumConfig
-from megarl.data.streamed import numbers_of
+from megarl.data.streamed import numbers_of, values_of
 from megarl.types import Problem
 
 Rates = Mapping[str, float]
@@ -32,7 +32,7 @@ class Curriculum:
             return cls(config, ())
         if config.by is None:
             return cls(config, [str(number) for number in numbers_of(problems)])
-        return cls(config, [str(problem.record[config.by]) for problem in problems])
+        return cls(config, [str(value) for value in values_of(problems, config.by)])
 
     def draws(self, place: int, rates: Rates, seed: Sequence[int]) -> bool:
         """Whether the problem at a place in the data is drawn now that it comes up; `seed` is that of this moment."""

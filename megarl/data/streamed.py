@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Generic, Protocol, TypeVar, overload
@@ -87,6 +87,13 @@ class Streamed(Sequence[Made], Generic[Made]):
         assert self._format is not None
         return self._make(self._numbers[place], Record(self._paths[path], line, fields, self._format, unit))
 
+    def values(self, field: str) -> Iterator[Any]:
+        """The value of a field of each record; nothing is made of the record for it. Raises KeyError without one."""
+        for start in self._starts:
+            self._file.seek(start)
+            _, fields = json.loads(self._file.readline())
+            yield fields[field]
+
     @property
     def numbers(self) -> NDArray[np.int64]:
         """The numbers of the records in their source, ascending: [records]."""
@@ -98,6 +105,13 @@ def numbers_of(problems: Sequence[Problem]) -> NDArray[np.int64]:
     if isinstance(problems, Streamed):
         return problems.numbers
     return np.fromiter((problem.index for problem in problems), np.int64, len(problems))
+
+
+def values_of(problems: Sequence[Problem], field: str) -> Iterator[Any]:
+    """The value of a field of each problem's record; those on disk are not made into problems for it."""
+    if isinstance(problems, Streamed):
+        return problems.values(field)
+    return (problem.record[field] for problem in problems)
 
 
 class Places:

@@ -83,6 +83,15 @@ def test_places_of_problems() -> None:
     assert Places([]).get(0) is None
 
 
+def test_buckets_are_read_without_problems_being_made(
+    read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CurriculumConfig(band=(0.2, 0.8), by="answer")
+    memory, disk = read(streamed=False), read(streamed=True)
+    monkeypatch.setattr(disk, "_make", None)
+    assert Curriculum.of(disk, config).buckets == Curriculum.of(memory, config).buckets == ["3", "7", "13", "19"]
+
+
 def test_draws_and_curricula_are_the_same(read: Callable[..., Any]) -> None:
     """Also after a resume in the middle, whose state is the positions alone."""
     config = CurriculumConfig(band=(0.2, 0.8), outside=0.3)
