@@ -26,7 +26,7 @@ class Examination:
 
     @property
     def notes(self) -> list[str]:
-        """What an active layer does not do here."""
+        """The gaps that an active layer leaves here."""
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
         lacks = landlock.lacks(self.landlock_version)

@@ -26,7 +26,7 @@ def version() -> int:
 
 
 def lacks(known: int) -> list[str]:
-    """What a version of Landlock does not govern."""
+    """The operations that a version of Landlock does not govern."""
     since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
     return [what for first, what in since.items() if known < first]
 
