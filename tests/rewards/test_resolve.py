@@ -7,7 +7,7 @@ from megarl.rewards import REWARDS, locate, resolve
 from megarl.types import ConfigError, Reward
 
 
-@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("name", [name for name in REWARDS if name != "code"])  # that needs a sandbox: test_code.py
 def test_table_names_resolve_to_working_functions(name):
     function = resolve(name)
     assert function.__name__ == name
@@ -35,7 +35,9 @@ def test_user_function(tmp_path, monkeypatch):
         pytest.param(
             "boxd", r"reward\.functions: unknown reward 'boxd'\. Did you mean 'boxed'\? Known: boxed, th", id="typo"
         ),
-        pytest.param("zzz", r"unknown reward 'zzz'\. Known: boxed, think_answer_tags; your own: package", id="far_off"),
+        pytest.param(
+            "zzz", r"unknown reward 'zzz'\. Known: boxed, think_answer_tags, code; your own: package", id="far_off"
+        ),
         pytest.param("a.b.c", r"unknown reward 'a\.b\.c'", id="no_colon"),
         pytest.param("a b:c", r"unknown reward 'a b:c'", id="no_module_name"),
         pytest.param("a/b:c", r"unknown reward 'a/b:c'", id="a file of another kind"),
