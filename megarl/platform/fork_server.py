@@ -27,6 +27,8 @@ _OF_A_PROCESS = frozenset(
 _MAX_SERVERS = 2
 _END_SECONDS = 1.0
 """Limit for a fork server that ended to be reaped."""
+_LEAVE_SECONDS = 10.0
+"""Limit for a fork server to kill what is left and to end by itself."""
 _SERVER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -110,9 +112,17 @@ class ForkServer:
         self._is_closed = True
         self._end_unused()
 
+    def end(self) -> None:
+        """Let the server kill what is left of the groups that were released, and end; kill it if it does not."""
+        if self.is_ready:
+            self._requests.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LEAVE_SECONDS)
+        self.kill()
+
     def _end_unused(self) -> None:
         if self._is_closed and self._num_forked == 0:
-            self.kill()
+            self.end()
 
 
 class ForkedProcess:
@@ -186,6 +196,6 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
 
 
 def end_fork_servers() -> None:
-    """End all fork servers at once, and what they forked with them."""
+    """End all fork servers, and what they forked with them."""
     while _servers:
-        _servers.popitem()[1].kill()
+        _servers.popitem()[1].end()

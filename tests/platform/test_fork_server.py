@@ -147,8 +147,8 @@ def test_what_a_process_left_of_its_group_is_killed(environment: dict[str, str],
         child = (await told_by(process))["child"]
         await process.ended
         assert process.exit_code == 0 and is_alive(child)
-        process.kill()
         process.release()
+        end_fork_servers()
         wait_until(lambda: not is_alive(child), seconds=60)
 
     drive(test)
