@@ -163,6 +163,12 @@ class ForkedProcess:
 
     def kill(self) -> None:
         """Kill the process, if it still runs, and what is left of its group."""
+        if self.pid is not None:
+            # Not by the server, which ends with the driver: the driver may end next. While the server runs, the id is
+            # its own until `release`.
+            if self._server.is_running:
+                forking.kill_group(self.pid)
+            return
         with suppress(OSError):
             self._status.shutdown(socket.SHUT_WR)
         if not self._server.is_ready:

@@ -53,10 +53,7 @@ class _Forked:
     def release(self) -> None:
         """Kill what is left of the process and its group: the driver has closed its end."""
         self.is_released = True
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it does not lead its session yet, or has ended alone
-            os.kill(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +151,13 @@ class _Server:
                 os.waitpid(forked.pid, 0)
                 forked.status.close()
                 del self.forked[forked.pid]
+
+
+def kill_group(pid: int) -> None:
+    """Kill a forked process that is not reaped yet, and what is left of its group."""
+    for kill in (os.killpg, os.kill):  # a process that has just been forked leads no group yet
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
 
 
 def _set_num_threads() -> None:

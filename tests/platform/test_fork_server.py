@@ -204,6 +204,7 @@ def test_signals_to_all_of_a_job_leave_the_server_alone_and_its_end_takes_all_al
         os.kill(parent, signal.SIGKILL)
         for process in (*processes, third):
             await process.ended
+            process.kill()
             assert process.exit_code == -signal.SIGKILL
             assert await asyncio.get_running_loop().sock_recv(process.connection, 1) == b""
             process.release()
