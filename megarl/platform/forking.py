@@ -22,14 +22,12 @@ from pathlib import Path
 
 from megarl.platform.imports import uncollected
 from megarl.platform.private_folder import PrivateFolder
-from megarl.platform.processes import die_with
+from megarl.platform.processes import ENDING_SIGNALS, die_with
 
 STATUS = struct.Struct("<i")
 """A message about a process: its id when it has been forked, its exit code (or the negative signal) when it ended."""
 MAX_REQUEST_BYTES = 1 << 16
 _NUM_DESCRIPTORS = 3
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
 
 
 @dataclass(slots=True)
@@ -69,7 +67,7 @@ class _Request:
         """Make this process what a new interpreter would be; the function that it is to run."""
         os.setsid()
         die_with(self.server)
-        for number in (*_ENDING_SIGNALS, signal.SIGCHLD):
+        for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _print_to(self.log)
@@ -98,7 +96,7 @@ class _Server:
         woken, wake = socket.socketpair()
         for end in (woken, wake):
             end.setblocking(False)
-        for number in (*_ENDING_SIGNALS, signal.SIGCHLD):
+        for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         selector = selectors.PollSelector()

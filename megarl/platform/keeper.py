@@ -17,14 +17,12 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from megarl.platform.processes import adopt_orphans, die_with, kill_descendants
+from megarl.platform.processes import ENDING_SIGNALS, adopt_orphans, die_with, kill_descendants
 
 MAX_LOG_BYTES = 1 << 20
 """Limit of a process's log; further output is dropped."""
 
 _PART_BYTES = 64 << 10
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
 
 
 def keep(connection_descriptor: int, log_file: str | None, server: str) -> NoReturn:
@@ -75,20 +73,20 @@ def _be_server(keeper: int, connection: socket.socket, printed: int, server: str
 
 def _ignore_ending_signals() -> None:
     """Ignore signals to the whole job; processes that it forks or starts handle them by default."""
-    for number in _ENDING_SIGNALS:
+    for number in ENDING_SIGNALS:
         signal.signal(number, lambda *_: None)
 
     def restore() -> None:
-        for number in _ENDING_SIGNALS:
+        for number in ENDING_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         release()
 
     def release() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
     def hold() -> None:
         """Block the signals until the child is ready to handle them."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
 
@@ -97,7 +95,7 @@ def _watch(child: int, output: int, log: _CappedLog) -> int:
     """Copy output and reap orphans until the child ends or stdin is closed. Returns the child's exit code, or 0."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
-    for number in (*_ENDING_SIGNALS, signal.SIGCHLD):
+    for number in (*ENDING_SIGNALS, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     poll = select.poll()

@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
