@@ -11,6 +11,7 @@ from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import RankFailedError
 from megarl.types import PeerLostError
 from tests.cluster.started import started
+from tests.processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("worker_module", "nothing_left")
 
@@ -162,7 +163,7 @@ def test_a_call_that_is_cancelled_half_way_ends_the_group_and_the_other_calls():
                 await other
             await asyncio.wait([abandoned])
             assert abandoned.cancelled()
-            assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+            assert not any(map(is_alive, pids))
             with pytest.raises(PeerLostError, match="`sleep` was abandoned"):
                 await group.ask([0], "product", [1])
 

@@ -19,6 +19,7 @@ from megarl.cluster.rank_handle import log_tail
 from megarl.cluster.worker_group import RankFailedError
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.cluster.started import started
+from tests.processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("worker_module", "nothing_left")
 
@@ -32,13 +33,6 @@ async def patience(group):
     for _ in range(5):
         await group.call("product", 1)
     return min(20.0, max(0.5, 10 * (time.monotonic() - begun)))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_call_and_scatter_answer_by_rank():

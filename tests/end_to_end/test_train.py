@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.processes import rank_processes
+from tests.processes import is_alive, rank_processes
 
 MEGARL = [sys.executable, "-m", "megarl"]
 
@@ -208,4 +208,4 @@ def test_a_killed_worker_ends_the_run_and_is_named(runs: Runs) -> None:
     assert "rank 1" in errors and "SIGKILL" in errors
     status = runs.status("killed")
     assert (status["state"], status["exit_code"], status["rank"]) == ("failed", 76, 1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    assert not any(map(is_alive, ranks.values()))

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megarl.platform.fork_server import ForkedProcess, ForkServer, end_fork_servers, fork_server
-from tests.rewards.pools import is_alive, wait_until
+from tests.processes import is_alive
+from tests.rewards.pools import wait_until
 
 MODULE = """
 import json, os, signal, sys, tempfile

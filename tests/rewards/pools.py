@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from megarl.config import RewardConfig
 from megarl.platform.processes import descendants
@@ -43,13 +42,6 @@ def summed(scored):
 
 def failures_of(pool, *texts):
     return [scored.failure for scored in all_scored(pool, *texts)]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition, seconds=10.0):

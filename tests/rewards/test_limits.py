@@ -5,7 +5,8 @@ import time
 
 from megarl.rewards.calling import Sample
 from megarl.types import Reward
-from tests.rewards.pools import ZERO, all_scored, is_alive, pool_of, score_all, summed, wait_until
+from tests.processes import is_alive
+from tests.rewards.pools import ZERO, all_scored, pool_of, score_all, summed, wait_until
 
 
 def test_a_hang_that_ignores_signals_is_killed_with_what_it_started(module, tmp_path):

@@ -16,7 +16,8 @@ from megarl.config import RewardConfig
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import RewardWorker, worker_settings
 from megarl.types import ConfigError, PeerLostError, Reward
-from tests.rewards.pools import all_scored, failures_of, is_alive, pool_of, processes_of, score_all, wait_until
+from tests.processes import is_alive
+from tests.rewards.pools import all_scored, failures_of, pool_of, processes_of, score_all, wait_until
 
 
 def test_a_signal_to_all_processes_of_a_job_ends_no_reward_process(module):

@@ -29,7 +29,8 @@ from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
 from megarl.rollout.sources import Source
 from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState, finder
 from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
-from tests.rewards.pools import is_alive, pool_of, wait_until
+from tests.processes import is_alive
+from tests.rewards.pools import pool_of, wait_until
 from tests.rollout.engines import engines
 
 ONE = ParallelConfig(1, 1, 1, 1)

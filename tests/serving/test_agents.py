@@ -28,8 +28,8 @@ from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
-from tests.end_to_end.processes import rank_processes
-from tests.rewards.pools import is_alive, wait_until
+from tests.processes import is_alive, rank_processes
+from tests.rewards.pools import wait_until
 from tests.rollout.engines import CONTEXT_TOKENS
 
 SAMPLING = SamplingSettings(24, temperature=1.0)
@@ -216,7 +216,7 @@ def test_a_run_s_model_is_served_by_two_ranks_until_ctrl_c_ends_them_all(tool_mo
         finally:
             server.kill()
     assert server.returncode == 0, complaints
-    assert not any(Path(f"/proc/{process}").exists() for process in ranks.values()) and not list(left.iterdir())
+    assert not any(map(is_alive, ranks.values())) and not list(left.iterdir())
 
 
 def test_what_is_no_model_is_not_served(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a run, seen from outside."""
+"""Processes, seen from outside."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def rank_processes(driver: int) -> dict[int, int]:
             if name.startswith("megarl rank "):
                 found[int(name.split()[-1])] = process
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that only waits to be reaped has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
