@@ -44,12 +44,12 @@ _ARITHMETIC = (
 """Of reasoning-gym's task, as tools/make_dataset.py has it for the student."""
 
 
-def game(name: str, *, steps: int = 32, **settings: int) -> tuple[str, ...]:
+def game(name: str, *, steps: int = 32, learning_rate: float = 1e-3, **settings: int) -> tuple[str, ...]:
     """Recipe and overrides of a game from the player's model; what it draws is measured, no greedy play."""
     return (
         "rl", f"model.path=runs/{PLAYER}/hf", "data.train=environment:2000",
         "data.validation.heldout=environment:200", "data.max_prompt_tokens=128", "train.prompts_per_step=32",
-        f"train.steps={steps}", "optimizer.learning_rate=1e-3", "optimizer.min_learning_rate=1e-4",
+        f"train.steps={steps}", f"optimizer.learning_rate={learning_rate}", "optimizer.min_learning_rate=1e-4",
         "rollout.sampling.max_new_tokens=64", "evaluation.sampling.temperature=1", f"rollout.environment={name}",
         *(f"rollout.environment_kwargs.{field}={value}" for field, value in settings.items()),
     )  # fmt: skip
@@ -92,7 +92,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
     # What tools/make_play_data.py plays.
     "guess_number": game("guess_number", max_number=3, max_guesses=2),
-    "countdown": game("countdown", num_numbers=2, max_number=6),
+    "mastermind": game("mastermind", length=1, num_letters=2, max_guesses=2),
+    "countdown": game("countdown", steps=64, learning_rate=2e-3, num_numbers=2, max_number=6),
     "reasoning_gym": (
         "rl", "data.train=environment:2000", "data.validation.heldout=environment:200",
         "rollout.environment=reasoning_gym", "rollout.environment_kwargs.task=basic_arithmetic",
