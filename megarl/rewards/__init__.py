@@ -7,10 +7,10 @@ not apply (`scores`). It may be slow: it runs in a process of its own that is ki
 functions of the table below, or its own as `package.module:function` or `path/to/file.py:function`, each with a weight
 and keyword arguments of its own if it likes.
 
-Reading order: `boxed`, `think_answer_tags` (formats), `math_equivalence` (is the answer right), `code` (does a program
-pass its tests), `code_cases` (formats of tests), `code_programs` (how they are run), `calling` (what a
-function is called with), `scores` (what it may return), `server` (the process that calls functions), `worker` (the
-driver's side of one process, a `platform.killable` one), `scoring` (the pool).
+Reading order: `boxed`, `think_answer_tags` (formats), `final_answers` (what they state), `math_equivalence` (is the
+answer right), `code` (does a program pass its tests), `code_cases` (formats of tests), `code_programs` (how they are
+run), `calling` (what a function is called with), `scores` (what it may return), `server` (the process that calls
+functions), `worker` (the driver's side of one process, a `platform.killable` one), `scoring` (the pool).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.rewards.final_answers import last_boxed
 from megarl.rewards.math_equivalence import agreement
 from megarl.types import Reward
-
-_OPENING = r"\boxed{"
 
 
 def boxed(completion_text: str, answer: str, *, correct_score: float = 1.0) -> Reward:
@@ -19,21 +18,3 @@ def boxed(completion_text: str, answer: str, *, correct_score: float = 1.0) -> R
         return Reward(score=0.0, format_valid=False, answer_correct=False)
     agreed = agreement(prediction, answer)
     return Reward(score=agreed * correct_score, format_valid=True, answer_correct=agreed > 0)
-
-
-def last_boxed(text: str) -> str | None:
-    """The contents of the last \\boxed{}, up to its matching brace; None without a box or if the last is not closed."""
-    start = text.rfind(_OPENING)
-    if start < 0:
-        return None
-    start = position = start + len(_OPENING)
-    depth = 1
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 1  # an escaped brace is a character, not a group
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start:position]
-        position += 1
-    return None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
+from megarl.rewards.final_answers import last_in_tags
 from megarl.rewards.math_equivalence import agreement
 from megarl.types import Reward
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def think_answer_tags(completion_text: str, answer: str, *, correct_score: float = 1.0) -> Reward:
@@ -18,8 +16,8 @@ def think_answer_tags(completion_text: str, answer: str, *, correct_score: float
     The score is zero unless it is; otherwise as in `boxed`. `answer_correct` does not ask for the format.
     """
     format_valid = has_valid_format(completion_text)
-    predictions = _ANSWER.findall(completion_text)
-    agreed = agreement(predictions[-1], answer) if predictions else 0.0
+    prediction = last_in_tags(completion_text)
+    agreed = 0.0 if prediction is None else agreement(prediction, answer)
     score = agreed * correct_score if format_valid else 0.0
     return Reward(score=score, format_valid=format_valid, answer_correct=agreed > 0)
 

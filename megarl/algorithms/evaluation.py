@@ -1,0 +1,115 @@
+"""Estimates from several attempts at each problem of a set: pass@k, majority@k, and 95 % intervals. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import cache
+from math import comb, sqrt
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Z95 = 1.959963984540054
+"""97.5 % quantile of the standard normal distribution."""
+NUM_RESAMPLES = 1000
+"""Resamples of the bootstrap."""
+MAX_ATTEMPTS = 1024
+"""Most attempts at a problem: the binomial coefficients of more exceed float64."""
+_DRAWN_AT_ONCE = 1 << 22
+
+
+class Measure(NamedTuple):
+    """A mean over problems with its 95 % interval, and how that was made."""
+
+    value: float
+    low: float
+    high: float
+    interval: Literal["wilson", "bootstrap"]
+
+
+def pass_at_k(num_attempts: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate that at least one of k attempts is correct: 1 - C(n - c, k) / C(n, k).
+
+    The share of all sets of k among the n attempts that hold one of the c correct ones. Raises ValueError for k > n.
+    Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    """
+    _check_k(num_attempts, k)
+    return 1.0 - comb(num_attempts - num_correct, k) / comb(num_attempts, k)
+
+
+def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None], k: int) -> float:
+    """Unbiased estimate that the most frequent of k answers is correct: its mean over all sets of k of the n attempts.
+
+    Correct attempts are one answer, however they write it; wrong ones are by `answers`. One whose answer is None does
+    not vote. Of answers with equally many votes each is as likely to be chosen. Raises ValueError for k > n.
+    Source: self-consistency (arXiv 2203.11171), with subsets as in Chen et al. 2021.
+    """
+    num_attempts = len(is_correct)
+    _check_k(num_attempts, k)
+    wrong = [answer for answer, right in zip(answers, is_correct, strict=True) if not right]
+    counts = Counter(answer for answer in wrong if answer is not None)
+    num_silent = len(wrong) - counts.total()
+    return _majority(sum(is_correct), tuple(sorted(counts.values())), num_silent, k)
+
+
+@cache
+def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
+    """As `majority_at_k`, from numbers of attempts: correct, of each wrong answer (ascending), without an answer."""
+    if not num_correct:
+        return 0.0
+    won = 0.0
+    for votes in range(1, min(num_correct, k) + 1):
+        # ways[t, d]: ways to draw d other attempts such that t wrong answers have as many votes and none has more.
+        others = k - votes
+        ways = np.zeros((others // votes + 1, others + 1))
+        # What cannot have as many votes is drawn without any condition.
+        rest = num_silent + sum(size for size in wrong if size < votes)
+        ways[0, : rest + 1] = [float(comb(rest, drawn)) for drawn in range(min(rest, others) + 1)]
+        for size in wrong[bisect_left(wrong, votes) :]:
+            fewer = ways.copy()
+            for drawn in range(1, min(votes - 1, others) + 1):
+                fewer[:, drawn:] += comb(size, drawn) * ways[:, : others + 1 - drawn]
+            if votes <= others:
+                fewer[1:, votes:] += comb(size, votes) * ways[:-1, : others + 1 - votes]
+            ways = fewer
+        chances = ways[:, others] / np.arange(1, len(ways) + 1)
+        won += comb(num_correct, votes) * float(chances.sum())
+    return won / comb(num_correct + sum(wrong) + num_silent, k)
+
+
+def _check_k(num_attempts: int, k: int) -> None:
+    if not 1 <= k <= num_attempts:
+        raise ValueError(f"k = {k} is not within 1 and the number of attempts, {num_attempts}")
+
+
+def mean_with_interval(values: Sequence[float]) -> Measure:
+    """Mean of a number per problem, each between 0 and 1, with a 95 % interval.
+
+    Wilson's score interval where each is 0 or 1; else the percentile bootstrap over problems, `NUM_RESAMPLES` resamples
+    of a fixed seed. Both are about other problems of the same kind. Raises ValueError without any problem.
+    Source: Wilson 1927; Efron 1979.
+    """
+    if not len(values):
+        raise ValueError("there is no problem to take the mean of")
+    array = np.asarray(values, np.float64)
+    mean = float(array.mean())
+    if np.isin(array, (0.0, 1.0)).all():
+        return Measure(mean, *wilson(int(array.sum()), len(array)), "wilson")
+    generator = np.random.default_rng(0)
+    rows = max(1, _DRAWN_AT_ONCE // len(array))
+    parts = [min(rows, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, rows)]
+    means = np.concatenate(
+        [array[generator.integers(len(array), size=(count, len(array)))].mean(axis=1) for count in parts]
+    )
+    low, high = np.quantile(means, (0.025, 0.975))
+    return Measure(mean, float(low), float(high), "bootstrap")
+
+
+def wilson(num_correct: int, count: int) -> tuple[float, float]:
+    """Wilson's 95 % score interval of a rate."""
+    rate, spread = num_correct / count, Z95**2 / count
+    centre = (rate + spread / 2) / (1 + spread)
+    half = Z95 / (1 + spread) * sqrt(rate * (1 - rate) / count + spread / (4 * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
