@@ -170,6 +170,48 @@ def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[st
     return layout, records, dropped, kept
 
 
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_OR_RUN", help="Folder of a model, or of a run.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file of a recipe with data.validation, or a run's folder.")
+    ],
+    overrides: Overrides = None,
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="Attempts at each problem: evaluation.samples_per_prompt.")
+    ] = None,
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="K,K...", help="Of pass@k and majority@k: evaluation.k.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="evaluation.sampling.temperature; 0: greedy.")
+    ] = None,
+    of_set: Annotated[
+        list[str] | None, typer.Option("--set", help="A validation set by name; repeatable; left out: all.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write; left out: a new one in evaluations/.", show_default=False),
+    ] = None,
+) -> None:
+    """Evaluate a model on a recipe's validation sets: accuracy, pass@k, majority@k, all answers; no trainer starts."""
+    options: dict[str, Any] = {"samples_per_prompt": n, "k": k and _numbers(k), "sampling.temperature": temperature}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    from megarl.console import print_evaluation
+    from megarl.loops.evaluation import prepare, run
+
+    prepared = prepare(model, recipe, overrides or (), options=chosen, sets=of_set or (), out=out)
+    print_evaluation(asyncio.run(run(prepared)), prepared.folder)
+
+
+def _numbers(text: str) -> list[int]:
+    """The whole numbers of `--k`. Raises ConfigError for what is none."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--k {text}: is no list of whole numbers; write 1,4,16, say") from None
+
+
 @app.command()
 def plan(
     recipe: RecipePath,

@@ -11,12 +11,14 @@ from megarl.terminal import printable
 from megarl.types import MegarlError, PeerLostError
 
 if TYPE_CHECKING:
+    from megarl.algorithms.evaluation import Measure
     from megarl.checkpoint.convert import Conversion
     from megarl.cluster.doctor import Finding
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
     from megarl.report.recorded import RecordedRun
+    from megarl.rollout.evaluate import EvaluatedSet
     from megarl.sandbox.check import Examination
 
 
@@ -101,6 +103,32 @@ def print_conversion(done: Conversion) -> None:
 def print_report(page: Path, num_bytes: int, runs: Sequence[RecordedRun]) -> None:
     steps = ", ".join(f"{run.name} ({run.state}, step {run.step})" for run in runs)
     print(printable(f"wrote {page}: {size_text(num_bytes)}; {steps}. Open it in a browser."))
+
+
+def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
+    """Print the measures of each set, and of each data source of a set that has several, with 95 % intervals."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    table = Table()
+    for heading in ("set", "problems", "measure", "%", "95 % interval", ""):
+        table.add_column(heading, justify="right" if heading in ("problems", "%", "95 % interval") else "left")
+
+    def add(name: str, count: str, measures: Mapping[str, Measure]) -> None:
+        for number, (measure, of) in enumerate(measures.items()):
+            bounds = f"{100 * of.low:.1f} to {100 * of.high:.1f}"
+            first = [name, count] if number == 0 else ["", ""]
+            table.add_row(*first, measure, f"{100 * of.value:.1f}", bounds, of.interval)
+
+    for done in found:
+        n = done.samples_per_prompt
+        add(done.name, f"{len(done.trajectories) // n} x {n}, T {done.temperature:g}", done.measures)
+        for name, measures in done.by_data_source.items():
+            add(f"  {name}", "", measures)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    console.print(f"wrote {folder}: answers.jsonl, metrics.json")
 
 
 def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def read_steps(run: Path) -> list[dict[str, float]]:
 
 def accuracies(steps: list[dict[str, float]]) -> list[float]:
     """Held-out accuracy at each evaluation, in order."""
-    return [value for step in steps for name, value in step.items() if name.startswith("val/") and "/accuracy" in name]
+    return [value for step in steps for name, value in step.items() if re.fullmatch("val/[^/]+/accuracy", name)]
 
 
 def phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -357,8 +357,19 @@ class EvaluationConfig(Section):
     """Evaluate before the first step. A run of no steps does in any case."""
     max_problems: PositiveInt | None = None
     """Evaluate only the first so many records of each set; default: all."""
+    samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Attempts at each problem, n. Accuracy is their mean, avg@n."""
+    k: tuple[PositiveInt, ...] = ()
+    """Numbers of attempts that pass@k and majority@k are estimated for (val/SET/pass_at_4, majority_at_4), without bias
+    from all sets of k of the n; default: n, where there are several. A majority is that of the final answers, where a
+    reward function's format has one (boxed, think_answer_tags)."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Sampling parameters of evaluation."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The numbers of attempts that pass@k is estimated for."""
+        return self.k or ((self.samples_per_prompt,) if self.samples_per_prompt > 1 else ())
 
 
 class WeightsConfig(Section):
@@ -381,6 +392,11 @@ class CheckpointConfig(Section):
     """Write checkpoints while training goes on, from a copy in host memory."""
     export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder hf_step_NNNNNN every so many steps; 0: only at the end."""
+    best: str | None = None
+    """Metric of an evaluation, such as val/SET/accuracy or val/SET/pass_at_4: the model of the evaluated step at which
+    it was best is kept in hf_best/, with step and value in its best.json, and the checkpoint of that step, if there is
+    one, beyond `keep`. The largest value is best, of a metric that ends with /loss the smallest; of equal ones the
+    first; of the trained steps, not of the beginning."""
 
 
 class Recipe(Section):
@@ -514,6 +530,17 @@ class Recipe(Section):
         return self.loop == "rl" or (self.loop == "sft" and bool(self.data.validation))
 
     @property
+    def validation_sets(self) -> tuple[str, ...]:
+        """Names of all sets that are evaluated."""
+        of_sources = [name for source in self.sources for name in source.recipe.data.validation]
+        return tuple(dict.fromkeys([*of_sources, *self.data.validation_conversations]))
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
+        every = self.evaluation.every_steps
+        return bool(self.validation_sets) and (step == self.train.steps or (every > 0 and step % every == 0))
+
+    @property
     def sources(self) -> tuple[SourceRecipe, ...]:
         """The sources of problems: those of the mixture, or the recipe's one."""
         return sources(self)
@@ -543,4 +570,6 @@ class Recipe(Section):
     def evaluation_sampling(self) -> SamplingConfig:
         """`evaluation.sampling`, and from `rollout.sampling` what it leaves out."""
         own = self.evaluation.sampling.model_dump(exclude_none=True) | {"temperature_schedule": "constant"}
+        if self.evaluation.samples_per_prompt == 1:
+            own.setdefault("temperature", 0.0)
         return self.rollout.sampling.model_copy(update=own)

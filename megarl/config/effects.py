@@ -353,6 +353,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "evaluation.every_steps": _ALWAYS,
     "evaluation.at_start": _ALWAYS,
     "evaluation.max_problems": _ALWAYS,
+    "evaluation.samples_per_prompt": _ENGINE,
+    "evaluation.k": _ENGINE,
     "evaluation.sampling": _ENGINE,
     "weights.bucket_mib": _ALWAYS,
     "weights.verify_every": _ENGINE,

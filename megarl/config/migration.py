@@ -343,6 +343,9 @@ COUNTERPARTS = (
     Counterpart(("async_save",), ("checkpoint.asynchronous",)),
     Counterpart(("test_freq", "eval_interval", "eval_steps", "val_period"), ("evaluation.every_steps",)),
     Counterpart(("max_val_samples",), ("evaluation.max_problems",)),
+    Counterpart(
+        ("val_kwargs.n", "n_samples_per_eval_prompt", "eval_n_samples_per_prompt"), ("evaluation.samples_per_prompt",)
+    ),
     Counterpart(("val_before_train", "val_at_start", "eval_on_start"), ("evaluation.at_start",)),
     Counterpart(("resume_mode", "resume_from_checkpoint", "load_checkpoint"),
                 note="a run goes on with: megarl train RECIPE --resume"),

@@ -24,7 +24,7 @@ OWN = {
         "history", "budget",
     ),
     "reward": ("functions", "correct_score", "num_workers", "timeout_seconds", "wall_timeout_seconds"),
-    "evaluation": ("max_problems", "sampling"),
+    "evaluation": ("max_problems", "samples_per_prompt", "k", "sampling"),
 }  # fmt: skip
 """The fields that a source may have for itself, by section."""
 
@@ -43,7 +43,7 @@ class SourceConfig(Section):
     reward: dict[str, JsonValue] = Field(default_factory=dict)
     """Its own fields of `reward`: functions, correct_score, num_workers, timeout_seconds, wall_timeout_seconds."""
     evaluation: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own fields of `evaluation`: max_problems, sampling."""
+    """Its own fields of `evaluation`: max_problems, samples_per_prompt, k, sampling."""
 
     @model_serializer
     def _short(self) -> dict[str, Any]:

@@ -55,8 +55,9 @@ class SamplingConfig(Section):
 class EvaluationSamplingConfig(Section):
     max_new_tokens: PositiveInt | None = None
     """Maximum length of a completion in tokens; default: that of `rollout.sampling`."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature; 0 is greedy."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature; 0 is greedy. Default: 0 for one attempt at each problem, that of `rollout.sampling` for
+    several (evaluation.samples_per_prompt)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling (top-p); 1 keeps all tokens."""
     top_k: NonNegativeInt = 0

@@ -21,7 +21,8 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
-from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
+from megarl.loops.best import BestModel
+from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
@@ -43,6 +44,7 @@ class Checkpoints:
         self._inputs = inputs
         self._unlogged: Mapping[str, float] | None = None
         self._begun: int | None = None
+        self._best = BestModel(recipe, folder, tracker, ranks)
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
         """Save the states of trainer and driver after a step's updates, if a save is due.
@@ -53,9 +55,14 @@ class Checkpoints:
         if settings.export_every_steps and step % settings.export_every_steps == 0:
             with self._tracker.phase("export"):
                 await self._ranks.call("export", self._folder.path / f"hf_step_{step:06d}")
+        await self._best.take(step)
         every = settings.every_steps
         if every and (step % every == 0 or step == self._recipe.train.steps):
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep a step's model in `hf_best/` if its evaluation, among the metrics, is the best so far."""
+        self._best.judge(step, metrics)
 
     async def save(
         self,
@@ -118,8 +125,9 @@ class Checkpoints:
         replace_text(home / "latest", target.name + "\n")
         if check_sizes(target):
             for older in EarlierRun.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
-                # First it loses its name: half a checkpoint must not look like one.
-                shutil.rmtree(older.rename(home / f".{older.name}.removed"))
+                if checkpoint_step(older) != self._best.step:
+                    # First it loses its name: half a checkpoint must not look like one.
+                    shutil.rmtree(older.rename(home / f".{older.name}.removed"))
 
     def _published(self, step: int) -> Path:
         return self._folder.checkpoints_folder / f"step_{step:06d}"

@@ -119,7 +119,7 @@ async def _resume_or_evaluate(session: Session, state: RLState) -> None:
         return
     async with session.leaving_in_order(step, state):
         step.log(await session.evaluate(step.number))
-    session.tracker.log(step.number, step.metrics)
+    session.log(step)
 
 
 def _conversations(session: Session) -> Callable[[int], TokenBatch | None]:

@@ -101,13 +101,18 @@ class Session:
             step.log({"data/dropped": float(self.dropped.total())})
         async with self.leaving_in_order(step, state):
             yield step
-        self.tracker.log(number, step.metrics)
+        self.log(step)
         self.folder.set_status(step=number)
         await self.checkpoints.complete()
         if step.fault is not None:
             await self._save(number, state and state.save)
             raise step.fault
         await self.stop_if_asked(number, state and state.save)
+
+    def log(self, step: Step) -> None:
+        """Log a step's metrics, and keep its model if it is the best so far."""
+        self.tracker.log(step.number, step.metrics)
+        self.checkpoints.judge(step.number, step.metrics)
 
     @asynccontextmanager
     async def leaving_in_order(self, step: Step, state: RLState | None = None) -> AsyncIterator[None]:
@@ -176,17 +181,16 @@ class Session:
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of all validation sets, as `rollout.evaluate.evaluate`; the trajectories go to samples/.
+        """Metrics of all validation sets, as `rollout.evaluate.EvaluatedSet`; the trajectories go to samples/.
 
         Raises AbandonedError, and writes nothing, where the run is to stop before all sets are through.
         """
         with self.tracker.phase("evaluation"):
-            metrics, found = await evaluate(self.sources, self.recipe.reward.max_failed_fraction)
+            found = [done async for done in evaluate(self.sources, self.recipe.reward.max_failed_fraction)]
         self.pool.metrics()  # from here on those of training again
-        for name, trajectories in found.items():
-            records = [{"set": name} | trajectory.record() for trajectory in trajectories]
-            await self._write(step, records)
-        return metrics
+        for done in found:
+            await self._write(step, done.records())
+        return {name: value for done in found for name, value in done.metrics.items()}
 
     async def write_samples(
         self, step: int, trajectories: Sequence[Trajectory], of_tokens: Sequence[Mapping[str, Any]] = ()
@@ -228,8 +232,5 @@ class Session:
         return self.recipe.evaluation.at_start or not self.recipe.train.steps
 
     def evaluates_at(self, step: int) -> bool:
-        """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
-        every = self.recipe.evaluation.every_steps
-        data = self.recipe.data
-        has_sets = bool(data.validation or data.validation_conversations) or any(s.validation for s in self.sources)
-        return has_sets and (step == self.recipe.train.steps or (every > 0 and step % every == 0))
+        """As `Recipe.evaluates_at`."""
+        return self.recipe.evaluates_at(step)

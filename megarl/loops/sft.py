@@ -58,7 +58,7 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
             await session.sleep_engines()
             if session.evaluates_first:
                 step.log(await _losses(session, held_out))
-    session.tracker.log(step.number, step.metrics)
+    session.log(step)
 
 
 async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.cluster.launchers import environment_processes, reward_workers
 from megarl.config import Recipe
@@ -22,7 +22,6 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.sources import Source, sampling_settings
 from megarl.serving.agents import agent_program
-from megarl.tracking.tracker import Tracker
 from megarl.types import Problem
 
 if TYPE_CHECKING:
@@ -31,6 +30,22 @@ if TYPE_CHECKING:
 
 Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
 """Training problems of a source, and its validation sets."""
+
+
+class Screen(Protocol):
+    """Where a person is told of what happens."""
+
+    def tell(self, text: str) -> None:
+        """As `Tracker.tell`."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """As `Tracker.notice`."""
+        ...
+
+    def notice_once(self, kind: str, text: str) -> None:
+        """As `Tracker.notice_once`."""
+        ...
 
 
 def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path) -> dict[str, Data]:
@@ -46,10 +61,15 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Pa
             train = read_problems(
                 own, tokenizer, own.data.train, dropped, name=source.name, collect=collect_for(own, folder)
             )
-        sets = own.data.validation if own.has_engine else {}
-        heldout = {name: read_problems(own, tokenizer, path, dropped, is_heldout=True) for name, path in sets.items()}
-        found[source.name] = train, {name: p[: own.evaluation.max_problems] for name, p in heldout.items()}
+        found[source.name] = train, read_heldout(own, tokenizer, dropped) if own.has_engine else {}
     return found
+
+
+def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict[str, Sequence[Problem]]:
+    """The validation sets of a source by name, each up to evaluation.max_problems; `dropped` as in `read_data`."""
+    sets = recipe.data.validation.items()
+    heldout = {name: read_problems(recipe, tokenizer, path, dropped, is_heldout=True) for name, path in sets}
+    return {name: problems[: recipe.evaluation.max_problems] for name, problems in heldout.items()}
 
 
 def start_rewards(
@@ -112,18 +132,21 @@ async def make_source(
     tokenizer: Tokenizer,
     stack: AsyncExitStack,
     is_abandoned: Callable[[], bool],
-    tracker: Tracker,
+    screen: Screen,
 ) -> Source:
-    """A source whose attempts are made with these engines; the endpoint of its agent is open until the stack closes."""
+    """A source whose attempts are made with these engines; the endpoint of its agent is open until the stack closes.
+
+    `screen` is told of its settings and of each first failure of a kind.
+    """
     recipe = given.recipe
     rollout = recipe.rollout
     has_turns = rollout.environment != "single_turn" and rollout.max_turns > 1
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
-        tracker.notice(history_notice(history_faults(tokenizer), rollout.history))
+        screen.notice(history_notice(history_faults(tokenizer), rollout.history))
     sampling = sampling_settings(rollout.sampling)
-    agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, tracker.notice))
+    agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, screen.notice))
     if agent is not None:
-        tracker.tell(f"endpoint at {agent.endpoint.base_url}/v1")
+        screen.tell(f"endpoint at {agent.endpoint.base_url}/v1")
     sampler = GroupSampler(
         pool=pool,
         dialogue=Dialogue(tokenizer, rollout.tool_parser),
@@ -136,7 +159,7 @@ async def make_source(
         history="render" if rollout.history == "render" else "append",
         budget=rollout.budget,
         is_abandoned=is_abandoned,
-        tell_once=tracker.notice_once,
+        tell_once=screen.notice_once,
         agent=agent.attempt if agent is not None else None,
         environment_pool=environments,
     )

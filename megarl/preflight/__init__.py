@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.checkpoint.stored import tensor_faults
@@ -106,11 +106,13 @@ class _Faults:
 def _faults(recipe: Recipe, *, is_start: bool) -> _Faults:
     """Those of all sources of a mixture; what all have in common is told once."""
     found = {source.name: _faults_of_source(source.recipe, is_start=is_start) for source in recipe.sources}
+    of_all = [*learning.best(recipe)]
     if not recipe.mixture:
-        return found[recipe.rollout.environment]
+        only = found[recipe.rollout.environment]
+        return replace(only, recipe=[*only.recipe, *of_all])
     wrong = _told_once({name: faults.recipe for name, faults in found.items()})
     broken = _told_once({name: faults.files for name, faults in found.items()})
-    return _Faults(wrong, broken, next(iter(found.values())).layout)
+    return _Faults([*wrong, *of_all], broken, next(iter(found.values())).layout)
 
 
 def _told_once(faults: Mapping[str, Sequence[str]]) -> list[str]:
@@ -127,7 +129,8 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
-    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *keywords(recipe)]
+    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe)]
+    wrong += [*learning.evaluation(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
     wrong += [*learning.stragglers(recipe), *learning.trackers(recipe)]
     incomplete = check_model_folder(recipe.model.folder)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import combinations
 from math import ceil
 
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.effects import unmet
-from megarl.config.formulas import formulas
+from megarl.config.formulas import either, formulas
 from megarl.families.shape import ModelShape
 from megarl.files.import_path import is_import_path
 from megarl.preflight.files import system_prompt
@@ -30,6 +31,41 @@ def evaluation_only(recipe: Recipe) -> Iterator[str]:
     """A run of no steps needs something to evaluate."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
         yield "train.steps = 0: only evaluates, but data.validation is not given; give it, or steps to train"
+
+
+def evaluation(recipe: Recipe) -> Iterator[str]:
+    """Of several attempts at each problem."""
+    settings, n = recipe.evaluation, recipe.evaluation.samples_per_prompt
+    if recipe.has_engine and any(k > n for k in settings.k):
+        yield (
+            f"evaluation.k = {list(settings.k)}: a set of k attempts is drawn from evaluation.samples_per_prompt {n}; "
+            f"raise that to {max(settings.k)}, or lower k"
+        )
+    is_greedy = recipe.evaluation_sampling.temperature == 0 and recipe.rollout.environment == "single_turn"
+    if recipe.has_engine and n > 1 and is_greedy:
+        yield (
+            f"evaluation.samples_per_prompt = {n}: under evaluation.sampling.temperature = 0 all attempts at a problem "
+            "are the same; raise that, to 0.6 say, or leave this out"
+        )
+
+
+def best(recipe: Recipe) -> Iterator[str]:
+    """The metric that the best model is chosen by is one of an evaluated set."""
+    metric, sets = recipe.checkpoint.best, recipe.validation_sets
+    if metric is None:
+        return
+    parts = metric.split("/")
+    if not sets:
+        yield f"checkpoint.best = {metric}: nothing is evaluated; give data.validation, or leave this out"
+    elif len(parts) < 3 or parts[0] != "val" or parts[1] not in sets:
+        yield f"checkpoint.best = {metric}: is not val/SET/METRIC; SET is {either(sets)}, METRIC accuracy, say"
+    elif "@" in metric:
+        yield f"checkpoint.best = {metric}: is written pass_at_4 or majority_at_4; avg@n is accuracy"
+    elif match := re.fullmatch(r"(pass|majority)_at_(\d+)", "/".join(parts[2:])):
+        k = int(match[2])
+        owners = [source.recipe for source in recipe.sources if parts[1] in source.recipe.data.validation]
+        if not any(k in owner.evaluation.ks for owner in owners):
+            yield f"checkpoint.best = {metric}: is not estimated; put {k} into evaluation.k"
 
 
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:

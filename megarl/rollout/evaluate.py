@@ -1,44 +1,138 @@
-"""Evaluation: completions of the validation sets, scored as in training."""
+"""Evaluation: attempts at the problems of the validation sets, scored as in training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import get_args
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
 
+from megarl.algorithms.evaluation import Measure, majority_at_k, mean_with_interval, pass_at_k
+from megarl.rewards.final_answers import reader_of
 from megarl.rewards.scores import function_metrics
 from megarl.rewards.worker import Failure
 from megarl.rollout.sources import Source, sampling_settings
 from megarl.types import MegarlError, Trajectory
 
+ReadAnswer = Callable[[str], str | None]
+_NOT_IN_NAMES = re.compile(r"[^\w.\- ]")
 
-async def evaluate(
-    sources: Sequence[Source], max_failed_fraction: float
-) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Sample and score every validation set as its source does; the metrics, and the trajectories of each set.
 
-    Metrics: `val/SET/accuracy` and `/format_valid`, shares of all; `/completion_tokens/mean`; those of each reward
-    function, `/reward/NAME/mean` and so on (`rewards.scores.function_metrics`); those of `failure_metrics`. Raises
-    AbandonedError where the run is to stop, MegarlError as `failure_metrics`.
+@dataclass(frozen=True, slots=True)
+class EvaluatedSet:
+    """A validation set with the attempts at its problems, grouped by problem."""
+
+    name: str
+    trajectories: Sequence[Trajectory]
+    samples_per_prompt: int
+    temperature: float
+    measures: Mapping[str, Measure]
+    """`accuracy`, `pass_at_K` and `majority_at_K`, as `measures_of`."""
+    by_data_source: Mapping[str, Mapping[str, Measure]]
+    """The same of each value that the records have in `data_source`, where there are several."""
+    failures: Mapping[str, float]
+    """Those of `failure_metrics`."""
+    read_answer: ReadAnswer | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the set, `val/SET/...`.
+
+        `accuracy` and `format_valid`, shares of all attempts; `pass_at_K`, `majority_at_K`; of accuracy and these two
+        the bounds of the 95 % interval, `/low` and `/high`; `data_source/NAME/...`: the same of one data source;
+        `completion_tokens/mean`; those of each reward function, `reward/NAME/mean` and so on
+        (`rewards.scores.function_metrics`); those of `failure_metrics`.
+        """
+        found = self.trajectories
+        rewards = [t.reward for t in found if t.reward is not None]
+        metrics = function_metrics(rewards) | _scalars(self.measures)
+        for name, measures in self.by_data_source.items():
+            metrics |= {f"data_source/{name}/{key}": value for key, value in _scalars(measures).items()}
+        metrics["format_valid"] = sum(r.format_valid for r in rewards) / len(found)
+        metrics["completion_tokens/mean"] = sum(t.num_sampled for t in found) / len(found)
+        return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.failures)
+
+    def records(self) -> list[dict[str, Any]]:
+        """A JSON object for each attempt: `Trajectory.record`, its set and its number among those at the problem.
+
+        `final_answer` is the one that votes in a majority, where the reward functions' formats have one.
+        """
+        return [{"set": self.name, "attempt": t.number} | self._final_answer(t) | t.record() for t in self.trajectories]
+
+    def _final_answer(self, trajectory: Trajectory) -> dict[str, Any]:
+        return {} if self.read_answer is None else {"final_answer": final_answer(trajectory, self.read_answer)}
+
+
+async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> AsyncGenerator[EvaluatedSet, None]:
+    """Sample and score every validation set as its source does, one set after the other.
+
+    Raises AbandonedError where the run is to stop, MegarlError as `failure_metrics`.
     """
-    metrics: dict[str, float] = {}
-    found: dict[str, list[Trajectory]] = {}
     sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
     for source, name, problems in sets:
-        sampling = sampling_settings(source.recipe.evaluation_sampling)
-        found[name] = await source.sampler.sample(problems, sampling, seed="evaluation")
-        metrics |= {f"val/{name}/{key}": value for key, value in _accuracy(found[name]).items()}
-        metrics |= failure_metrics(found[name], max_failed_fraction, f"val/{name}/reward_")
-    return metrics, found
+        recipe = source.recipe
+        settings = recipe.evaluation
+        sampling = sampling_settings(recipe.evaluation_sampling)
+        found = await source.sampler.sample(
+            problems, sampling, samples_per_prompt=settings.samples_per_prompt, seed="evaluation"
+        )
+        failures = failure_metrics(found, max_failed_fraction, f"val/{name}/reward_")
+        read = reader_of(function.name for function in recipe.reward.functions)
+        given = (settings.samples_per_prompt, settings.ks, read)
+        yield EvaluatedSet(
+            name,
+            found,
+            settings.samples_per_prompt,
+            sampling.temperature,
+            measures_of(found, *given),
+            {key: measures_of(own, *given) for key, own in _of_data_sources(found).items()},
+            failures,
+            read,
+        )
 
 
-def _accuracy(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    count = len(trajectories)
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    return function_metrics(rewards) | {
-        "accuracy": sum(r.answer_correct for r in rewards) / count,
-        "format_valid": sum(r.format_valid for r in rewards) / count,
-        "completion_tokens/mean": sum(t.num_sampled for t in trajectories) / count,
-    }
+def measures_of(
+    trajectories: Sequence[Trajectory], samples_per_prompt: int, ks: Sequence[int], read_answer: ReadAnswer | None
+) -> dict[str, Measure]:
+    """Means over problems, of `samples_per_prompt` consecutive attempts each, with 95 % intervals.
+
+    `accuracy`: the share of correct attempts, avg@n; for each k of `ks`, `pass_at_K` and, with `read_answer`,
+    `majority_at_K` (`algorithms.evaluation`). An attempt that is not scored is not correct.
+    """
+    starts = range(0, len(trajectories), samples_per_prompt)
+    problems = [trajectories[start : start + samples_per_prompt] for start in starts]
+    flags = [[t.reward is not None and bool(t.reward.answer_correct) for t in attempts] for attempts in problems]
+    found = {"accuracy": mean_with_interval([sum(of) / len(of) for of in flags])}
+    for k in ks:
+        found[f"pass_at_{k}"] = mean_with_interval([pass_at_k(len(of), sum(of), k) for of in flags])
+    if read_answer is not None:
+        answers = [[final_answer(t, read_answer) for t in attempts] for attempts in problems]
+        for k in ks:
+            values = [majority_at_k(of, said, k) for of, said in zip(flags, answers, strict=True)]
+            found[f"majority_at_{k}"] = mean_with_interval(values)
+    return found
+
+
+def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
+    """The final answer of an attempt's last completion, without blanks; None: it states none."""
+    said = read_answer(trajectory.texts[-1]) if trajectory.texts else None
+    return None if said is None else "".join(said.split())
+
+
+def _of_data_sources(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
+    """The trajectories by their records' `data_source`, as it may stand in a metric's name; nothing if it is one."""
+    found: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        name = _NOT_IN_NAMES.sub("_", str(trajectory.problem.record.get("data_source", "")))
+        found.setdefault(name or "none", []).append(trajectory)
+    return found if len(found) > 1 else {}
+
+
+def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
+    scalars = {name: measure.value for name, measure in measures.items()}
+    for name, measure in measures.items():
+        scalars |= {f"{name}/low": measure.low, f"{name}/high": measure.high}
+    return scalars
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:

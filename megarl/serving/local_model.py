@@ -26,14 +26,26 @@ _MAX_CALLS = 1 << 31
 
 
 class EngineRank:
-    """The worker of a rank that samples and trains nothing."""
+    """The worker of a rank that samples and trains nothing.
 
-    def __init__(self, rank: int, world_size: int, folder: str, config: RolloutConfig, context_tokens: int) -> None:
+    Without a `dtype` the weights have the one that the model's folder names.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        folder: str,
+        config: RolloutConfig,
+        context_tokens: int,
+        dtype: str | None = None,
+        seed: int = 0,
+    ) -> None:
         from megarl.engine.engine import RolloutEngine
 
         device.init_world(600.0)
-        dtype = str(read_object(Path(folder) / "config.json").get("dtype", "bfloat16"))
-        self._engine = RolloutEngine(folder, config, max_model_len=context_tokens, dtype=dtype, seed=0)
+        dtype = dtype or str(read_object(Path(folder) / "config.json").get("dtype", "bfloat16"))
+        self._engine = RolloutEngine(folder, config, max_model_len=context_tokens, dtype=dtype, seed=seed)
         self._engine.load_tensors(_tensors(Path(folder)))
         self._engine.weights_updated()
 

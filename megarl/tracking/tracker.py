@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ class Tracker:
         timing = {"time/step_seconds": now - self._step_started, **self._phase_seconds}
         row = {name: float(value) for name, value in {**scalars, **timing}.items()}
         self._phase_seconds, self._step_started = {}, now
-        append_whole(self._folder.metrics_file, _json_line({"step": step, **row}))
+        append_whole(self._folder.metrics_file, json_line({"step": step, **row}))
         self._to_trackers(lambda tracker: tracker.log(step, row))
         self._first_logged = self._first_logged or (step, now)
         self._last_step = step
@@ -90,7 +91,7 @@ class Tracker:
     def token_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records of samples token by token to tokens/step_NNNNNN.jsonl; trackers are not told of them."""
         path = self._folder.tokens_folder / f"step_{step:06d}.jsonl"
-        append_whole(path, b"".join(map(_json_line, records)))
+        append_whole(path, b"".join(map(json_line, records)))
 
     def flush(self) -> None:
         """fsync what was logged."""
@@ -144,7 +145,7 @@ class Tracker:
         )
 
     def _print(self, step: int, row: Mapping[str, float], now: float) -> None:
-        accuracies = [name for name in row if name.startswith("val/") and name.endswith("/accuracy")]
+        accuracies = [name for name in row if re.fullmatch("val/[^/]+/accuracy", name)]
         words = [f"step {step}" + (f"/{self._steps}" if self._steps else "")]
         words += [f"{name} {row[name]:.4g}" for name in dict.fromkeys((*self._headlines, *accuracies)) if name in row]
         words.append(f"{row['time/step_seconds']:.1f} s")
@@ -157,7 +158,8 @@ class Tracker:
         self._console.print(line, soft_wrap=True)
 
 
-def _json_line(record: Mapping[str, Any]) -> bytes:
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of a JSON-lines file: numbers that are not finite are null."""
     return _line(_plain(record))
 
 

@@ -38,3 +38,17 @@ def test_evaluation_has_its_own_temperature_and_training_s_stops() -> None:
     )  # fmt: skip
     found = recipe.evaluation_sampling
     assert (found.temperature, found.stop, found.stop_token_ids) == (0.5, ("b",), (7,))
+
+
+@pytest.mark.parametrize(("samples_per_prompt", "temperature", "ks"), [(1, 0.0, ()), (4, 1.5, (4,))])
+def test_several_attempts_of_an_evaluation_are_sampled_as_in_training(
+    samples_per_prompt: int, temperature: float, ks: tuple[int, ...]
+) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"},
+            "rollout": {"sampling": {"temperature": 1.5}},
+            "evaluation": {"samples_per_prompt": samples_per_prompt},
+        }
+    )  # fmt: skip
+    assert (recipe.evaluation_sampling.temperature, recipe.evaluation.ks) == (temperature, ks)

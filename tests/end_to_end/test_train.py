@@ -81,6 +81,8 @@ def runs(
     )
     rl = RECIPE.format(model="runs/sft/hf, chat_template: own.jinja", data="train", learning_rate="1e-4")
     rl = rl.replace("data/train.jsonl", "train@data/verl")
+    rl = rl.replace("{max_problems: 16}", "{max_problems: 8, samples_per_prompt: 2, k: [1, 2]}")
+    rl += "checkpoint: {best: val/heldout/format_valid}\n"
     (runs.folder / "rl.yaml").write_text(
         f"name: rl\nloop: rl\ntrain: {{epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4}}\n{rl}"
     )
@@ -177,6 +179,38 @@ def test_the_exported_model_serves_in_transformers_and_in_a_stock_vllm(runs: Run
     assert served.returncode == 0, served.stderr
     (tokens,) = (line for line in served.stdout.splitlines() if line.startswith("TOKENS"))
     assert [int(token) for token in tokens.split()[1:]] == output
+
+
+def test_an_evaluation_of_the_export_is_that_of_the_run(runs: Runs) -> None:
+    done = subprocess.run(
+        [*MEGARL, "eval", "runs/rl", "rl.yaml", "--out", "evaluated", "data.train=not_needed.jsonl"],
+        cwd=runs.folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "majority_at_2" in done.stdout and "evaluated" in done.stdout
+    found = json.loads((runs.folder / "evaluated/metrics.json").read_text())
+    of_run = {name: value for name, value in runs.steps("rl")[-1].items() if name.startswith("val/")}
+    assert {"val/heldout/accuracy", "val/heldout/pass_at_2", "val/heldout/majority_at_2/high"} <= of_run.keys()
+    assert found["metrics"] == of_run
+    answers = (runs.folder / "evaluated/answers.jsonl").read_text().splitlines()
+    recorded = (runs.folder / "runs/rl/samples/step_000002.jsonl").read_text().splitlines()
+    assert len(answers) == 16 and answers == [line for line in recorded if '"set"' in line]
+    assert found["sets"]["heldout"]["problems"] == 8 and found["sets"]["heldout"]["temperature"] == 1.0
+
+
+def test_the_model_of_the_best_evaluation_is_kept(runs: Runs) -> None:
+    from safetensors.numpy import load_file
+
+    folder = runs.folder / "runs/rl"
+    best = json.loads((folder / "hf_best/best.json").read_text())
+    last = runs.steps("rl")[-1]
+    assert best == {"step": 2, "metric": "val/heldout/format_valid", "value": last["val/heldout/format_valid"]}
+    kept, exported = (load_file(folder / name / "model.safetensors") for name in ("hf_best", "hf"))
+    assert kept.keys() == exported.keys() and all((kept[name] == exported[name]).all() for name in kept)
+    assert not (folder / "hf_candidate").exists()
 
 
 def test_a_finished_run_is_not_overwritten(runs: Runs) -> None:

@@ -285,6 +285,21 @@ WRONG = [
         ["evaluation.sampling.max_new_tokens = 2009", "2048 positions; use at most 2008"],
         id="positions",
     ),
+    pytest.param(
+        {"evaluation": {"samples_per_prompt": 4, "k": [1, 8]}},
+        ["evaluation.k = [1, 8]", "evaluation.samples_per_prompt 4; raise that to 8"],
+        id="pass@k of more attempts than there are",
+    ),
+    pytest.param(
+        {"evaluation": {"samples_per_prompt": 4, "sampling": {"temperature": 0.0}}},
+        ["evaluation.samples_per_prompt = 4", "evaluation.sampling.temperature = 0"],
+        id="equal attempts",
+    ),
+    pytest.param(
+        {"checkpoint": {"best": "val/a/accuracy"}},
+        ["checkpoint.best = val/a/accuracy", "give data.validation"],
+        id="best of no set",
+    ),
     pytest.param({"reward": {"functions": ["bxed"]}}, ["reward.functions", "'bxed'", "'boxed'"], id="reward"),
     pytest.param(
         {"optimizer": {"learning_rate": 1e-6, "min_learning_rate": 1e-5}}, ["optimizer.min_learning_rate"], id="minimum"

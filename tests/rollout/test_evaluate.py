@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.algorithms.evaluation import wilson
 from megarl.config import Recipe
 from megarl.rewards.worker import Failure
-from megarl.rollout.evaluate import evaluate, failure_metrics
+from megarl.rollout.evaluate import EvaluatedSet, evaluate, failure_metrics, measures_of
 from megarl.rollout.metrics import environment_metrics, rollout_metrics
 from megarl.rollout.sources import Source
 from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
@@ -37,8 +38,10 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
     asked: list[Any] = []
 
     class Sampler:
-        async def sample(self, problems: Any, sampling: SamplingSettings, *, seed: str) -> list[Trajectory]:
-            asked.append((problems, sampling.temperature, seed))
+        async def sample(
+            self, problems: Any, sampling: SamplingSettings, *, samples_per_prompt: int, seed: str
+        ) -> list[Trajectory]:
+            asked.append((problems, sampling.temperature, samples_per_prompt, seed))
             return found
 
     sampler: Any = Sampler()
@@ -56,14 +59,71 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
         Source(of.name, 1.0, of.recipe, sampler, validation={name: sets[name]})
         for of, name in zip(recipe.sources, sets, strict=True)
     ]
-    metrics, trajectories = asyncio.run(evaluate(sources, 0.0))
-    assert asked == [([PROBLEM], 0.0, "evaluation"), ([PROBLEM, PROBLEM], 0.5, "evaluation")]
-    assert trajectories == {"easy": found, "hard": found}
-    expected = {"accuracy": 2 / 3, "format_valid": 2 / 3, "completion_tokens/mean": 1.0}
+    done = everything(sources)
+    assert asked == [([PROBLEM], 0.0, 1, "evaluation"), ([PROBLEM, PROBLEM], 0.5, 1, "evaluation")]
+    assert {of.name: of.trajectories for of in done} == {"easy": found, "hard": found}
+    metrics = {name: value for of in done for name, value in of.metrics.items()}
+    low, high = wilson(2, 3)
+    expected = {"accuracy": 2 / 3, "accuracy/low": low, "accuracy/high": high}
+    expected |= {"format_valid": 2 / 3, "completion_tokens/mean": 1.0}
     of_functions = {"reward/boxed/mean": 2 / 3, "reward/boxed/std": 14**0.5 / 3, "reward/boxed/unscored": 0.0}
     silent = {"reward/mine/unscored": 1.0, "reward/unscored": 0.0}
     of_set = expected | of_functions | silent | {"reward_errors": 0.0, "reward_timeouts": 0.0}
     assert metrics == pytest.approx({f"val/{name}/{key}": value for name in sets for key, value in of_set.items()})
+
+
+def everything(sources: list[Source]) -> list[EvaluatedSet]:
+    async def collect() -> list[EvaluatedSet]:
+        return [done async for done in evaluate(sources, 0.0)]
+
+    return asyncio.run(collect())
+
+
+def test_several_attempts_at_each_problem_are_measured_by_problem_and_by_data_source() -> None:
+    def attempts(index: int, data_source: str, said: str, right: str) -> list[Trajectory]:
+        problem = Problem(index, ({"role": "user"},), (3,), right, {"data_source": data_source})
+        made = [trajectory(float(answer == right), texts=(f"\\boxed{{ {answer} }}",)) for answer in said]
+        return [replace(one, problem=problem, number=number) for number, one in enumerate(made)]
+
+    found = [
+        *attempts(0, "org/easy", "1123", "1"),
+        *attempts(1, "org/easy", "2222", "1"),
+        *attempts(2, "b", "1111", "1"),
+    ]
+
+    class Sampler:
+        async def sample(self, problems: Any, sampling: SamplingSettings, **given: Any) -> list[Trajectory]:
+            assert (given["samples_per_prompt"], sampling.temperature) == (4, 0.7)
+            return found
+
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"},
+            "rollout": {"sampling": {"temperature": 0.7}},
+            "evaluation": {"samples_per_prompt": 4, "k": [1, 2, 4]},
+        }
+    )  # fmt: skip
+    sampler: Any = Sampler()
+    [done] = everything([Source("s", 1.0, recipe, sampler, validation={"both": [PROBLEM]})])
+    expected = {
+        "accuracy": (0.5 + 0 + 1) / 3, "pass_at_1": 0.5, "pass_at_2": (5 / 6 + 0 + 1) / 3, "pass_at_4": 2 / 3,
+        "majority_at_1": 0.5,
+        # Of the six pairs of 1, 1, 2, 3: 1 and 1 wins, four are a draw of one right and one wrong, 2 and 3 loses.
+        "majority_at_2": ((1 + 4 / 2) / 6 + 0 + 1) / 3, "majority_at_4": 2 / 3,
+    }  # fmt: skip
+    assert {name: measure.value for name, measure in done.measures.items()} == pytest.approx(expected)
+    assert done.by_data_source.keys() == {"org_easy", "b"}
+    assert done.metrics["val/both/data_source/org_easy/pass_at_2"] == pytest.approx(5 / 12)
+    assert done.metrics["val/both/data_source/b/majority_at_4/low"] == pytest.approx(wilson(1, 1)[0])
+    assert [(line["attempt"], line["final_answer"]) for line in done.records()[:4]] == [
+        (0, "1"), (1, "1"), (2, "2"), (3, "3")
+    ]  # fmt: skip
+
+
+def test_what_states_no_answer_has_no_majority() -> None:
+    assert measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), None).keys() == {"accuracy", "pass_at_2"}
+    found = measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), lambda text: None)
+    assert found["majority_at_2"].value == 1.0  # the wrong one does not vote
 
 
 def test_each_environment_of_a_mixture_is_measured_alone() -> None:

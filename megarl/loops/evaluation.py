@@ -1,0 +1,242 @@
+"""Evaluation of a model by itself: engines with its weights, a recipe's validation sets, no trainer.
+
+The same attempts as a run makes at these sets: prompts, sampling parameters, random numbers and rewards are those of
+the recipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.evaluation import Measure
+from megarl.cluster.deadlines import run_deadlines
+from megarl.cluster.launchers import start_ranks
+from megarl.config import Recipe
+from megarl.config.formulas import either
+from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe import to_yaml
+from megarl.data.chat import tokenizer_of
+from megarl.environments.shared import close_shared
+from megarl.files.atomic import append_whole, replace_text, storage_faults_named
+from megarl.files.model_folder import found_folder
+from megarl.loops.sources import make_source, read_heldout, start_environments, start_rewards
+from megarl.loops.stopping import stop_signals
+from megarl.preflight import Dropped, check, check_rewards, load
+from megarl.rollout.evaluate import EvaluatedSet, evaluate
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.sources import Source
+from megarl.serving.local_model import model_folder
+from megarl.terminal import FirstOfEachKind, Terminal
+from megarl.tracking.tracker import json_line
+from megarl.types import ConfigError, StoppedError
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A model, and a checked recipe with its folder as model; `folder` gets what is found."""
+
+    model: Path
+    recipe: Recipe
+    layout: ParallelConfig
+    sets: frozenset[str]
+    folder: Path
+
+
+def prepare(
+    model: Path,
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    options: Mapping[str, Any],
+    sets: Sequence[str] = (),
+    out: Path | None = None,
+) -> Evaluation:
+    """Check everything, and start and write nothing.
+
+    `model` is a model folder, a name on the Hub that its cache has, or a run's folder: then its exported model.
+    `recipe` is a YAML file or a run's folder. `options` are values of fields of `evaluation`, by dotted name, of all
+    sources; `sets` names validation sets, all if empty. `out` must be free; left out, it is a new folder in
+    `evaluations/` of the run, or of the current folder. Raises DataError where there is no model, ConfigError or
+    DataError for all that the recipe, its files and the sets lack.
+    """
+    folder = model_folder(model if model.exists() else Path(found_folder(str(model))))
+    file = recipe / "config.yaml" if recipe.is_dir() else recipe
+    given = [*overrides, f"model.path={json.dumps(str(folder))}"]
+    sources = load(file, given, is_of_run=recipe.is_dir()).mixture
+    places = [f"mixture.{name}." for name in sources] or [""]
+    given += [f"{place}evaluation.{name}={json.dumps(value)}" for place in places for name, value in options.items()]
+    loaded = load(file, given, is_of_run=recipe.is_dir())
+    if loaded.loop not in ("rl", "sft"):
+        raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe of loop rl or sft")
+    known = [name for source in loaded.sources for name in source.recipe.data.validation]
+    if not known:
+        raise ConfigError(f"{file}: has no data.validation, so there is nothing to evaluate; give sets by name")
+    if unknown := [name for name in sets if name not in known]:
+        raise ConfigError(f"--set {unknown[0]}: is no validation set of {file}; it has {either(known)}")
+    if not loaded.mixture:
+        # The training data need not be here.
+        first = next(iter(loaded.data.validation.values()))
+        loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"train": first})})
+    home = model if (model / "config.yaml").is_file() else Path()
+    written = _free(out, home / "evaluations", folder.absolute().name, loaded.name)
+    return Evaluation(folder, loaded, _checked(loaded), frozenset(sets or known), written)
+
+
+def _checked(recipe: Recipe) -> ParallelConfig:
+    layout = check(recipe)
+    check_rewards(recipe)
+    return layout
+
+
+def _free(out: Path | None, home: Path, model: str, recipe: str) -> Path:
+    """The folder to write, which is not there yet. Raises ConfigError for one that is."""
+    if out is not None:
+        if out.exists():
+            raise ConfigError(f"--out {out}: is there already; give a new folder, or leave it out")
+        return out
+    name = f"{model}_{recipe}"
+    number, free = 1, home / name
+    while free.exists():
+        number += 1
+        free = home / f"{name}_{number}"
+    return free
+
+
+async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
+    """Make and score the attempts, on the ranks of the recipe's cluster.
+
+    Writes to the folder `config.yaml`, the recipe; `answers.jsonl`, all attempts, set by set; `metrics.json`; `logs/`.
+    Raises StoppedError on a signal, MegarlError where too many attempts could not be scored.
+    """
+    folder, recipe = evaluation.folder, evaluation.recipe
+    with storage_faults_named(folder):
+        (folder / "logs").mkdir(parents=True)
+        replace_text(folder / "config.yaml", to_yaml(recipe))
+    found: list[EvaluatedSet] = []
+    with _leaving_on_signals(folder):
+        async with AsyncExitStack() as stack:
+            sources = await _sources(evaluation, stack)
+            sets = await stack.enter_async_context(aclosing(evaluate(sources, recipe.reward.max_failed_fraction)))
+            async for done in sets:
+                append_whole(folder / "answers.jsonl", b"".join(map(json_line, done.records())))
+                found.append(done)
+    with storage_faults_named(folder):
+        replace_text(folder / "metrics.json", json.dumps(_summary(evaluation, found), indent=2) + "\n")
+    return found
+
+
+async def _sources(evaluation: Evaluation, stack: AsyncExitStack) -> list[Source]:
+    """The recipe's sources with their chosen validation sets, on engines that live until the stack is closed."""
+    recipe, screen = evaluation.recipe, _Screen()
+    tokenizer = tokenizer_of(recipe.model)
+    dropped: Dropped = Counter()
+    heldout = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
+    for path, count in dropped.items():
+        screen.notice(f"{path}: {count} prompts are longer than data.max_prompt_tokens and are left out")
+    logs = evaluation.folder / "logs"
+    ranks = await start_ranks(recipe.cluster, logs)
+    stack.push_async_callback(ranks.close)
+    ranks.deadlines = run_deadlines(recipe.cluster)
+    engines = {
+        "folder": str(evaluation.model.absolute()),
+        "config": recipe.rollout,
+        "context_tokens": recipe.context_tokens,
+        "dtype": recipe.model.dtype,
+        "seed": recipe.seed,
+    }
+    await ranks.construct("megarl.serving.local_model:EngineRank", engines)
+    rewards = start_rewards(recipe, stack, logs, screen.notice)
+    pool = EnginePool(ranks, evaluation.layout, max_running=2 * recipe.rollout.max_concurrent_requests)
+    stack.push_async_callback(close_shared)
+    environments = start_environments(recipe, stack, logs)
+    return [
+        await make_source(
+            given,
+            ((), {name: found for name, found in heldout[given.name].items() if name in evaluation.sets}),
+            rewards[given.name],
+            environments.get(given.name),
+            pool,
+            tokenizer,
+            stack,
+            lambda: False,
+            screen,
+        )
+        for given in recipe.sources
+    ]
+
+
+class _Screen:
+    """The terminal."""
+
+    def __init__(self) -> None:
+        self._console = Terminal(highlight=False, soft_wrap=True, markup=False)
+        self._notices = FirstOfEachKind(self.notice)
+
+    def tell(self, text: str) -> None:
+        self._console.print(text, style="dim")
+
+    def notice(self, text: str) -> None:
+        self._console.print(f"warning: {text}", style="yellow")
+
+    def notice_once(self, kind: str, text: str) -> None:
+        self._notices.tell(kind, text)
+
+
+@contextmanager
+def _leaving_on_signals(folder: Path) -> Iterator[None]:
+    """Within it a signal that asks to stop ends the calling task in order: StoppedError."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    heard: list[str] = []
+
+    def leave(number: signal.Signals) -> None:
+        if not heard:
+            task.cancel()
+        heard.append(number.name)
+
+    numbers = stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, leave, number)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not heard:
+            raise
+        raise StoppedError(f"{heard[0]}: left before the end; {folder} has the sets that were through") from None
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _summary(evaluation: Evaluation, found: Sequence[EvaluatedSet]) -> dict[str, Any]:
+    """The JSON object of metrics.json."""
+
+    def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
+        return {name: measure._asdict() for name, measure in measures.items()}
+
+    sets = {
+        done.name: {
+            "problems": len(done.trajectories) // done.samples_per_prompt,
+            "samples_per_prompt": done.samples_per_prompt,
+            "temperature": done.temperature,
+            "measures": plain(done.measures),
+            "data_sources": {name: plain(measures) for name, measures in done.by_data_source.items()},
+        }
+        for done in found
+    }
+    metrics = {name: value for done in found for name, value in done.metrics.items()}
+    return {
+        "model": str(evaluation.model),
+        "recipe": evaluation.recipe.name,
+        "confidence": 0.95,
+        "sets": sets,
+        "metrics": metrics,
+    }

@@ -1,0 +1,92 @@
+"""`megarl eval`: what does not fit is one error before anything starts or is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.loops.evaluation import prepare
+from megarl.types import ConfigError, MegarlError
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe whose training data and model are elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    line = json.dumps({"messages": {"role": "user", "content": "1 + 2"}, "gt_answer": "3"})
+    Path("heldout.jsonl").write_text(line + "\n")
+    sections = {
+        "name": "small",
+        "loop": "rl",
+        "model": {"path": "not/here"},
+        "data": {
+            "train": "not_here.jsonl",
+            "validation": {"easy": "heldout.jsonl", "hard": "heldout.jsonl"},
+            "max_prompt_tokens": 40,
+        },
+        "rollout": {"sampling": {"max_new_tokens": 24}},
+    }
+    Path("recipe.yaml").write_text(yaml.safe_dump(sections))
+    return Path("recipe.yaml")
+
+
+def test_a_recipe_is_prepared_for_another_model_without_its_training_data(
+    recipe: Path, tiny_model: Callable[..., Path]
+) -> None:
+    options = {"samples_per_prompt": 4, "k": [1, 4], "sampling.temperature": 0.5}
+    found = prepare(tiny_model(), recipe, [], options=options, sets=["hard"])
+    assert found.model == tiny_model() and found.recipe.model.path == str(tiny_model())
+    assert found.sets == {"hard"}
+    assert (found.recipe.evaluation.samples_per_prompt, found.recipe.evaluation.ks) == (4, (1, 4))
+    assert found.recipe.evaluation_sampling.temperature == 0.5
+    assert found.folder == Path("evaluations") / f"{tiny_model().name}_small"
+    found.folder.mkdir(parents=True)
+    again = prepare(tiny_model(), recipe, ["evaluation.max_problems=1"], options={})
+    assert again.folder == Path("evaluations") / f"{tiny_model().name}_small_2" and again.sets == {"easy", "hard"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given", "told"),
+    [
+        ([], {"sets": ["esy"]}, "--set esy: is no validation set of recipe.yaml; it has easy or hard"),
+        ([], {"options": {"samples_per_prompt": 4, "k": [8]}}, "evaluation.k = [8]"),
+        ([], {"options": {"samples_per_prompt": 4, "sampling.temperature": 0.0}}, "all attempts at a problem are the"),
+        ([], {"options": {"k": [0]}}, "evaluation.k.0 = 0"),
+        ([], {"out": Path("heldout.jsonl")}, "--out heldout.jsonl: is there already"),
+        (["data.validation.easy=no.jsonl"], {}, "no.jsonl"),
+    ],
+)
+def test_what_does_not_fit_is_one_error_and_nothing_is_written(
+    recipe: Path, tiny_model: Callable[..., Path], overrides: Sequence[str], given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(MegarlError) as caught:
+        prepare(tiny_model(), recipe, overrides, **({"options": {}} | given))
+    assert told in str(caught.value)
+    assert not Path("evaluations").exists()
+
+
+@pytest.mark.parametrize(
+    ("loop", "validation", "told"),
+    [
+        ("preference", "{a: heldout.jsonl}", "loop = preference: samples no answers"),
+        ("rl", "{}", r"has no data\.validation"),
+    ],
+)
+def test_a_recipe_must_have_sets_and_sample_answers(
+    recipe: Path, tiny_model: Callable[..., Path], loop: str, validation: str, told: str
+) -> None:
+    recipe.write_text(f"{{name: r, loop: {loop}, model: {{path: m}}, data: {{train: t, validation: {validation}}}}}")
+    with pytest.raises(ConfigError, match=told):
+        prepare(tiny_model(), recipe, [], options={})
+
+
+@pytest.mark.parametrize("name", ["absent", "no_model"])
+def test_a_folder_that_is_no_model_is_refused_by_name(recipe: Path, name: str) -> None:
+    Path("no_model").mkdir()
+    with pytest.raises(MegarlError, match=f"^{name}: is neither a model folder nor a run"):
+        prepare(Path(name), recipe, [], options={})
