@@ -240,8 +240,8 @@ class Trajectory:
     reward: Reward | None
     """None: not scored; then it is left out of its group's statistics, and its tokens are not trained."""
     failure: str | None = None
-    """Why the reward functions gave no reward, `error` or `timeout` (`reward` is zero then); or the error that ended
-    the attempt: its kind, a colon and its text."""
+    """Why the reward functions gave no reward, `error`, `timeout` or `parse_error` (`reward` is zero or None then); or
+    the error that ended the attempt: its kind, a colon and its text."""
     texts: tuple[str, ...] = ()
     """The completions as text, without special tokens, one for each model call."""
     messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()

@@ -277,7 +277,10 @@ class RewardFunctionConfig(Section):
     weight: float = 1.0
     """Factor of its score in the sum; 0: it is only measured (reward/NAME/mean)."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Keyword arguments that it is called with besides; plain values, which go to another process."""
+    """Keyword arguments that it is called with besides; plain values, which go to another process. Those of judge and
+    remote are the fields of `megarl.config.served`."""
+    needs: tuple[str, ...] = ()
+    """Fields of the records that it reads, dots going into objects; a start names the first line that lacks one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -296,9 +299,9 @@ class RewardFunctionConfig(Section):
 
 class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="boxed"),)
-    """Reward functions whose weighted scores are added: names of `megarl.rewards`, `package.module:function` or
-    `path/to/file.py:function`; with a weight or arguments {name: ..., weight: ..., kwargs: {...}}. Relative paths begin
-    at the current folder."""
+    """Reward functions whose weighted scores are added: names of `megarl.rewards`, reasoning_gym.TASK, judge, remote,
+    `package.module:function` or `path/to/file.py:function`; with a weight or arguments {name: ..., weight: ...,
+    kwargs: {...}}. Relative paths begin at the current folder."""
     function_weight: NonNegativeFloat = 1.0
     """Weight of the functions' scores beside the reward model's; 0: they only measure accuracy."""
     model: str | None = None
@@ -317,9 +320,15 @@ class RewardConfig(Section):
     """Seconds by the clock, for functions that wait or hang; left out, ten times timeout_seconds, at least 30."""
     max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
     """The run ends where a larger fraction of a step's or an evaluation's completions failed or timed out
-    (reward/errors, reward/timeouts)."""
+    (reward/errors, reward/timeouts, reward/parse_errors)."""
+    on_failure: Literal["zero", "leave_out"] = "zero"
+    """Fate of a completion that could not be scored: the score zero, or no reward, so that its group is compared
+    without it and it is not trained. It is counted in either case."""
     correct_score: float = 1.0
     """Score of a right answer (ColossalRL: 10)."""
+    source_field: str | None = "data_source"
+    """Field of the records that names their data source, dots going into objects (verl: data_source); where records
+    have it, reward/source/NAME/ are the metrics of each. null: none."""
 
 
 class TrainConfig(Section):

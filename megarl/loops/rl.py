@@ -19,6 +19,7 @@ from megarl.rollout.metrics import step_metrics, update_metrics
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.scores import add_model_scores, score_tokens
+from megarl.rollout.sources import served_metrics
 from megarl.rollout.state import RLState, finder, in_one
 from megarl.types import MegarlError
 
@@ -73,6 +74,7 @@ async def train(session: Session) -> None:
                 step.log(gap | update_metrics(updates))
                 _judge_gap(session, step)
                 step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
+                step.log(served_metrics(session.sources))
                 step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
                 step.log(await session.retain_experts(state))
 

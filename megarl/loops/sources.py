@@ -90,7 +90,7 @@ def start_rewards(
                 notice=notice,
                 make_worker=reward_workers(recipe.cluster),
             )
-            stack.callback(pool.close)
+            stack.push_async_callback(pool.aclose)
             by_settings.append((settings, pool))
         found[source.name] = pool
     return found
@@ -163,4 +163,5 @@ async def make_source(
         agent=agent.attempt if agent is not None else None,
         environment_pool=environments,
     )
-    return Source(given.name, given.weight, recipe, sampler, *data)
+    train, validation = data
+    return Source(given.name, given.weight, recipe, sampler, train, validation, rewards.metrics)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from megarl.config import Recipe, RewardFunctionConfig
 from megarl.config.recipe import error_page
+from megarl.data.formats import value_at
 from megarl.data.problems import num_made
-from megarl.data.records import read_records
+from megarl.data.records import Record, read_records
+from megarl.files.import_path import import_object
 from megarl.preflight.files import field_names, system_prompt
+from megarl.rewards import RECORD_CHECKS
 from megarl.rewards.calling import Sample, expected
+from megarl.rewards.served import ServedReward, ServerFailedError, served_reward
 from megarl.rewards.worker import RewardWorker, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
@@ -21,7 +27,8 @@ from megarl.types import ConfigError, PeerLostError
 def check_rewards(recipe: Recipe) -> None:
     """Import each reward function in a process of its own and call it once, its completion the first record's answer.
 
-    Raises one ConfigError that lists all functions at fault.
+    A server is asked once in the same way. What a reward needs must be in every record. Raises one ConfigError that
+    lists all functions at fault, and for each the first line that it cannot score.
     """
     wrong: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
@@ -32,9 +39,19 @@ def check_rewards(recipe: Recipe) -> None:
 
 
 def _faults_of_source(recipe: Recipe) -> Iterator[str]:
+    served: list[ServedReward[Any]] = []
+    for function in worker_settings(recipe.reward, recipe.sandbox).served:
+        try:
+            served.append(served_reward(function))
+        except ConfigError as error:
+            yield str(error)
     path = recipe.data.train if recipe.loop == "rl" else next(iter(recipe.data.validation.values()))
     if num_made(path) is not None:
         return  # there is no record to try them on
+    lacking = list(_faults_of_records(recipe, served))
+    yield from lacking
+    if lacking:
+        return
     record = next(read_records(path, field_names(recipe)))
     answer = record.answer()
     said = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
@@ -42,6 +59,79 @@ def _faults_of_source(recipe: Recipe) -> Iterator[str]:
     settings = worker_settings(recipe.reward, recipe.sandbox)
     for function in settings.functions:
         yield from _try(function, settings, sample)
+    for one in served:
+        yield from _ask(one, sample)
+
+
+Check = Callable[[Record], None]
+"""Raises ValueError for a record that a reward cannot score."""
+
+
+def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Iterator[str]:
+    """For each reward the first record that lacks what it needs."""
+    left = _checks(recipe, served)
+    for path in [recipe.data.train] * (recipe.loop == "rl") + list(recipe.data.validation.values()):
+        if not left or num_made(path) is not None:
+            continue
+        for record in read_records(path, field_names(recipe)):
+            for name, check in list(left.items()):
+                try:
+                    check(record)
+                except ValueError as error:
+                    del left[name]
+                    yield (
+                        f"{record.error(f'reward.functions: {name!r} cannot score this record: {error}')}; mend "
+                        "or remove it, or change the reward"
+                    )
+            if not left:
+                break
+
+
+def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
+    """The checks of records by the reward's name, of those that have any."""
+    found: dict[str, Check] = {}
+    of_servers = {one.name: one for one in served}
+    for function in recipe.reward.functions:
+        path = RECORD_CHECKS.get(function.name)
+        own = None if path is None else import_object(path, "reward.functions")
+        server = of_servers.get(function.name)
+        if own is None and server is None and not function.needs:
+            continue
+        found[function.name] = _check_of(function, own, server)
+    return found
+
+
+def _check_of(
+    function: RewardFunctionConfig, own: Callable[..., Any] | None, server: ServedReward[Any] | None
+) -> Check:
+    def check(record: Record) -> None:
+        for name in function.needs:
+            if value_at(record.fields, name) is None:
+                raise ValueError(f"it has no field {name!r}, which reward.functions says that it needs")
+        if own is not None:
+            own(record.answer(), record.fields, **function.kwargs)
+        if server is not None:
+            server.check_record(Sample("", record.answer(), (), record.fields))
+
+    return check
+
+
+def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
+    """Faults of a server."""
+
+    async def ask() -> None:
+        try:
+            await served.score(sample)
+        finally:
+            await served.aclose()
+
+    try:
+        asyncio.run(ask())
+    except ServerFailedError as error:
+        yield (
+            f"reward.functions: {served.name!r} gives no score for the first record, whose gold answer "
+            f"{str(sample.answer)!r:.60} was given as completion too: {error}; start the server, or mend the kwargs"
+        )
 
 
 def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:

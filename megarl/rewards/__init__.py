@@ -7,25 +7,53 @@ not apply (`scores`). It may be slow: it runs in a process of its own that is ki
 functions of the table below, or its own as `package.module:function` or `path/to/file.py:function`, each with a weight
 and keyword arguments of its own if it likes.
 
-Reading order: `boxed`, `think_answer_tags` (formats), `final_answers` (what they state), `math_equivalence` (is the
-answer right), `code` (does a program pass its tests), `code_cases` (formats of tests), `code_programs` (how they are
-run), `calling` (what a function is called with), `scores` (what it may return), `server` (the process that calls
-functions), `worker` (the driver's side of one process, a `platform.killable` one), `scoring` (the pool).
+`reasoning_gym.TASK` is the scorer of a task of reasoning-gym. `judge` and `remote`, or `judge.NAME` and `remote.NAME`
+where there are several, are no functions: the driver asks a server of the user's over HTTP, many completions at once.
+
+Reading order: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `multiple_choice` (answers), `final_answers`
+(where they stand), `math_equivalence` (is the answer right), `answer_format`, `length`, `reasoning_gym`, `code` (does a
+program pass its tests), `code_cases` (formats of tests), `code_programs` (how they are run), `calling` (what a
+function is called with), `scores` (what it may return), `server` (the process that calls functions), `worker` (the
+driver's side of one process, a `platform.killable` one), `served` (a server that scores), `judge` and `remote` (its two
+kinds), `scoring` (the pool).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from megarl.files.import_path import Choices
+from megarl.files.import_path import Choices, import_object
 
 REWARDS = {
     "boxed": "megarl.rewards.boxed:boxed",
     "think_answer_tags": "megarl.rewards.think_answer_tags:think_answer_tags",
     "code": "megarl.rewards.code:code",
+    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
+    "math_competition": "megarl.rewards.math_competition:math_competition",
+    "multiple_choice": "megarl.rewards.multiple_choice:multiple_choice",
+    "format": "megarl.rewards.answer_format:answer_format",
+    "length": "megarl.rewards.length:length",
+    "reasoning_gym": "megarl.rewards.reasoning_gym:reasoning_gym",
 }
+
+SERVED = {
+    "judge": "megarl.rewards.judge:Judge",
+    "remote": "megarl.rewards.remote:RemoteModel",
+}
+"""Rewards of servers, asked by the driver."""
+
+RECORD_CHECKS = {
+    "code": "megarl.rewards.code_cases:check_record",
+    "gsm8k": "megarl.rewards.gsm8k:check_record",
+    "multiple_choice": "megarl.rewards.multiple_choice:check_record",
+    "length": "megarl.rewards.length:check_record",
+    "reasoning_gym": "megarl.rewards.reasoning_gym:check_record",
+}
+"""Functions of answer, record and the recipe's keyword arguments, called for every record before a start: ValueError
+for one that the reward cannot score. Their modules are light to import."""
 
 SYSTEM_PROMPTS = {
     "boxed": "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}.",
@@ -39,21 +67,42 @@ SYSTEM_PROMPTS = {
         "that begins with ```python and ends with ```. Unless the problem names a function to write, the program reads "
         "standard input and prints the answer."
     ),
+    "gsm8k": (
+        "Work through the problem step by step. Then write the final answer, a number and nothing else, on a last line "
+        "that begins with ####."
+    ),
+    "math_competition": (
+        "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}."
+    ),
+    "multiple_choice": (
+        "Think the question through step by step. Then write the letter of the right choice, and nothing else, in "
+        "\\boxed{}."
+    ),
 }
 """Instructions for the formats of functions, used with `data.system_prompt: default`."""
 
 
-_CHOICES = Choices("reward.functions", "reward", "function", REWARDS)
+_CHOICES = Choices("reward.functions", "reward", "function", REWARDS | SERVED)
+_TASK = re.compile(r"reasoning_gym\.(\w+)", re.ASCII)
+_SERVED_NAME = re.compile(rf"({'|'.join(SERVED)})(?:\.[\w-]+)?", re.ASCII)
 
 
 def locate(name: str) -> str:
     """The import path that a recipe's reward name stands for; imports nothing. Raises ConfigError if it is for none."""
-    return _CHOICES.locate(name)
+    if task := _TASK.fullmatch(name):
+        return f"megarl.rewards.reasoning_gym:{task[1]}"
+    return _CHOICES.locate(served_kind(name) or name)
+
+
+def served_kind(name: str) -> str | None:
+    """The kind of server, `judge` or `remote`, that a recipe's reward name stands for; None for a function."""
+    found = _SERVED_NAME.fullmatch(name)
+    return found[1] if found else None
 
 
 def metric_name(name: str) -> str:
     """The name of a reward function in metrics, `reward/NAME/mean`: the function's own, without its module or file."""
-    return name if name in REWARDS else name.rpartition(":")[2]
+    return name.rpartition(":")[2]
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -61,4 +110,4 @@ def resolve(name: str) -> Callable[..., Any]:
 
     Raises ConfigError if there is no such function, or its module cannot be imported.
     """
-    return _CHOICES.load(name)
+    return import_object(locate(name), "reward.functions")

@@ -3,21 +3,29 @@
 A function returns
 - a `megarl.types.Reward`: a score, and whether the format is valid and the answer correct;
 - a number, or True or False for 1 and 0: a score alone, without flags of format and answer;
+- a `FunctionScore`: a score with metrics, and those of the flags that it knows;
 - None: it does not apply to this sample, and is left out of the sum and of the function's metrics.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megarl.rewards import metric_name
 from megarl.types import Reward
+
+MAX_SOURCES = 50
+"""Data sources with metrics of their own."""
+_REST = "other"
+
+Item = TypeVar("Item")
 
 MAX_ABSOLUTE_SCORE = 1e6
 """Limit of a score: float32 sums of squares of millions of such scores are exact enough, and finite."""
@@ -37,6 +45,8 @@ def checked(result: Any) -> FunctionScore | None:
     """Validate a function's result; None if it does not apply. Raises TypeError or ValueError for other kinds."""
     if result is None:
         return None
+    if isinstance(result, FunctionScore):
+        return _checked_score(result)
     if not isinstance(result, Reward):
         if not isinstance(result, Real | np.bool_):
             raise TypeError(f"returned {result!r:.200}, not a number, None or a megarl.types.Reward")
@@ -48,6 +58,16 @@ def checked(result: Any) -> FunctionScore | None:
             raise TypeError(f"returned a Reward whose {name} is not True or False: {result!r:.200}")
     score = _moderate(float(result.score), result)
     return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _finite(result.metrics))
+
+
+def _checked_score(result: FunctionScore) -> FunctionScore:
+    if isinstance(result.score, bool) or not isinstance(result.score, Real):
+        raise TypeError(f"returned a score that is not a number: {result!r:.200}")
+    for name in ("format_valid", "answer_correct"):
+        if getattr(result, name) not in (True, False, None):
+            raise TypeError(f"returned a FunctionScore whose {name} is not True, False or None: {result!r:.200}")
+    metrics = _finite(result.metrics)
+    return FunctionScore(_moderate(float(result.score), result), result.format_valid, result.answer_correct, metrics)
 
 
 def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, float]) -> Reward:
@@ -70,6 +90,34 @@ def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, f
             for name, opinion in opinions.items()
             for key, value in opinion.metrics.items()
         },
+    )
+
+
+def with_served(
+    own: Reward | None,
+    served: Mapping[str, FunctionScore],
+    weights: Mapping[str, float],
+    *,
+    judges_format: bool = True,
+    judges_answer: bool = True,
+) -> Reward:
+    """The reward of the functions, `own`, and of servers by name, as `combined` makes it of all of them.
+
+    The flags say whether any of the functions judged format or answer. Raises ValueError for too large a sum.
+    """
+    part = None
+    if own is not None and any(score is not None for score in own.scores.values()):
+        format_valid = own.format_valid if judges_format else None
+        answer_correct = own.answer_correct if judges_answer else None
+        part = FunctionScore(own.score, format_valid, answer_correct)
+    total = combined({**served, "": part}, {**weights, "": 1.0})
+    scores = {metric_name(name): score.score for name, score in served.items()}
+    return Reward(
+        total.score,
+        total.format_valid,
+        total.answer_correct,
+        {**(own.scores if own else {}), **scores},
+        {**(own.metrics if own else {}), **total.metrics},
     )
 
 
@@ -107,6 +155,42 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
         found = [reward.metrics[key] for reward in rewards if key in reward.metrics]
         metrics.setdefault(f"reward/{key}", float(np.mean(found)))
+    return metrics
+
+
+def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
+    """What is given with the name of its data source, by names as metrics have them.
+
+    Names are written with _ for what is no letter, digit, dot, - or _; from the 51st on, in order of size, all are
+    `other`.
+    """
+    found: dict[str, list[Item]] = {}
+    for name, item in named:
+        found.setdefault(re.sub(r"[^\w.-]", "_", name) or "_", []).append(item)
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))
+    for name in largest[MAX_SOURCES:]:
+        found.setdefault(_REST, []).extend(found.pop(name))
+    return found
+
+
+def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
+    """Metrics of each data source's rewards, by its name.
+
+    `reward/source/NAME/count`, `/mean`, `/accuracy`, `/format_valid`, and the mean score of each function, `/FUNCTION`.
+    """
+    metrics: dict[str, float] = {}
+    for name, found in rewards.items():
+        own = {
+            "count": float(len(found)),
+            "mean": float(np.mean([reward.score for reward in found])),
+            "accuracy": float(np.mean([reward.answer_correct for reward in found])),
+            "format_valid": float(np.mean([reward.format_valid for reward in found])),
+        }
+        for function in dict.fromkeys(function for reward in found for function in reward.scores):
+            scores = [score for reward in found if (score := reward.scores.get(function)) is not None]
+            if scores:
+                own.setdefault(function, float(np.mean(scores)))
+        metrics |= {f"reward/source/{name}/{key}": value for key, value in own.items()}
     return metrics
 
 

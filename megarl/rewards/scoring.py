@@ -1,7 +1,7 @@
 """A pool of processes that run reward functions, each replaced if it fails or does not answer in time.
 
 A thread per process talks to it over a socket; the event loop only awaits the threads. A process serves one completion
-at a time, so killing it loses no other.
+at a time, so killing it loses no other. Servers that score (`served`) are asked by the event loop itself.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.rewards.calling import Sample
+from megarl.rewards.scores import FunctionScore, with_served
+from megarl.rewards.served import ServedReward, ServerFailedError, served_reward
 from megarl.rewards.worker import RewardWorker, Scored, WorkerSettings
 from megarl.terminal import FirstOfEachKind
 
@@ -69,8 +72,10 @@ class RewardPool:
     """Score completions in `num_workers` processes that live until `close`.
 
     A completion whose scoring exceeds a time limit, raises, ends its process, or returns anything but what `scores`
-    accepts gets the score zero and a `Scored.failure`. Time is measured from when a process, its functions imported,
-    takes the completion. Construction starts the processes without waiting for them.
+    accepts gets the score zero and a `Scored.failure`, and is left out where the settings say so. Time is measured from
+    when a process, its functions imported, takes the completion. Construction starts the processes without waiting for
+    them; without functions there are none, and all rewards are servers'. It raises ConfigError for wrong settings of a
+    server.
     `make_worker` makes them, here or elsewhere; their output goes to `log_folder/reward_NNNN.log`, numbered from
     `first_log`; `notice` is called with the first failure of each kind.
     """
@@ -86,6 +91,10 @@ class RewardPool:
         make_worker: MakeScorer = RewardWorker,
     ) -> None:
         self._notices = FirstOfEachKind(notice)
+        self._on_failure = settings.on_failure
+        self._served: dict[str, ServedReward[Any]] = {one.name: served_reward(one) for one in settings.served}
+        self._weights = {one.name: one.weight for one in settings.served}
+        num_workers = num_workers if settings.functions else 0
         numbers = range(first_log, first_log + num_workers)
         logs = [str(log_folder.absolute() / f"reward_{n:04d}.log") if log_folder else None for n in numbers]
         self._workers = [make_worker(settings, log) for log in logs]
@@ -105,20 +114,69 @@ class RewardPool:
         imported, PeerLostError if the processes do not start or the pool is closed meanwhile. Where it is cancelled,
         the process is killed and replaced: it does not go on with what nobody wants.
         """
-        loop = asyncio.get_running_loop()
-        scoring = _Scoring()
-        try:
-            scored = await loop.run_in_executor(self._threads, self._score, scoring, sample)
-        except asyncio.CancelledError:
-            scoring.give_up()
-            raise
+        if not self._served:
+            scored = await self._by_functions(sample)
+        else:
+            scored = await self._by_all(sample)
         if scored.failure:
+            scored = replace(scored, is_left_out=self._on_failure == "leave_out")
+            fate = "is left out" if scored.is_left_out else "gets zero"
             self._notices.tell(
                 scored.failure,
-                f"a completion could not be scored and gets zero (the first of reward/{scored.failure}s, more are only "
+                f"a completion could not be scored and {fate} (the first of reward/{scored.failure}s, more are only "
                 f"counted): {scored.detail}",
             )
         return scored
+
+    async def _by_functions(self, sample: Sample) -> Scored:
+        loop = asyncio.get_running_loop()
+        scoring = _Scoring()
+        try:
+            return await loop.run_in_executor(self._threads, self._score, scoring, sample)
+        except asyncio.CancelledError:
+            scoring.give_up()
+            raise
+
+    async def _by_all(self, sample: Sample) -> Scored:
+        """The functions' and the servers' scores, at the same time; of failures a server's is told first."""
+        asked: list[Awaitable[Scored | FunctionScore | ServerFailedError]]
+        asked = [_by_server(one, sample) for one in self._served.values()]
+        if self._workers:
+            asked.append(self._by_functions(sample))
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        own = None
+        served: dict[str, FunctionScore] = {}
+        for name, one in zip([*self._served, ""], found, strict=False):
+            if isinstance(one, ServerFailedError):
+                return Scored.failed(one.kind, f"{name}: {one}")
+            if isinstance(one, FunctionScore):
+                served[name] = one
+            elif one.failure:
+                return one
+            else:
+                own = one
+        try:
+            if own is None:
+                return Scored(with_served(None, served, self._weights))
+            flags = {"judges_format": own.judges_format, "judges_answer": own.judges_answer}
+            return Scored(with_served(own.reward, served, self._weights, **flags))
+        except ValueError as error:
+            return Scored.failed("error", f"{', '.join(served)}: {error}")
+
+    def metrics(self) -> dict[str, float]:
+        """The counts of each server's calls since the last time (`served.ServedReward.metrics`)."""
+        return {key: value for one in self._served.values() for key, value in one.metrics().items()}
+
+    async def aclose(self) -> None:
+        """Close, with the connections to servers."""
+        self.close()
+        for one in self._served.values():
+            await one.aclose()
 
     def close(self) -> None:
         """Kill the processes and drop what they were scoring; calling it again does nothing."""
@@ -132,3 +190,10 @@ class RewardPool:
             return scoring.run(worker, sample)
         finally:
             self._idle.put(worker)
+
+
+async def _by_server(served: ServedReward[Any], sample: Sample) -> FunctionScore | ServerFailedError:
+    try:
+        return await served.score(sample)
+    except ServerFailedError as error:
+        return error

@@ -75,6 +75,8 @@ def _answer(functions: dict[str, BoundFunction], weights: dict[str, float], valu
         "answer_correct": total.answer_correct,
         "scores": total.scores,
         "metrics": total.metrics,
+        "judges_format": any(score is not None and score.format_valid is not None for score in scores.values()),
+        "judges_answer": any(score is not None and score.answer_correct is not None for score in scores.values()),
     }
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.rewards.final_answers import last_in_tags
+from megarl.rewards.final_answers import has_valid_tags, last_tagged
 from megarl.rewards.math_equivalence import agreement
 from megarl.types import Reward
-
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def think_answer_tags(completion_text: str, answer: str, *, correct_score: float = 1.0) -> Reward:
@@ -15,18 +13,8 @@ def think_answer_tags(completion_text: str, answer: str, *, correct_score: float
     The format is valid if each of the four tags occurs exactly once, in order, and the completion ends with </answer>.
     The score is zero unless it is; otherwise as in `boxed`. `answer_correct` does not ask for the format.
     """
-    format_valid = has_valid_format(completion_text)
-    prediction = last_in_tags(completion_text)
+    format_valid = has_valid_tags(completion_text)
+    prediction = last_tagged(completion_text)
     agreed = 0.0 if prediction is None else agreement(prediction, answer)
     score = agreed * correct_score if format_valid else 0.0
     return Reward(score=score, format_valid=format_valid, answer_correct=agreed > 0)
-
-
-def has_valid_format(completion_text: str) -> bool:
-    """Whether each tag occurs exactly once, in order, and the text ends with the last."""
-    places = [completion_text.find(tag) for tag in _TAGS]
-    return (
-        all(completion_text.count(tag) == 1 for tag in _TAGS)
-        and places == sorted(places)
-        and completion_text.endswith(_TAGS[-1])
-    )

@@ -17,7 +17,7 @@ from megarl.config import RewardConfig, RewardFunctionConfig, SandboxConfig
 from megarl.platform.frames import FrameError, UnsendableError, receive, receive_answer, send, within
 from megarl.platform.killable import KillableProcess
 from megarl.platform.processes import cpu_seconds_below
-from megarl.rewards import REWARDS, locate
+from megarl.rewards import locate, served_kind
 from megarl.rewards.calling import PARAMETERS, Sample
 from megarl.rewards.scores import read_reply
 from megarl.sandbox.sandbox import SandboxSettings
@@ -31,7 +31,8 @@ _MAX_OUTPUT_CHARACTERS = 2000
 
 _SERVER = "megarl.rewards.server:serve"
 
-Failure = Literal["error", "timeout"]
+Failure = Literal["error", "timeout", "parse_error"]
+"""Why a completion has no score: what scores it raised, took too long, or a server's answer has no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,17 @@ class Scored:
     reward: Reward
     failure: Failure | None = None
     detail: str = ""
+    judges_format: bool = True
+    """Whether any function judged the format."""
+    judges_answer: bool = True
+    """Whether any function judged the answer."""
+    is_left_out: bool = False
+    """A completion that could not be scored counts as one without a reward."""
+
+    @property
+    def kept_reward(self) -> Reward | None:
+        """The reward of its trajectory; None where it is left out."""
+        return None if self.is_left_out else self.reward
 
     @classmethod
     def failed(cls, failure: Failure, detail: str) -> Scored:
@@ -65,6 +77,10 @@ class WorkerSettings:
     """Of the sandbox of functions that take one; its total CPU seconds come on top of the first limit."""
     start_timeout_seconds: float = 300.0
     """Limit of wall-clock seconds for the import of the functions."""
+    served: tuple[RewardFunctionConfig, ...] = ()
+    """The rewards of servers, which no process of its own asks."""
+    on_failure: Literal["zero", "leave_out"] = "zero"
+    """Fate of completions that could not be scored."""
 
 
 def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
@@ -74,7 +90,9 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
     if any(_is_in(folder, function.name) for function in reward.functions):
         search_path.append(folder)
     return WorkerSettings(
-        functions=reward.functions,
+        functions=tuple(function for function in reward.functions if served_kind(function.name) is None),
+        served=tuple(function for function in reward.functions if served_kind(function.name) is not None),
+        on_failure=reward.on_failure,
         correct_score=reward.correct_score,
         timeout_seconds=reward.timeout_seconds,
         wall_timeout_seconds=reward.wall_timeout_seconds or max(10 * reward.timeout_seconds, 30.0),
@@ -86,7 +104,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
 
 def _is_in(folder: str, name: str) -> bool:
     """Whether a folder has the top-level module of a recipe's own reward function; imports nothing."""
-    if name in REWARDS:
+    if ":" not in name:
         return False
     with suppress(ConfigError):
         module = locate(name).rpartition(":")[0]
@@ -215,7 +233,11 @@ class RewardWorker:
         if "error" in reply:
             return Scored.failed("error", str(reply["error"]))
         try:
-            return Scored(read_reply(reply, [function.name for function in self._settings.functions]))
+            return Scored(
+                read_reply(reply, [function.name for function in self._settings.functions]),
+                judges_format=reply.get("judges_format") is not False,
+                judges_answer=reply.get("judges_answer") is not False,
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"no reward: {error}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -11,11 +10,11 @@ from megarl.algorithms.evaluation import Measure, majority_at_k, mean_with_inter
 from megarl.rewards.final_answers import reader_of
 from megarl.rewards.scores import function_metrics
 from megarl.rewards.worker import Failure
-from megarl.rollout.sources import Source, sampling_settings
+from megarl.rollout.metrics import by_data_source
+from megarl.rollout.sources import Source, sampling_settings, served_metrics
 from megarl.types import MegarlError, Trajectory
 
 ReadAnswer = Callable[[str], str | None]
-_NOT_IN_NAMES = re.compile(r"[^\w.\- ]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +28,9 @@ class EvaluatedSet:
     measures: Mapping[str, Measure]
     """`accuracy`, `pass_at_K` and `majority_at_K`, as `measures_of`."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same of each value that the records have in `data_source`, where there are several."""
-    failures: Mapping[str, float]
-    """Those of `failure_metrics`."""
+    """The same of each data source that the records name (`reward.source_field`), where there are several."""
+    counts: Mapping[str, float]
+    """Those of `failure_metrics`, and of calls of servers that score (`Source.served_metrics`)."""
     read_answer: ReadAnswer | None = None
 
     @property
@@ -41,7 +40,8 @@ class EvaluatedSet:
         `accuracy` and `format_valid`, shares of all attempts; `pass_at_K`, `majority_at_K`; of accuracy and these two
         the bounds of the 95 % interval, `/low` and `/high`; `data_source/NAME/...`: the same of one data source;
         `completion_tokens/mean`; those of each reward function, `reward/NAME/mean` and so on
-        (`rewards.scores.function_metrics`); those of `failure_metrics`.
+        (`rewards.scores.function_metrics`), of a server that scores also `reward/NAME/calls` and so on; those of
+        `failure_metrics`.
         """
         found = self.trajectories
         rewards = [t.reward for t in found if t.reward is not None]
@@ -50,7 +50,7 @@ class EvaluatedSet:
             metrics |= {f"data_source/{name}/{key}": value for key, value in _scalars(measures).items()}
         metrics["format_valid"] = sum(r.format_valid for r in rewards) / len(found)
         metrics["completion_tokens/mean"] = sum(t.num_sampled for t in found) / len(found)
-        return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.failures)
+        return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.counts)
 
     def records(self) -> list[dict[str, Any]]:
         """A JSON object for each attempt: `Trajectory.record`, its set and its number among those at the problem.
@@ -76,17 +76,20 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         found = await source.sampler.sample(
             problems, sampling, samples_per_prompt=settings.samples_per_prompt, seed="evaluation"
         )
-        failures = failure_metrics(found, max_failed_fraction, f"val/{name}/reward_")
-        read = reader_of(function.name for function in recipe.reward.functions)
+        counts = failure_metrics(found, max_failed_fraction, f"val/{name}/reward_")
+        counts |= {f"val/{name}/{key}": value for key, value in served_metrics([source]).items()}
+        read = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
         given = (settings.samples_per_prompt, settings.ks, read)
+        grouped = by_data_source(found, recipe.reward.source_field)
+        of_data_sources = {key: measures_of(own, *given) for key, own in grouped.items()} if len(grouped) > 1 else {}
         yield EvaluatedSet(
             name,
             found,
             settings.samples_per_prompt,
             sampling.temperature,
             measures_of(found, *given),
-            {key: measures_of(own, *given) for key, own in _of_data_sources(found).items()},
-            failures,
+            of_data_sources,
+            counts,
             read,
         )
 
@@ -119,15 +122,6 @@ def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
     return None if said is None else "".join(said.split())
 
 
-def _of_data_sources(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """The trajectories by their records' `data_source`, as it may stand in a metric's name; nothing if it is one."""
-    found: dict[str, list[Trajectory]] = {}
-    for trajectory in trajectories:
-        name = _NOT_IN_NAMES.sub("_", str(trajectory.problem.record.get("data_source", "")))
-        found.setdefault(name or "none", []).append(trajectory)
-    return found if len(found) > 1 else {}
-
-
 def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
     scalars = {name: measure.value for name, measure in measures.items()}
     for name, measure in measures.items():
@@ -137,6 +131,8 @@ def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
     """Completions whose scoring raised or gave no proper reward, PREFIX`errors`, or took too long, PREFIX`timeouts`.
+
+    PREFIX`parse_errors`: those of which a server said nothing that could be read.
 
     Raises MegarlError if they, and attempts that ended with an error, are more than `max_failed_fraction` of all.
     """

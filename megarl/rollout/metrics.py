@@ -9,7 +9,8 @@ import numpy as np
 
 from megarl.algorithms.importance import gap_metrics
 from megarl.config import Recipe
-from megarl.rewards.scores import function_metrics
+from megarl.data.formats import value_at
+from megarl.rewards.scores import by_source_name, function_metrics, source_metrics
 from megarl.rollout.state import Group, in_one
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.types import Ended, Trajectory
@@ -43,6 +44,7 @@ def step_metrics(
     kept = in_one(groups)
     measured = sampled or kept
     rewards = reward_metrics(measured, kept=kept if recipe.reward.model else None)
+    rewards |= data_source_metrics(measured, recipe.reward.source_field)
     found = rewards | rollout_metrics(measured) | staleness_metrics(kept, weight_version)
     for source in recipe.sources if recipe.mixture else ():
         found |= environment_metrics(source.name, measured)
@@ -62,6 +64,24 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
         found = rollout_metrics(own) | (reward_metrics(own) if any(t.reward for t in own) else {})
         metrics |= {key.removeprefix("rollout/").removeprefix("environment/"): value for key, value in found.items()}
     return {f"environment/{name}/{key}": value for key, value in metrics.items()}
+
+
+def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
+    """The trajectories of each data source that this field of records names (`rewards.scores.by_source_name`).
+
+    Those whose record has no such text are left out.
+    """
+    if field is None:
+        return {}
+    named = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
+    return by_source_name((name, t) for name, t in named if isinstance(name, str))
+
+
+def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
+    """Metrics of the rewards of each data source (`rewards.scores.source_metrics`); without those that have none."""
+    rewarded = [t for t in trajectories if t.reward is not None]
+    grouped = by_data_source(rewarded, field)
+    return source_metrics({name: [t.reward for t in own if t.reward is not None] for name, own in grouped.items()})
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.config import Recipe, SamplingConfig
@@ -24,11 +24,22 @@ class Source:
     problems: Sequence[Problem] = ()
     """Those of training, each with this source's name."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
+    served_metrics: Callable[[], Mapping[str, float]] = dict
+    """Takes the counts of calls of servers that score (`rewards.scoring.RewardPool.metrics`)."""
 
     def sampling(self, step: int) -> SamplingSettings:
         """The sampling parameters of training in a step, at its temperature."""
         config = self.recipe.rollout.sampling
         return sampling_settings(config, config.temperature_at(step, self.recipe.train.steps))
+
+
+def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
+    """The counts of calls of servers that score, `reward/NAME/calls` and so on, of all sources since the last time."""
+    total: dict[str, float] = {}
+    for source in sources:
+        for name, value in source.served_metrics().items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:

@@ -95,7 +95,7 @@ class AgentProgram:
         if (given := session.reward if session.reward is not None else reward) is not None:
             return replace(trajectory, reward=Reward(given, format_valid=True, answer_correct=given > 0))
         scored = await self.score(_sample(task.problem, session))
-        return replace(trajectory, reward=scored.reward, failure=scored.failure)
+        return replace(trajectory, reward=scored.kept_reward, failure=scored.failure)
 
     async def _ask(self, task: Task, session: Session, pool: Generates) -> float | None:
         """The reward of an `Agent`, if it gives one. Raises _ProgramError."""

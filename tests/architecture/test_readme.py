@@ -15,7 +15,7 @@ from megarl.config import AlgorithmConfig, ClusterConfig, Recipe
 from megarl.config.recipe import load
 from megarl.environments import ENVIRONMENTS, Turn
 from megarl.families import FAMILIES
-from megarl.rewards import REWARDS
+from megarl.rewards import REWARDS, SERVED
 from megarl.rewards.calling import PARAMETERS, bind
 from megarl.types import ToolCall
 
@@ -41,7 +41,7 @@ def rooms() -> list[str]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(list(REWARDS), id="rewards"),
+        pytest.param([*REWARDS, *SERVED], id="rewards"),
         pytest.param(list(ENVIRONMENTS), id="environments"),
         pytest.param(list(PARAMETERS), id="parameters of a reward function"),
         pytest.param([path.name for path in (ROOT / "launch/recipes").glob("*.yaml")], id="recipes"),
@@ -104,12 +104,15 @@ def test_named_fields_are_fields_of_the_recipe() -> None:
 
 
 def test_the_recipe_is_read(tmp_path: Path) -> None:
-    recipe, functions, mixture, agent = blocks("yaml")
+    recipe, functions, served, mixture, agent = blocks("yaml")
     (tmp_path / "recipe.yaml").write_text(recipe)
     assert load(tmp_path / "recipe.yaml", []).data.system_prompt == "default"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(functions)))
     names = [function.name for function in load(tmp_path / "recipe.yaml", []).reward.functions]
     assert names == ["boxed", "my/rewards.py:short_and_right"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(served)))
+    names = [function.name for function in load(tmp_path / "recipe.yaml", []).reward.functions]
+    assert names == ["format", "judge"]
     of_sources = yaml.safe_load(recipe) | yaml.safe_load(mixture) | {"data": {}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(of_sources))
     sources = load(tmp_path / "recipe.yaml", []).sources

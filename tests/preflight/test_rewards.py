@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check_rewards
 from megarl.types import ConfigError
+from tests.preflight.records import RECORD
+from tests.rewards.servers import JudgeServer
 
 OWN_REWARDS = """
 import time
@@ -91,3 +96,62 @@ def test_all_reward_functions_at_fault_are_told_at_once(
 def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], own_rewards: str) -> None:
     check_rewards(recipe(reward={"functions": ["boxed", f"{own_rewards}:right"]}))
     check_rewards(recipe(loop="sft", reward={"functions": ["absent_module:f"]}))
+
+
+@pytest.mark.parametrize(
+    ("function", "bad", "told"),
+    [
+        pytest.param("gsm8k", {"gt_answer": "three"}, "the gold answer 'three' is no number", id="gsm8k"),
+        pytest.param(
+            {"name": "length", "kwargs": {"field": "budget"}}, {"budget": None}, "the target is None", id="length"
+        ),
+        pytest.param({"name": "boxed", "needs": ["a.b"]}, {"a": {"c": 1}}, "it has no field 'a.b'", id="needs"),
+        pytest.param("code", {"test_cases": None}, "has no public_test_cases nor private_test_cases", id="code"),
+        pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b', which the judge's prompt shows", id="judge"),
+        pytest.param("multiple_choice", {"gt_answer": "77"}, "none of the 26 choices", id="multiple choice"),
+        pytest.param("reasoning_gym", {"metadata": {}}, "no metadata.source_dataset", id="reasoning-gym"),
+    ],
+)
+def test_the_first_line_that_lacks_a_field_is_named(
+    recipe: Callable[..., Recipe], tmp_path: Path, function: Any, bad: dict[str, Any], told: str
+) -> None:
+    good = {
+        "a": {"b": 1}, "budget": 9, "metadata": {"source_dataset": "gcd"},
+        "test_cases": {"inputs": [1], "outputs": [2]},
+        "gt_answer": "A" if function == "multiple_choice" else "3",
+    }  # fmt: skip
+    (tmp_path / "prompt.txt").write_text("{{completion}} {{record.a.b}}")
+    if function == "judge":
+        kwargs = {"url": "http://127.0.0.1:9", "model": "m", "prompt": str(tmp_path / "prompt.txt")}
+        function = {"name": "judge", "kwargs": kwargs}
+    made = recipe(reward={"functions": [function]})
+    records = [RECORD | good, RECORD | good, RECORD | good | bad, RECORD | good | bad]
+    Path(made.data.train).write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(made)
+    title, line = str(caught.value).splitlines()
+    assert title.endswith("1 error") and line.strip().startswith(f"{made.data.train}, line 3: reward.functions: ")
+    assert told in line
+
+
+def test_a_server_is_asked_once(recipe: Callable[..., Recipe]) -> None:
+    async def ask(server: JudgeServer) -> None:
+        async with server.serving() as url:
+            kwargs = {"url": f"{url}/v1", "model": "m", "max_tries": 1, "system": "s", "pattern": r"(\w+)\W*$"}
+            made = recipe(reward={"functions": [{"name": "judge", "kwargs": kwargs}]})
+            await asyncio.to_thread(check_rewards, made)
+
+    with pytest.raises(ConfigError, match=r"'judge' gives no score for the first record.*HTTP 500.*start the server"):
+        asyncio.run(ask(JudgeServer({None: [500]})))
+    server = JudgeServer()
+    asyncio.run(ask(server))
+    [asked] = server.asked
+    assert "1 + 2" in asked["messages"][-1]["content"]
+
+
+def test_a_server_that_is_not_there_is_named(recipe: Callable[..., Recipe]) -> None:
+    kwargs = {"url": "http://127.0.0.1:9/v1", "max_tries": 2, "pause_seconds": 0.0}
+    with pytest.raises(ConfigError, match=r"'remote' gives no score .*the last of 2 calls: Client"):
+        check_rewards(recipe(reward={"functions": [{"name": "remote", "kwargs": kwargs}]}))
+    with pytest.raises(ConfigError, match=r"'judge': kwargs\.model: Field required"):
+        check_rewards(recipe(reward={"functions": [{"name": "judge", "kwargs": kwargs}]}))

@@ -1,6 +1,7 @@
 import pytest
 
-from megarl.rewards.boxed import boxed, last_boxed
+from megarl.rewards.boxed import boxed
+from megarl.rewards.final_answers import last_boxed
 from megarl.types import Reward
 
 

@@ -3,15 +3,25 @@ import sys
 
 import pytest
 
-from megarl.rewards import REWARDS, locate, resolve
-from megarl.types import ConfigError, Reward
+from megarl.rewards import REWARDS, SERVED, locate, metric_name, resolve, served_kind
+from megarl.rewards.calling import Sample, bind
+from megarl.types import ConfigError
 
 
 @pytest.mark.parametrize("name", [name for name in REWARDS if name != "code"])  # that needs a sandbox: test_code.py
 def test_table_names_resolve_to_working_functions(name):
-    function = resolve(name)
-    assert function.__name__ == name
-    assert function("no answer at all", "1", correct_score=1.0) == Reward(0.0, False, False)
+    kwargs = {"format": {"form": "boxed"}, "length": {"target": 1}}.get(name, {})
+    sample = Sample("no answer at all", "1", record={"metadata": {"source_dataset": "chain_sum"}}, num_tokens=3)
+    function = bind(name, resolve(name), kwargs)
+    result = function(sample.values(function.needs, 1.0))
+    assert result.score == 0.0 and not result.format_valid and not result.answer_correct
+
+
+def test_names_of_tasks_and_of_further_servers():
+    assert locate("reasoning_gym.chain_sum") == "megarl.rewards.reasoning_gym:chain_sum"
+    assert locate("judge.style") == locate("judge") == SERVED["judge"]
+    assert (served_kind("judge.style"), served_kind("judge.py:f"), served_kind("judges")) == ("judge", None, None)
+    assert metric_name("judge.style") == "judge.style" and metric_name("my/judge.py:f") == "f"
 
 
 def test_a_function_of_a_file(tmp_path, monkeypatch):
@@ -36,7 +46,7 @@ def test_user_function(tmp_path, monkeypatch):
             "boxd", r"reward\.functions: unknown reward 'boxd'\. Did you mean 'boxed'\? Known: boxed, th", id="typo"
         ),
         pytest.param(
-            "zzz", r"unknown reward 'zzz'\. Known: boxed, think_answer_tags, code; your own: package", id="far_off"
+            "zzz", r"unknown reward 'zzz'\. Known: boxed, think_answer_tags, code, .*; your own: package", id="far_off"
         ),
         pytest.param("a.b.c", r"unknown reward 'a\.b\.c'", id="no_colon"),
         pytest.param("a b:c", r"unknown reward 'a b:c'", id="no_module_name"),

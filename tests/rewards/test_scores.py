@@ -7,7 +7,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megarl.rewards.scores import FunctionScore, checked, combined, function_metrics, read_reply
+from megarl.rewards.scores import (
+    FunctionScore,
+    by_source_name,
+    checked,
+    combined,
+    function_metrics,
+    read_reply,
+    source_metrics,
+    with_served,
+)
 from megarl.types import Reward
 
 
@@ -64,6 +73,36 @@ def test_metrics_of_each_function() -> None:
         "reward/b/std": 0.0,
     }
     assert function_metrics([failed]) == {}
+
+
+def test_scores_of_servers_are_added_as_those_of_functions() -> None:
+    scores = {"a": FunctionScore(2.0), "b": FunctionScore(1.0, format_valid=False), "c": None}
+    served = {"judge.x": FunctionScore(0.5, answer_correct=True)}
+    weights = {"a": 1.0, "b": -1.0, "c": 1.0, "judge.x": 4.0}
+    own = combined(scores, weights)
+    merged = with_served(own, served, weights, judges_format=True, judges_answer=False)
+    assert merged == combined({**scores, **served}, weights)
+    assert (merged.score, merged.format_valid, merged.answer_correct) == (3.0, False, True)
+    alone = with_served(None, served, weights)
+    assert alone == combined(served, weights)
+    nothing = combined({"c": None}, weights)
+    assert with_served(nothing, served, weights) == combined({"c": None, **served}, weights)
+
+
+def test_metrics_of_each_data_source() -> None:
+    right, wrong = Reward(1.0, True, True, {"a": 3.0, "b": None}), Reward(0.0, True, False, {"a": 1.0, "b": None})
+    assert source_metrics({"x_y": [right, wrong], "z": [wrong]}) == {
+        "reward/source/x_y/count": 2.0, "reward/source/x_y/mean": 0.5, "reward/source/x_y/accuracy": 0.5,
+        "reward/source/x_y/format_valid": 1.0, "reward/source/x_y/a": 2.0,
+        "reward/source/z/count": 1.0, "reward/source/z/mean": 0.0, "reward/source/z/accuracy": 0.0,
+        "reward/source/z/format_valid": 1.0, "reward/source/z/a": 1.0,
+    }  # fmt: skip
+
+
+def test_names_of_data_sources_are_those_of_metrics_and_bounded_in_number() -> None:
+    assert by_source_name([("x/y", 1), ("", 2), ("x/y", 3)]) == {"x_y": [1, 3], "_": [2]}
+    many = by_source_name([(f"s{number}", number) for number in range(60)] + [("s59", 60)])
+    assert len(many) == 51 and len(many["other"]) == 10 and many["s59"] == [59, 60]
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e300, -1.000001e6])

@@ -323,6 +323,16 @@ def test_reward_functions_see_the_conversation_up_to_the_last_turn(
     assert sample.finish_reason == ("length" if num_last == SAMPLING.max_new_tokens else "stop")
 
 
+def test_a_completion_that_is_left_out_has_no_reward(
+    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+) -> None:
+    async def fail(sample: Sample) -> Scored:
+        return replace(Scored.failed("parse_error", "no verdict"), is_left_out=True)
+
+    [trajectory] = runner.run(sampler(SingleTurn, score=fail).sample(problems[:1], SAMPLING, seed="s"))
+    assert trajectory.reward is None and trajectory.failure == "parse_error" and trajectory.num_sampled
+
+
 @pytest.mark.parametrize(
     ("environment", "settings", "ended"),
     [

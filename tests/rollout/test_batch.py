@@ -19,7 +19,7 @@ from megarl.data.batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.gap import gap_metrics_before, known_gap
-from megarl.rollout.metrics import reward_metrics, staleness_metrics, update_metrics
+from megarl.rollout.metrics import data_source_metrics, reward_metrics, staleness_metrics, update_metrics
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
@@ -481,6 +481,19 @@ def test_reward_metrics() -> None:
             "rollout/truncated": 0.5,
         }
     )
+
+
+def test_metrics_by_the_data_source_of_a_record() -> None:
+    def of(source: object, score: float) -> Trajectory:
+        made = attempt(0, score, 3)
+        return replace(made, problem=replace(made.problem, record={"extra": {"source": source}}))
+
+    found = [of("math", 2.0), of("math", 0.0), of("code/x", 1.0), of(None, 5.0), replace(of("code/x", 0), reward=None)]
+    metrics = data_source_metrics(found, "extra.source")
+    assert {name: metrics[f"reward/source/{name}"] for name in ("math/mean", "math/count", "code_x/count")} == {
+        "math/mean": 1.0, "math/count": 2.0, "code_x/count": 1.0,
+    }  # fmt: skip
+    assert len(metrics) == 8 and data_source_metrics(found, None) == {} == data_source_metrics(found, "data_source")
 
 
 PPO = {"advantage": "gae", "gamma": 1.0, "gae_lambda": 0.5, "kl_placement": "reward", "kl_estimator": "k1"}

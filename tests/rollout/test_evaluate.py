@@ -19,6 +19,8 @@ from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment
 
 PROBLEM = Problem(7, ({"role": "user"},), (3,), "3")
 
+NO_FAILURES = {"reward/errors": 0.0, "reward/timeouts": 0.0, "reward/parse_errors": 0.0}
+
 
 def segment(*turns: int) -> Segment:
     """Tokens of so many turns; -1 is context."""
@@ -68,7 +70,9 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
     expected |= {"format_valid": 2 / 3, "completion_tokens/mean": 1.0}
     of_functions = {"reward/boxed/mean": 2 / 3, "reward/boxed/std": 14**0.5 / 3, "reward/boxed/unscored": 0.0}
     silent = {"reward/mine/unscored": 1.0, "reward/unscored": 0.0}
-    of_set = expected | of_functions | silent | {"reward_errors": 0.0, "reward_timeouts": 0.0}
+    of_set = (
+        expected | of_functions | silent | {"reward_errors": 0.0, "reward_timeouts": 0.0, "reward_parse_errors": 0.0}
+    )
     assert metrics == pytest.approx({f"val/{name}/{key}": value for name in sets for key, value in of_set.items()})
 
 
@@ -226,8 +230,10 @@ def test_completions_that_could_not_be_scored_are_counted_and_end_a_run_where_th
     trajectories = [trajectory(0.0, failure=failure) for failure in failures]
     if limit == 0.5:
         counted = failure_metrics(trajectories, limit, "val/easy/reward_")
-        assert counted == {"val/easy/reward_errors": 2.0, "val/easy/reward_timeouts": 1.0}
-        assert failure_metrics([], limit, "reward/") == {"reward/errors": 0.0, "reward/timeouts": 0.0}
+        assert counted == {
+            "val/easy/reward_errors": 2.0, "val/easy/reward_timeouts": 1.0, "val/easy/reward_parse_errors": 0.0,
+        }  # fmt: skip
+        assert failure_metrics([], limit, "reward/") == NO_FAILURES
         return
     with pytest.raises(MegarlError) as caught:
         failure_metrics(trajectories, limit, "reward/")
@@ -240,4 +246,4 @@ def test_attempts_that_an_error_ended_count_as_failed_too() -> None:
     found = [trajectory(0.0), trajectory(0.0, ended="error", failure="KeyError: 'x'")]
     with pytest.raises(MegarlError, match="1 of 2 completions"):
         failure_metrics(found, 0.4, "reward/")
-    assert failure_metrics(found, 0.5, "reward/") == {"reward/errors": 0.0, "reward/timeouts": 0.0}
+    assert failure_metrics(found, 0.5, "reward/") == NO_FAILURES

@@ -1,0 +1,43 @@
+"""The reward for a completion's format alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from megarl.rewards.final_answers import has_valid_tags, last_boxed
+from megarl.rewards.scores import FunctionScore
+
+Form = Literal["think_answer_tags", "boxed", "code", "hashes"]
+
+_FORMS: dict[str, Callable[[str], bool]] = {
+    "think_answer_tags": has_valid_tags,
+    "boxed": lambda text: last_boxed(text) is not None,
+    "code": lambda text: re.search(r"```[^\n`]*\n.*?\n?```", text, re.DOTALL) is not None,
+    "hashes": lambda text: re.search(r"^####[ \t]*\S", text, re.MULTILINE) is not None,
+}
+
+
+def answer_format(
+    completion_text: str,
+    *,
+    form: Form | None = None,
+    pattern: str | None = None,
+    valid_score: float = 1.0,
+    invalid_score: float = 0.0,
+) -> FunctionScore:
+    """Score whether the completion has a form, or is matched as a whole by a regular expression `pattern`.
+
+    With both, it must satisfy both; `.` matches line ends too. It says nothing of the answer: `answer_correct` is what
+    other functions say. Metric: `valid`.
+    """
+    if form is None and pattern is None:
+        raise ValueError(f"give a form, one of {', '.join(_FORMS)}, or a pattern")
+    if form is not None and form not in _FORMS:
+        raise ValueError(f"form is {form!r}; give one of {', '.join(_FORMS)}")
+    is_valid = form is None or _FORMS[form](completion_text)
+    if is_valid and pattern is not None:
+        is_valid = re.fullmatch(pattern, completion_text, re.DOTALL) is not None
+    score = valid_score if is_valid else invalid_score
+    return FunctionScore(score, format_valid=is_valid, metrics={"valid": float(is_valid)})

@@ -1,0 +1,92 @@
+"""The reward for the number that answers a grade-school problem."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Literal, get_args
+
+from megarl.rewards.final_answers import GSM8K_FORMS, MARKED_NUMBER, NUMBER, has_valid_tags, last_stated
+from megarl.rewards.quantities import read_quantity
+from megarl.types import Reward
+
+Form = Literal["hashes", "boxed", "tags"]
+
+_MAX_CHARACTERS = 100
+_ANY_NUMBER = re.compile(rf"(?<![\d.,])({NUMBER})")
+
+
+def gsm8k(
+    completion_text: str,
+    answer: Any,
+    *,
+    correct_score: float = 1.0,
+    format_score: float = 0.0,
+    forms: tuple[Form, ...] | list[Form] = GSM8K_FORMS,
+    method: Literal["strict", "flexible"] = "strict",
+) -> Reward:
+    """Score the number of the completion's last `#### n`, \\boxed{n} or <answer>n</answer>, those of `forms`.
+
+    The gold answer is a number or GSM8K's solution, which ends with `#### n`. Numbers are equal by value: 1,234 and
+    $1234.00. `correct_score` for the right one, `format_score` for another in one of the forms, else zero. tags: the
+    four tags of `think_answer_tags` must be well-formed. Method flexible: without any of the forms the last number of
+    the completion counts, while the format is invalid (verl's flexible). Metric: `fallback`, the share of these.
+    ColossalChat's gsm8k: forms [tags], format_score 1, reward.correct_score 10. Raises ValueError for a gold answer
+    that is no number.
+    """
+    if method not in get_args(Literal["strict", "flexible"]):
+        raise ValueError(f"method is {method!r}; give strict or flexible")
+    if not forms or set(forms) - set(get_args(Form)):
+        raise ValueError(f"forms are {forms!r}; give some of {', '.join(get_args(Form))}")
+    gold = gold_number(answer)
+    number = _stated_number(completion_text, tuple(forms))
+    format_valid = number is not None
+    is_fallback = number is None and method == "flexible"
+    if is_fallback:
+        found = _ANY_NUMBER.findall(completion_text)
+        number = _number(found[-1]) if found else None
+    is_correct = number == gold
+    score = correct_score if is_correct else format_score if format_valid else 0.0
+    return Reward(score, format_valid, is_correct, metrics={"fallback": float(is_fallback and number is not None)})
+
+
+def gold_number(answer: Any) -> Fraction:
+    """The number of a gold answer. Raises ValueError where it has none."""
+    text = str(answer)
+    marked = MARKED_NUMBER.findall(text)
+    number = _number(marked[-1]) if marked else _quantity(text)
+    if number is None:
+        raise ValueError(f"the gold answer {text!r:.80} is no number, nor does it end with '#### n'")
+    return number
+
+
+def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
+    """Raise ValueError for a record that this reward cannot score."""
+    gold_number(answer)
+
+
+def _stated_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
+    """The number in the form that comes last; None where that holds none, or there is none of them."""
+    stated = last_stated(text, forms)
+    if stated is None:
+        return None
+    form, said = stated
+    if form == "hashes":
+        return _number(said)
+    if form == "tags" and not has_valid_tags(text):
+        return None
+    return _quantity(said)
+
+
+def _quantity(text: str) -> Fraction | None:
+    text = text.strip()
+    if len(text) > _MAX_CHARACTERS:
+        return None
+    found = read_quantity(text.removesuffix("."))
+    return None if found is None else found.number
+
+
+def _number(text: str) -> Fraction | None:
+    digits = re.sub(r"[$,]", "", text)
+    return Fraction(digits) if len(digits) <= _MAX_CHARACTERS else None

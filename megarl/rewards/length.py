@@ -1,0 +1,53 @@
+"""The reward for a completion's length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megarl.rewards.scores import FunctionScore
+
+
+def length(
+    num_tokens: int,
+    record: Mapping[str, Any],
+    *,
+    target: int | None = None,
+    field: str | None = None,
+    mode: Literal["at_most", "exact"] = "at_most",
+    width: int | None = None,
+) -> FunctionScore:
+    """Score the number of tokens: 1 at the `target`, falling linearly to 0 over `width` tokens beyond it.
+
+    at_most: 1 below the target too; exact: it falls on both sides. The target is the same for all, or stands in a
+    `field` of each record; `width` is the target if left out. A negative `weight` makes a penalty of it. It does not
+    judge format or answer. Metrics: `over`, the share of completions longer than the target, and `distance_tokens`, the
+    mean distance to it. Source: L1 (https://arxiv.org/abs/2503.04697), its exact and maximal lengths, kept within 0
+    and 1.
+    """
+    if mode not in ("at_most", "exact"):
+        raise ValueError(f"mode is {mode!r}; give at_most or exact")
+    wanted = target_of(record, target, field)
+    over = num_tokens - wanted
+    distance = max(over, 0) if mode == "at_most" else abs(over)
+    score = max(0.0, 1.0 - distance / (wanted if width is None else width))
+    return FunctionScore(score, metrics={"over": float(over > 0), "distance_tokens": float(abs(over))})
+
+
+def target_of(record: Mapping[str, Any], target: int | None, field: str | None) -> int:
+    """The target in tokens. Raises ValueError without one, or for one that is no positive number."""
+    if (target is None) == (field is None):
+        raise ValueError("give either a target or the field of the records that holds it")
+    if field is not None and field not in record:
+        raise ValueError(f"the record has no field {field!r}, which holds the target")
+    value = target if field is None else record[field]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ValueError(f"the target is {value!r:.80}; give a number of tokens above 0")
+    return int(value)
+
+
+def check_record(
+    answer: Any, record: Mapping[str, Any], *, target: int | None = None, field: str | None = None, **kwargs: Any
+) -> None:
+    """Raise ValueError for a record that this reward cannot score."""
+    target_of(record, target, field)

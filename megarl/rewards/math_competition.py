@@ -1,0 +1,67 @@
+"""The reward for the answer to a problem of a mathematical competition."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from megarl.rewards.final_answers import MATH_COMPETITION_FORMS, last_boxed, last_stated, without_thoughts
+from megarl.rewards.math_equivalence import agreement
+from megarl.types import Reward
+
+Form = Literal["boxed", "answer_line", "tags"]
+
+_LEVEL = re.compile(r"(?:level\s*)?(\d{1,2})", re.IGNORECASE)
+
+
+def math_competition(
+    completion_text: str,
+    answer: Any,
+    record: Mapping[str, Any],
+    *,
+    correct_score: float = 1.0,
+    wrong_score: float = 0.0,
+    invalid_score: float = 0.0,
+    forms: tuple[Form, ...] | list[Form] = MATH_COMPETITION_FORMS,
+    thoughts: Literal["optional", "required"] = "optional",
+) -> Reward:
+    """Score the final answer by one of three levels: right, wrong, or without a valid format.
+
+    The answer stands after the last </think>, in the last of these `forms`: \\boxed{}, a line `Answer: x`, or
+    <answer> tags. The format is invalid without one, and with thoughts required where </think> is missing. Gold answers
+    may be several, as a list, each with or without a box around it: one that agrees is enough. One that agrees as text
+    only earns the mean of right and wrong (`math_equivalence.agreement`). Metric: `level_N`, the share of right answers
+    where the record has a `level` N (`Level 5`, as MATH writes it). verl's and slime's math_dapo: wrong_score and
+    invalid_score -1, forms [answer_line]; DeepScaleR: thoughts required.
+    """
+    if not forms or set(forms) - set(get_args(Form)):
+        raise ValueError(f"forms are {forms!r}; give some of {', '.join(get_args(Form))}")
+    if thoughts not in ("optional", "required"):
+        raise ValueError(f"thoughts are {thoughts!r}; give optional or required")
+    stated = last_stated(without_thoughts(completion_text), tuple(forms))
+    if thoughts == "required" and "</think>" not in completion_text:
+        stated = None
+    agreed = 0.0
+    if stated is not None:
+        agreed = max(agreement(stated[1], gold) for gold in gold_answers(answer))
+    level = _level(record)
+    metrics = {} if level is None else {f"level_{level}": float(agreed > 0)}
+    if stated is None:
+        return Reward(invalid_score, format_valid=False, answer_correct=False, metrics=metrics)
+    score = wrong_score + agreed * (correct_score - wrong_score)
+    return Reward(score, format_valid=True, answer_correct=agreed > 0, metrics=metrics)
+
+
+def gold_answers(answer: Any) -> list[str]:
+    """The gold answers, each without a box around it. Raises ValueError where there is none."""
+    given = answer if isinstance(answer, list) else [answer]
+    texts = [str(one) for one in given if isinstance(one, str | int | float) and not isinstance(one, bool)]
+    if not texts or len(texts) < len(given):
+        raise ValueError(f"the gold answer is {answer!r:.80}; give a text, or a list of texts that are all right")
+    return [text if (inside := last_boxed(text)) is None else inside for text in texts]
+
+
+def _level(record: Mapping[str, Any]) -> int | None:
+    found = _LEVEL.fullmatch(str(record.get("level", "")).strip())
+    return int(found[1]) if found else None

@@ -1,0 +1,126 @@
+"""The reward for the letter of the right choice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.rewards.final_answers import last_boxed, last_tagged, without_thoughts
+from megarl.types import Reward
+
+_FIELDS = ("choices", "options")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_ALONE = re.compile(r"\(?([A-Za-z])(?:[).:]|\b(?=\s*$))")
+_LED_BY = re.compile(r"\(?([A-Z])[).:]\s+\S")
+_STATED = re.compile(
+    r"\b(?i:answer|choice|option)\b(?i:\s+is\b)?\s*[:=]?[\s*_]*\(?([A-Z])\)?(?=[\s*_]*(?:[.):,;\]]|$))", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The choices of a problem: their labels, and their texts where the record has them."""
+
+    labels: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+
+    def letter(self, said: str) -> str | None:
+        """The letter of the choice that a text names: by letter, label or the choice's own text; else None."""
+        plain = _plain(said)
+        for names in (self.labels, self.texts):
+            folded = [_plain(name).casefold() for name in names]
+            if folded.count(plain.casefold()) == 1:
+                return _LETTERS[folded.index(plain.casefold())]
+        found = _ALONE.fullmatch(plain) or _LED_BY.match(plain)
+        letter = found[1].upper() if found else ""
+        return letter if letter and letter in _LETTERS[: len(self.labels)] else None
+
+
+def multiple_choice(
+    completion_text: str,
+    answer: Any,
+    record: Mapping[str, Any],
+    *,
+    correct_score: float = 1.0,
+    num_choices: int | None = None,
+    field: str | None = None,
+) -> Reward:
+    """Score the choice that the completion ends with against the gold one.
+
+    Choices are in the record's `choices` or `options`, or another `field`: a list, {"label": [...], "text": [...]} or
+    {"A": ...}; without any there are `num_choices`, at most 26. The gold answer is a letter, a label, a choice's text,
+    or its index from 0. Only the completion after its last </think> counts: its last box or <answer> tags, else its
+    last `the answer is (B)`, else a last line that is a choice alone. The format is valid where one of these names
+    exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...: the share of answers with this letter. Raises ValueError
+    for a gold answer that is none of the choices.
+    """
+    choices = choices_of(record, field, num_choices)
+    gold = gold_choice(answer, choices)
+    letter = _chosen(without_thoughts(completion_text), choices)
+    shown = _LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
+    metrics = {f"chosen_{each}": float(each == letter) for each in shown}
+    is_correct = letter == gold
+    return Reward(correct_score if is_correct else 0.0, letter is not None, is_correct, metrics=metrics)
+
+
+def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices: int | None = None) -> Choices:
+    """The choices of a record. Raises ValueError for those in no known form."""
+    if field is not None and field not in record:
+        raise ValueError(f"the record has no field {field!r}, which holds the choices")
+    name = field or next((name for name in _FIELDS if record.get(name)), None)
+    if name is None:
+        if num_choices is not None and not 2 <= num_choices <= len(_LETTERS):
+            raise ValueError(f"num_choices is {num_choices}; give 2 to {len(_LETTERS)}")
+        return Choices(tuple(_LETTERS[: num_choices or len(_LETTERS)]))
+    value = record[name]
+    if isinstance(value, Mapping) and isinstance(value.get("text"), Sequence) and not isinstance(value["text"], str):
+        texts, labels = list(value["text"]), list(value.get("label") or _LETTERS[: len(value["text"])])
+    elif isinstance(value, Mapping):
+        texts, labels = list(value.values()), list(value)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        texts, labels = list(value), list(_LETTERS[: len(value)])
+    else:
+        texts, labels = [], []
+    if len(texts) != len(labels) or not 2 <= len(texts) <= len(_LETTERS):
+        raise ValueError(f"{name} are {value!r:.80}; give a list of 2 to {len(_LETTERS)} texts, or an object of them")
+    return Choices(tuple(map(str, labels)), tuple(map(str, texts)))
+
+
+def gold_choice(answer: Any, choices: Choices) -> str:
+    """The letter of the gold choice. Raises ValueError where it is none of them."""
+    text = str(answer).strip()
+    letter = choices.letter(text)
+    if letter is None and text.isdecimal() and int(text) < len(choices.labels):
+        letter = _LETTERS[int(text)]
+    if letter is None:
+        raise ValueError(f"the gold answer {text!r:.80} is none of the {len(choices.labels)} choices")
+    return letter
+
+
+def check_record(
+    answer: Any, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
+) -> None:
+    """Raise ValueError for a record that this reward cannot score."""
+    gold_choice(answer, choices_of(record, field, num_choices))
+
+
+def _chosen(text: str, choices: Choices) -> str | None:
+    marked = [
+        (text.rfind(opening), contents)
+        for opening, contents in ((r"\boxed{", last_boxed(text)), ("<answer>", last_tagged(text)))
+        if contents is not None
+    ]
+    if marked:
+        return choices.letter(max(marked)[1])
+    stated = [found[1] for found in _STATED.finditer(text) if found[1] in _LETTERS[: len(choices.labels)]]
+    if stated:
+        return stated[-1]
+    lines = text.strip().splitlines()
+    return choices.letter(lines[-1]) if lines else None
+
+
+def _plain(text: str) -> str:
+    return _WRAPPED.sub(r"\1", text).strip(" \t\n*_$`\"'").rstrip(".").strip()

@@ -1,0 +1,161 @@
+"""The scorers of reasoning-gym, for records that it made: `reasoning_gym.TASK`, or each record's own task.
+
+An attribute of this module that is a task's name is that task's reward function.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+from megarl.rewards.final_answers import last_boxed, last_tagged
+from megarl.types import ConfigError, Reward
+
+Place = Literal["tags", "boxed", "text"]
+
+_CORRECT_FROM = 0.99
+_MAX_CHARACTERS = 20_000
+"""Longer answers score zero: some scorers take time that grows with a power of the length."""
+
+
+def reasoning_gym(
+    completion_text: str,
+    answer: Any,
+    record: Mapping[str, Any],
+    *,
+    correct_score: float = 1.0,
+    place: Place = "tags",
+) -> Reward:
+    """Score the answer by the scorer of the task that made the record, `metadata.source_dataset`.
+
+    The rest is as in `scorer_of`. Metric: the task's own name, its mean score.
+    """
+    task = task_of(record)
+    scored = _score(task, completion_text, answer, record, correct_score, place, {})
+    return Reward(
+        scored.score,
+        scored.format_valid,
+        scored.answer_correct,
+        metrics={task: scored.metrics["raw"], **scored.metrics},
+    )
+
+
+def scorer_of(task: str) -> Callable[..., Reward]:
+    """The reward function of a task.
+
+    It scores the last <answer> tags, the last \\boxed{} or all of the completion (`place`), by the task's own scorer,
+    `correct_score` times; the answer is correct from 0.99 on. The record needs the `metadata` that reasoning-gym gave
+    it, an object or its JSON, at the top or in `extra_info`. `config` are the task's settings, for scorers that look at
+    them. Metric: `raw`, the scorer's own value.
+    """
+
+    def score(
+        completion_text: str,
+        answer: Any,
+        record: Mapping[str, Any],
+        *,
+        correct_score: float = 1.0,
+        place: Place = "tags",
+        config: Mapping[str, Any] | None = None,
+    ) -> Reward:
+        return _score(task, completion_text, answer, record, correct_score, place, config or {})
+
+    return score
+
+
+def __getattr__(name: str) -> Callable[..., Reward]:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    check_task(name)
+    return scorer_of(name)
+
+
+def check_task(task: str) -> None:
+    """Raise ConfigError for a task that reasoning-gym does not have."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task in DATASETS:
+        return
+    nearest = difflib.get_close_matches(task, DATASETS, n=1)
+    hint = f"did you mean reasoning_gym.{nearest[0]}?" if nearest else f"it has {', '.join(sorted(DATASETS))}"
+    version = reasoning_gym.__version__
+    raise ConfigError(f"reward.functions: 'reasoning_gym.{task}': reasoning-gym {version} has no task {task!r}; {hint}")
+
+
+def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The metadata that reasoning-gym gave a record; None without any. Raises ValueError for what is no object."""
+    extra = record.get("extra_info")
+    places = [record, extra] if isinstance(extra, Mapping) else [record]
+    value = next((place["metadata"] for place in places if place.get("metadata") is not None), None)
+    if value is None and isinstance(extra, Mapping) and "source_dataset" in extra:
+        value = extra
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ValueError(f"its metadata are {value!r:.80}, no JSON") from None
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"its metadata are {value!r:.80}, no object")
+    return value
+
+
+def task_of(record: Mapping[str, Any]) -> str:
+    """The task that made a record. Raises ValueError where it does not tell."""
+    metadata = metadata_of(record)
+    task = None if metadata is None else metadata.get("source_dataset")
+    if not isinstance(task, str):
+        raise ValueError(
+            "the record has no metadata.source_dataset, reasoning-gym's name of its task; name the task in the recipe: "
+            "reasoning_gym.TASK"
+        )
+    return task
+
+
+def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
+    """Raise ValueError for a record whose task is not told (`reasoning_gym`)."""
+    task_of(record)
+
+
+def _score(
+    task: str,
+    completion_text: str,
+    answer: Any,
+    record: Mapping[str, Any],
+    correct_score: float,
+    place: Place,
+    config: Mapping[str, Any],
+) -> Reward:
+    places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
+    if place not in places:
+        raise ValueError(f"place is {place!r}; give one of {', '.join(places)}")
+    found = places[place](completion_text)
+    raw = 0.0
+    if found is not None and len(found) <= _MAX_CHARACTERS:
+        entry = {
+            "question": record.get("question", ""),
+            "answer": answer if isinstance(answer, str) else json.dumps(answer),
+            "metadata": _as_made(metadata_of(record) or {}),
+        }
+        raw = float(_dataset(task, json.dumps(dict(config))).score_answer(found.strip(), entry))
+    return Reward(raw * correct_score, found is not None, raw >= _CORRECT_FROM, metrics={"raw": raw})
+
+
+@lru_cache(maxsize=128)
+def _dataset(task: str, config: str) -> Any:
+    import reasoning_gym
+
+    check_task(task)
+    return reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config))
+
+
+def _as_made(value: Any) -> Any:
+    """Metadata with whole numbers as keys again, which JSON writes as texts."""
+    if isinstance(value, Mapping):
+        keys = list(value)
+        are_numbers = bool(keys) and all(isinstance(key, str) and key.lstrip("-").isdecimal() for key in keys)
+        return {int(key) if are_numbers else key: _as_made(inside) for key, inside in value.items()}
+    return [_as_made(inside) for inside in value] if isinstance(value, list) else value

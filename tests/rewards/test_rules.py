@@ -1,0 +1,194 @@
+"""Rewards by rule: which text earns what, and by verl's, DeepScaleR's and ColossalChat's rules too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.rewards.answer_format import answer_format
+from megarl.rewards.final_answers import reader_of
+from megarl.rewards.gsm8k import gsm8k
+from megarl.rewards.length import length
+from megarl.rewards.math_competition import math_competition
+from megarl.rewards.multiple_choice import multiple_choice
+from megarl.types import Reward
+
+SOLUTION = "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
+
+
+def told(reward: Reward) -> tuple[float, bool, bool]:
+    return reward.score, reward.format_valid, reward.answer_correct
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "expected"),
+    [
+        pytest.param("so\n#### 72", SOLUTION, (1.0, True, True), id="hashes"),
+        pytest.param("so \\boxed{72}.", SOLUTION, (1.0, True, True), id="boxed"),
+        pytest.param("#### 71 and then \\boxed{72}", "72", (1.0, True, True), id="the last form"),
+        pytest.param("\\boxed{72}, no: #### 71", "72", (0.1, True, False), id="the last form is wrong"),
+        pytest.param("#### $1,234.00", "1234", (1.0, True, True), id="a sum of money"),
+        pytest.param("####-5 apples", "-5", (1.0, True, True), id="with a unit"),
+        pytest.param("\\boxed{72 \\text{ clips}}", "72", (1.0, True, True), id="with a unit in the box"),
+        pytest.param("#### 3.50", "3.5", (1.0, True, True), id="a decimal"),
+        pytest.param("it is 72", "72", (0.0, False, False), id="without a form"),
+        pytest.param("#### none", "72", (0.0, False, False), id="hashes without a number"),
+        pytest.param("#### 71 \\boxed{many}", "71", (0.0, False, False), id="a box without a number"),
+        pytest.param("#### 7" + "2" * 5000, "72", (0.0, False, False), id="too long"),
+        pytest.param("<think>a</think><answer>72</answer>", "72", (0.0, False, False), id="tags are not asked for"),
+    ],
+)
+def test_gsm8k(said: str, answer: str, expected: tuple[float, bool, bool]) -> None:
+    assert told(gsm8k(said, answer, format_score=0.1)) == expected
+
+
+def test_gsm8k_takes_the_last_number_where_it_is_flexible() -> None:
+    flexible = gsm8k("First 5, then 10-3=7 and $72.", "72", method="flexible")
+    assert told(flexible) == (1.0, False, True) and flexible.metrics == {"fallback": 1.0}
+    assert told(gsm8k("none", "72", method="flexible")) == (0.0, False, False)
+    assert gsm8k("#### 72", "72", method="flexible").metrics == {"fallback": 0.0}
+
+
+def test_gsm8k_of_colossalchat() -> None:
+    given: dict[str, Any] = {"correct_score": 10.0, "format_score": 1.0, "forms": ["tags"]}
+    assert told(gsm8k("<think>a</think><answer> 72 </answer>", "72", **given)) == (10.0, True, True)
+    assert told(gsm8k("<think>a</think><answer>71</answer>", "72", **given)) == (1.0, True, False)
+    assert told(gsm8k("<answer>72</answer>", "72", **given)) == (0.0, False, False)
+
+
+@pytest.mark.parametrize("given", [{"answer": "many"}, {"method": "lax"}, {"forms": ["box"]}, {"forms": []}])
+def test_gsm8k_refuses(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"gold answer|method|forms"):
+        gsm8k("#### 72", **({"answer": "72"} | given))
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "expected"),
+    [
+        pytest.param("\\boxed{\\frac12}", "0.5", (1.0, True, True), id="right"),
+        pytest.param("\\boxed{3}", "0.5", (-0.5, True, False), id="wrong"),
+        pytest.param("one half", "0.5", (-1.0, False, False), id="invalid"),
+        pytest.param("\\boxed{7}</think>\\boxed{0.5}", "0.5", (1.0, True, True), id="after the thoughts"),
+        pytest.param("\\boxed{0.5}</think>so", "0.5", (-1.0, False, False), id="in the thoughts only"),
+        pytest.param("\\boxed{4}", ["3", "\\boxed{4}"], (1.0, True, True), id="several gold answers"),
+    ],
+)
+def test_levels_of_math_competition(said: str, answer: Any, expected: tuple[float, bool, bool]) -> None:
+    assert told(math_competition(said, answer, {}, wrong_score=-0.5, invalid_score=-1.0)) == expected
+
+
+def test_math_competition_of_verl_and_of_deepscaler() -> None:
+    dapo: dict[str, Any] = {"forms": ["answer_line"], "wrong_score": -1.0, "invalid_score": -1.0}
+    assert told(math_competition("Answer: 3\nAnswer: $\\boxed{34}$", "34", {}, **dapo)) == (1.0, True, True)
+    assert told(math_competition("**answer:** 33", "34", {}, **dapo)) == (-1.0, True, False)
+    assert told(math_competition("\\boxed{34}", "34", {}, **dapo)) == (-1.0, False, False)
+    assert told(math_competition("\\boxed{34}", "34", {}, thoughts="required")) == (0.0, False, False)
+    assert told(math_competition("a</think>\\boxed{34}", "34", {}, thoughts="required")) == (1.0, True, True)
+
+
+def test_accuracy_by_level() -> None:
+    assert math_competition("\\boxed{1}", "1", {"level": "Level 5"}).metrics == {"level_5": 1.0}
+    assert math_competition("?", "1", {"level": 3}).metrics == {"level_3": 0.0}
+    assert math_competition("\\boxed{1}", "1", {"level": "hard"}).metrics == {}
+
+
+COLOURS = {"choices": ["red", "green", "blue", "A"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "letter"),
+    [
+        ("\\boxed{B}", "B"),
+        ("\\boxed{\\text{(B)}}", "B"),
+        ("<answer>b</answer>", "B"),
+        ("\\boxed{A}, no: <answer>B</answer>", "B"),
+        ("The answer is A. Wait: the answer is (B).", "B"),
+        ("**Answer: B**", "B"),
+        ("So it must be\nB", "B"),
+        ("\\boxed{B. green}", "B"),
+        ("\\boxed{green}", "B"),
+        ("<think>The answer is A.</think>The answer is B.", "B"),
+        ("\\boxed{A or B}", None),
+        ("\\boxed{AB}", None),
+        ("\\boxed{E}", None),
+        ("The answer is Bright.", None),
+        ("I do not know", None),
+    ],
+)
+def test_the_chosen_letter(said: str, letter: str | None) -> None:
+    record = {"choices": ["red", "green", "blue", "black"]}
+    reward = multiple_choice(said, "B", record)
+    assert told(reward) == (float(letter == "B"), letter is not None, letter == "B")
+    assert reward.metrics == {f"chosen_{each}": float(each == letter) for each in "ABCD"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "record"),
+    [
+        ("B", {}),
+        ("(b)", {}),
+        ("1", {"choices": ["red", "green"]}),
+        ("green", {"options": {"A": "red", "B": "green"}}),
+        ("2", {"choices": {"label": ["1", "2"], "text": ["red", "green"]}}),
+    ],
+)
+def test_gold_choices(answer: str, record: dict[str, Any]) -> None:
+    assert told(multiple_choice("\\boxed{B}", answer, record)) == (1.0, True, True)
+    assert told(multiple_choice("\\boxed{A}", answer, record)) == (0.0, True, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "record"),
+    [("E", COLOURS), ("7", COLOURS), ("yellow", {}), ("A", {"choices": "red"}), ("A", {"choices": ["red"]})],
+)
+def test_gold_choices_that_are_none(answer: str, record: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"gold answer|choices are"):
+        multiple_choice("\\boxed{A}", answer, record)
+
+
+def test_format() -> None:
+    good = answer_format("<think>a</think><answer>b</answer>", form="think_answer_tags", invalid_score=-1.0)
+    assert (good.score, good.format_valid, good.answer_correct, good.metrics) == (1.0, True, None, {"valid": 1.0})
+    assert answer_format("b", form="think_answer_tags", invalid_score=-1.0).score == -1.0
+    assert answer_format("a\n\\boxed{1}\n", form="boxed", pattern=".*boxed.*").score == 1.0
+    assert answer_format("a\n\\boxed{1}\n", form="boxed", pattern="a").score == 0.0
+    assert answer_format("```python\npass\n```", form="code").score == 1.0
+    assert answer_format("a\n#### 3", form="hashes").score == 1.0 and answer_format("a", form="hashes").score == 0.0
+    for given in ({}, {"form": "tags"}):
+        with pytest.raises(ValueError, match="form"):
+            answer_format("a", **given)  # type: ignore[arg-type]
+
+
+def test_length() -> None:
+    found = [length(tokens, {}, target=100).score for tokens in (1, 100, 150, 200, 300)]
+    assert found == [1.0, 1.0, 0.5, 0.0, 0.0]
+    exact = [length(tokens, {"n": 100}, field="n", mode="exact", width=50).score for tokens in (50, 75, 100, 125, 200)]
+    assert exact == [0.0, 0.5, 1.0, 0.5, 0.0]
+    over = length(130, {}, target=100)
+    assert over.metrics == {"over": 1.0, "distance_tokens": 30.0} and over.format_valid is None
+    for record, given in (({}, {"field": "n"}), ({"n": "x"}, {"field": "n"}), ({}, {}), ({}, {"target": 0})):
+        with pytest.raises(ValueError, match="target"):
+            length(1, record, **given)
+
+
+@pytest.mark.parametrize(
+    ("functions", "text", "answer"),
+    [
+        ([("boxed", {})], r"\boxed{1} or \boxed{2}", "2"),
+        ([("format", {"form": "boxed"}), ("think_answer_tags", {})], "<answer>3</answer> 4", "3"),
+        ([("gsm8k", {})], "<think>#### 9</think> so #### 4", "4"),
+        ([("gsm8k", {"forms": ["tags"]})], "<answer>5</answer> #### 4", "5"),
+        ([("math_competition", {"forms": ["answer_line", "boxed"]})], "\\boxed{1}\nAnswer: \\boxed{x}", "x"),
+        ([("math_competition", {})], "<think>\\boxed{1}</think> Answer: 2", None),
+    ],
+)
+def test_the_answer_that_votes_stands_where_the_reward_function_looks(
+    functions: list[tuple[str, dict[str, Any]]], text: str, answer: str | None
+) -> None:
+    read = reader_of(functions)
+    assert read is not None and read(text) == answer
+
+
+def test_functions_that_say_nothing_of_where_an_answer_stands_have_no_reader() -> None:
+    assert reader_of([("length", {"target": 1}), ("code", {})]) is None
