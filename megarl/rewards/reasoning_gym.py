@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from megarl.rewards.final_answers import last_boxed, last_tagged
+from megarl.rewards.harmless import is_formula, is_integer_arithmetic, is_literal
 from megarl.types import ConfigError, Reward
 
 Place = Literal["tags", "boxed", "text"]
@@ -19,6 +20,16 @@ Place = Literal["tags", "boxed", "text"]
 _CORRECT_FROM = 0.99
 _MAX_CHARACTERS = 20_000
 """Longer answers score zero: some scorers take time that grows with a power of the length."""
+
+LITERALS = frozenset(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"))
+"""Tasks whose scorers evaluate an answer that is not the gold one as a Python literal."""
+FORMULAS = frozenset(
+    ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
+)
+"""Tasks whose scorers evaluate the answer as a formula."""
+_BOARDS = ("arc_agi", "rearc")
+"""Tasks whose scorers compare tuples, which JSON writes as lists."""
+_NO_GOLD = ("null", "", "None")
 
 
 def reasoning_gym(
@@ -78,6 +89,11 @@ def check_task(task: str) -> None:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
+    if task == "composite":
+        raise ConfigError(
+            "reward.functions: 'reasoning_gym.composite': is made of several tasks; name reasoning_gym, which asks the "
+            "task of each record"
+        )
     if task in DATASETS:
         return
     nearest = difflib.get_close_matches(task, DATASETS, n=1)
@@ -120,6 +136,21 @@ def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
     task_of(record)
 
 
+def check_metadata(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
+    """Raise ValueError for a record without reasoning-gym's metadata (`reasoning_gym.TASK`)."""
+    if metadata_of(record) is None:
+        raise ValueError("the record has no metadata, which reasoning-gym's scorers read")
+
+
+def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags", **kwargs: Any) -> str | None:
+    """The answer that is scored; None where the completion states none. Raises ValueError for an unknown place."""
+    places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
+    if place not in places:
+        raise ValueError(f"place is {place!r}; give one of {', '.join(places)}")
+    found = places[place](text)
+    return None if found is None else found.strip()
+
+
 def _score(
     task: str,
     completion_text: str,
@@ -129,19 +160,63 @@ def _score(
     place: Place,
     config: Mapping[str, Any],
 ) -> Reward:
-    places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
-    if place not in places:
-        raise ValueError(f"place is {place!r}; give one of {', '.join(places)}")
-    found = places[place](completion_text)
+    said = final_answer(completion_text, record, place=place)
     raw = 0.0
-    if found is not None and len(found) <= _MAX_CHARACTERS:
+    if said is not None and len(said) <= _MAX_CHARACTERS:
+        metadata = _as_made(metadata_of(record) or {})
+        if task in _BOARDS and isinstance(metadata.get("output"), list):
+            metadata["output"] = tuple(map(tuple, metadata["output"]))
         entry = {
             "question": record.get("question", ""),
             "answer": answer if isinstance(answer, str) else json.dumps(answer),
-            "metadata": _as_made(metadata_of(record) or {}),
+            "metadata": metadata,
         }
-        raw = float(_dataset(task, json.dumps(dict(config))).score_answer(found.strip(), entry))
-    return Reward(raw * correct_score, found is not None, raw >= _CORRECT_FROM, metrics={"raw": raw})
+        _refuse_evaluated(task, entry)
+        raw = _raw(task, _dataset(task, json.dumps(dict(config))), _harmless(task, said, entry), entry)
+    return Reward(raw * correct_score, said is not None, raw >= _CORRECT_FROM, metrics={"raw": raw})
+
+
+def _raw(task: str, dataset: Any, said: str, entry: Mapping[str, Any]) -> float:
+    """The scorer's value; 0 where it raises on the answer, though not on the gold one."""
+    if task == "game_of_life_halting":
+        # Its scorer takes every text for True.
+        return float(said.casefold() == entry["answer"].casefold())
+    try:
+        return float(dataset.score_answer(said, entry))
+    except Exception:
+        if entry["answer"] not in _NO_GOLD:
+            dataset.score_answer(entry["answer"], entry)  # raises where the record is at fault
+        return 0.0
+
+
+def _harmless(task: str, said: str, entry: Mapping[str, Any]) -> str:
+    """An answer; none where the task's scorer would evaluate it and it might do more than to stand for a value."""
+    if task in FORMULAS:
+        return said if is_formula(said) else ""
+    if task in LITERALS:
+        # Only what is none of these texts is evaluated.
+        known = (entry["answer"].strip(), *entry["metadata"].get("valid_answers", ()))
+        return said if said in known or is_literal(said) else ""
+    return said
+
+
+def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
+    """Raise ValueError where a scorer would evaluate what a record has, and that might do more than stand for a value.
+
+    Data come from elsewhere, as answers do.
+    """
+    metadata = entry["metadata"]
+    checks = {
+        "number_sorting": (entry["answer"], is_literal),
+        "polynomial_multiplication": (entry["answer"], is_formula),
+        "simple_integration": (metadata.get("integrand"), is_formula),
+        "intermediate_integration": (metadata.get("integrand"), is_formula),
+        "bitwise_arithmetic": (metadata.get("problem"), is_integer_arithmetic),
+    }
+    if task in checks:
+        text, is_harmless = checks[task]
+        if not is_harmless(str(text)):
+            raise ValueError(f"{task} would evaluate {text!r:.80} of the record as Python, and it is no formula")
 
 
 @lru_cache(maxsize=128)

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.rewards import resolve
-from megarl.rewards.reasoning_gym import reasoning_gym
+from megarl.rewards.reasoning_gym import FORMULAS, LITERALS, reasoning_gym
 from megarl.types import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # reasoning-gym's dependencies warn at import
 
+UNANSWERED = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Tasks whose records have no gold answer."""
+JUNK = (
+    "", "no such thing", "[[1, 2], [3]]", '{"a": 1}', "-1e400", "None", "null", "x" * 200, "1/0", "\\frac{1}{2}", 
+    "((((", "[]", "{}", "1 2 3", "9" * 5000, "[" * 5000, "\udcff",
+)  # fmt: skip
+PROGRAMS = (
+    "[__import__('os').mkdir({folder!r})]", "__import__('os').mkdir({folder!r})",
+    "[x for x in [open({folder!r}, 'w')]]", "(lambda: __import__('os').mkdir({folder!r}))()",
+)  # fmt: skip
 SCORED_IN_PART = {"countdown", "knights_knaves", "word_ladder", "zebra_puzzles"}
 """Some of the tasks whose scorers read the metadata."""
 
@@ -21,6 +35,81 @@ def entry_of(task: str) -> dict[str, Any]:
     import reasoning_gym as library
 
     return json.loads(json.dumps(library.create_dataset(task, seed=5, size=1)[0], default=str))
+
+
+def all_tasks() -> list[str]:
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS.keys() - {"composite"})
+
+
+def test_every_scorer_takes_the_gold_answer_and_no_junk(tmp_path: Path) -> None:
+    """Whatever a completion says is scored, and none of it is run."""
+    tasks = all_tasks()
+    assert len(tasks) > 100 and not tmp_path.joinpath("made").exists()
+    programs = [program.format(folder=str(tmp_path / "made")) for program in PROGRAMS]
+    for task in tasks:
+        entry = entry_of(task)
+        gold = entry["answer"]
+        if task in UNANSWERED:
+            assert gold is None or not gold
+        elif "Integral" not in str(gold):  # a task that the library itself has not solved
+            assert resolve(f"reasoning_gym.{task}")(f"<answer>{gold}</answer>", gold, entry).answer_correct, task
+        for said in (*JUNK, *programs):
+            reward = reasoning_gym(said, gold, entry, place="text")
+            assert said == gold or not reward.answer_correct, (task, said)
+    assert not tmp_path.joinpath("made").exists()
+
+
+def test_the_tasks_that_evaluate_are_known() -> None:
+    """A scorer of another version of the library that evaluates what it is given would be found here."""
+    import reasoning_gym as library
+    from reasoning_gym.factory import DATASETS
+
+    called = re.compile(r"(?<![\w.])(?:eval|exec|compile|(?:sympy\.|sp\.)?(?:parse_expr|sympify))\(")
+    found = {
+        name for name in all_tasks()
+        if called.search(inspect.getsource(DATASETS[name][0].score_answer))
+    }  # fmt: skip
+    assert library.__version__ and found == LITERALS | FORMULAS | {"number_sorting"}
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "value"),
+    [
+        ("simple_integration", "integrand", "open('x')"),
+        ("bitwise_arithmetic", "problem", "open('x')"),
+        ("number_sorting", None, "[open('x')]"),
+        ("polynomial_multiplication", None, "open('x')"),
+    ],
+)
+def test_what_a_record_has_is_not_run(task: str, field: str | None, value: str) -> None:
+    entry = entry_of(task)
+    if field is None:
+        entry["answer"] = value
+    else:
+        entry["metadata"][field] = value
+    with pytest.raises(ValueError, match="as Python"):
+        reasoning_gym("<answer>1</answer>", entry["answer"], entry)
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "score"),
+    [
+        ("spiral_matrix", lambda gold: f"[{', '.join(gold.split())}]", 0.1),
+        ("countdown", lambda gold: f"({gold})", 1.0),
+        ("simple_integration", lambda gold: f"{gold} + 3", 1.0),
+    ],
+)
+def test_literals_and_formulas_are_evaluated(task: str, said: Callable[[str], str], score: float) -> None:
+    entry = entry_of(task)
+    assert reasoning_gym(said(entry["answer"]), entry["answer"], entry, place="text").score == score
+
+
+def test_a_record_at_fault_is_no_wrong_answer() -> None:
+    entry = entry_of("prime_factorization")
+    with pytest.raises(ValueError, match="int"):
+        reasoning_gym("<answer>2</answer>", "prime", entry)
 
 
 @pytest.mark.parametrize("task", ["chain_sum", *sorted(SCORED_IN_PART)])
@@ -55,3 +144,5 @@ def test_a_record_that_does_not_tell_its_task(record: dict[str, Any]) -> None:
 def test_a_task_that_is_none() -> None:
     with pytest.raises(ConfigError, match=r"no task 'chain_sums'; did you mean reasoning_gym\.chain_sum\?"):
         resolve("reasoning_gym.chain_sums")
+    with pytest.raises(ConfigError, match="several tasks; name reasoning_gym"):
+        resolve("reasoning_gym.composite")
