@@ -163,7 +163,7 @@ def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[st
     dropped: Dropped = Counter()
     kept: Kept = {}
     records = count_records(recipe, dropped, kept)
-    check_rewards(recipe)
+    check_rewards(recipe, is_start=is_start)
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for text in resource_warnings(recipe, layout):
         console.print(f"warning: {text}", style="yellow")
@@ -189,6 +189,7 @@ def evaluate(
     of_set: Annotated[
         list[str] | None, typer.Option("--set", help="A validation set by name; repeatable; left out: all.")
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Of a run the model of its best evaluation, hf_best.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder to write; left out: a new one in evaluations/.", show_default=False),
@@ -200,7 +201,7 @@ def evaluate(
     from megarl.console import print_evaluation
     from megarl.loops.evaluation import prepare, run
 
-    prepared = prepare(model, recipe, overrides or (), options=chosen, sets=of_set or (), out=out)
+    prepared = prepare(model, recipe, overrides or (), options=chosen, sets=of_set or (), out=out, is_best=best)
     print_evaluation(asyncio.run(run(prepared)), prepared.folder)
 
 

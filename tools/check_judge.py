@@ -166,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = sys.argv[1:] if arguments is None else arguments
     given = parser.parse_args(arguments)
+    if given.errors + given.hangs + given.nonsense >= 100:
+        parser.error("--errors, --hangs and --nonsense together leave no call with an answer; give less than 100")
     if given.serve:
         asyncio.run(serve(given))
         return 0

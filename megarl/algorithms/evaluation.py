@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from functools import cache
+from functools import lru_cache
 from math import comb, sqrt
 from typing import Literal, NamedTuple
 
@@ -17,6 +17,11 @@ NUM_RESAMPLES = 1000
 """Resamples of the bootstrap."""
 MAX_ATTEMPTS = 1024
 """Most attempts at a problem: the binomial coefficients of more exceed float64."""
+MAX_EXACT = 128
+"""Most attempts at a problem whose majorities are counted exactly: the time grows with their cube."""
+NUM_DRAWN = 4096
+"""Sets of attempts that a majority of more is estimated from."""
+_ROUNDING = 1e-12
 _DRAWN_AT_ONCE = 1 << 22
 
 
@@ -43,7 +48,8 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
     """Unbiased estimate that the most frequent of k answers is correct: its mean over all sets of k of the n attempts.
 
     Correct attempts are one answer, however they write it; wrong ones are by `answers`. One whose answer is None does
-    not vote. Of answers with equally many votes each is as likely to be chosen. Raises ValueError for k > n.
+    not vote. Of answers with equally many votes each is as likely to be chosen. Of more than `MAX_EXACT` attempts it is
+    the mean over `NUM_DRAWN` sets, drawn by a fixed seed. Raises ValueError for k > n.
     Source: self-consistency (arXiv 2203.11171), with subsets as in Chen et al. 2021.
     """
     num_attempts = len(is_correct)
@@ -51,14 +57,26 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
     wrong = [answer for answer, right in zip(answers, is_correct, strict=True) if not right]
     counts = Counter(answer for answer in wrong if answer is not None)
     num_silent = len(wrong) - counts.total()
-    return _majority(sum(is_correct), tuple(sorted(counts.values())), num_silent, k)
+    votes = (sum(is_correct), tuple(sorted(counts.values())), num_silent, k)
+    if not any(is_correct):
+        return 0.0
+    return _majority(*votes) if num_attempts <= MAX_EXACT else _majority_of_draws(*votes)
 
 
-@cache
+@lru_cache(maxsize=1 << 14)
+def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
+    """As `_majority`, estimated."""
+    generator = np.random.default_rng(0)
+    drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
+    votes = drawn[:, :-1]
+    most = votes.max(axis=1)
+    num_first = (votes == most[:, None]).sum(axis=1)
+    return float(((votes[:, 0] == most) & (most > 0)).astype(np.float64).dot(1.0 / num_first) / NUM_DRAWN)
+
+
+@lru_cache(maxsize=1 << 14)
 def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
     """As `majority_at_k`, from numbers of attempts: correct, of each wrong answer (ascending), without an answer."""
-    if not num_correct:
-        return 0.0
     won = 0.0
     for votes in range(1, min(num_correct, k) + 1):
         # ways[t, d]: ways to draw d other attempts such that t wrong answers have as many votes and none has more.
@@ -76,7 +94,9 @@ def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int)
             ways = fewer
         chances = ways[:, others] / np.arange(1, len(ways) + 1)
         won += comb(num_correct, votes) * float(chances.sum())
-    return won / comb(num_correct + sum(wrong) + num_silent, k)
+    share = won / comb(num_correct + sum(wrong) + num_silent, k)
+    # Sums of large counts are rounded: what is certain must be so.
+    return float(round(share)) if abs(share - round(share)) < _ROUNDING else share
 
 
 def _check_k(num_attempts: int, k: int) -> None:
@@ -87,16 +107,17 @@ def _check_k(num_attempts: int, k: int) -> None:
 def mean_with_interval(values: Sequence[float]) -> Measure:
     """Mean of a number per problem, each between 0 and 1, with a 95 % interval.
 
-    Wilson's score interval where each is 0 or 1; else the percentile bootstrap over problems, `NUM_RESAMPLES` resamples
-    of a fixed seed. Both are about other problems of the same kind. Raises ValueError without any problem.
+    Wilson's score interval where each is 0 or 1, and where all are equal, for which it is too wide; else the percentile
+    bootstrap over problems, `NUM_RESAMPLES` resamples of a fixed seed. Both are about other problems of the same kind.
+    Raises ValueError without any problem.
     Source: Wilson 1927; Efron 1979.
     """
     if not len(values):
         raise ValueError("there is no problem to take the mean of")
     array = np.asarray(values, np.float64)
     mean = float(array.mean())
-    if np.isin(array, (0.0, 1.0)).all():
-        return Measure(mean, *wilson(int(array.sum()), len(array)), "wilson")
+    if np.isin(array, (0.0, 1.0)).all() or np.ptp(array) == 0:
+        return Measure(mean, *wilson(float(array.sum()), len(array)), "wilson")
     generator = np.random.default_rng(0)
     rows = max(1, _DRAWN_AT_ONCE // len(array))
     parts = [min(rows, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, rows)]
@@ -107,7 +128,7 @@ def mean_with_interval(values: Sequence[float]) -> Measure:
     return Measure(mean, float(low), float(high), "bootstrap")
 
 
-def wilson(num_correct: int, count: int) -> tuple[float, float]:
+def wilson(num_correct: float, count: int) -> tuple[float, float]:
     """Wilson's 95 % score interval of a rate."""
     rate, spread = num_correct / count, Z95**2 / count
     centre = (rate + spread / 2) / (1 + spread)

@@ -12,7 +12,7 @@ from megarl.config.section import Section
 
 class ServedConfig(Section):
     url: str
-    """Address of the server, such as http://127.0.0.1:8000/v1."""
+    """Address of the server, such as http://127.0.0.1:8000/v1. https goes by the proxies that the environment names."""
     max_in_flight: PositiveInt = 64
     """Calls at the same time; further completions wait, which no time limit counts."""
     timeout_seconds: PositiveFloat = 60.0
@@ -24,12 +24,14 @@ class ServedConfig(Section):
     """Pause before the second call, doubled before each further one; at least what the server asks for by Retry-After,
     up to a minute."""
     parse_error_score: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
-    """Score of a completion whose last answer has no score that can be read; left out, it could not be scored
-    (reward.on_failure)."""
+    """Score of a completion whose last answer has no score that can be read, counted in reward/NAME/substituted; left
+    out, it could not be scored (reward.on_failure)."""
     correct_from: float | None = None
     """Score from which on the answer is correct (val/SET/accuracy); left out, it says nothing of that."""
     api_key_env: str | None = None
     """Name of the environment variable with the server's key, sent as a bearer token."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Further headers of each request; no secrets, for the run's folder has the recipe."""
 
 
 class JudgeConfig(ServedConfig):
@@ -48,14 +50,18 @@ class JudgeConfig(ServedConfig):
     """Lowest and highest number of a judge that gives one instead of a verdict; the score is 0 at the first, 1 at the
     second, and another number cannot be read."""
     pattern: str | None = None
-    """Regular expression whose first group, or all of it, is the verdict; the last match counts. Left out, the verdict
-    is all of the answer's last line, but for a label (Verdict: ...) and punctuation."""
+    """Regular expression whose first group, or all of it, is the verdict; the last match counts, and one that takes
+    longer than a tenth of a second has none. Left out, the verdict is all of the answer's last line, but for a label
+    (Verdict: ...) and punctuation."""
     thoughts: Literal["hide", "show"] = "hide"
-    """Whether the judge sees what the completion has up to its last </think>."""
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature of the judge."""
-    max_tokens: PositiveInt = 1024
-    """Tokens of the judge's answer."""
+    """Whether the judge sees what the completion has up to its last </think>; hidden, of one that is cut short in its
+    thoughts it sees nothing."""
+    max_shown_characters: PositiveInt = 100_000
+    """Of a longer completion the judge sees this much of its end."""
+    temperature: NonNegativeFloat | None = 0.0
+    """Sampling temperature of the judge; null: the request has none."""
+    max_tokens: PositiveInt | None = 1024
+    """Tokens of the judge's answer; null: the request has no such bound."""
     request: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request, such as {seed: 1, response_format: {type: json_object}}."""
     dollars_per_million: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)

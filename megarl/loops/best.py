@@ -41,10 +41,14 @@ class BestModel:
         with storage_faults_named(folder.path):
             for kept in (self._kept, _adapter(self._kept)):
                 _settle(kept)
-        self._taken_at = _read(self._candidate).get("step")
-        found = _read(self._kept)
-        # One of a step that is about to be trained again stays until another is evaluated, but is compared with none.
-        if found.get("metric") == self._metric and found.get("step", math.inf) <= folder.resumed_step:
+            candidate = _read(self._candidate)
+            if "value" in candidate:
+                self._keep()
+            else:
+                self._taken_at = candidate.get("step")
+            found = _read(self._kept)
+        # Also that of a step that is about to be trained again: the model is there, and was measured.
+        if found.get("metric") == self._metric:
             self.step, self._value = found["step"], float(found["value"])
 
     async def take(self, step: int) -> None:
@@ -71,11 +75,15 @@ class BestModel:
             for folder in (self._candidate, _adapter(self._candidate)):
                 shutil.rmtree(folder, ignore_errors=True)
             return
+        # From here on it is the best: a run that is killed before the folders have their names ends that at its resume.
         self._describe({"step": step, "metric": self._metric, "value": value})
+        self._keep()
+        self.step, self._value = step, value
+
+    def _keep(self) -> None:
         if _adapter(self._candidate).exists():
             _replace(_adapter(self._kept), _adapter(self._candidate))
         _replace(self._kept, self._candidate)
-        self.step, self._value = step, value
 
     def _is_best(self, value: float) -> bool:
         if not math.isfinite(value):

@@ -11,7 +11,7 @@ import json
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from megarl.terminal import FirstOfEachKind, Terminal
 from megarl.tracking.tracker import json_line
 from megarl.types import ConfigError, StoppedError
 
+_OUT_EXISTS = "--out {}: is there already; give a new folder, or leave it out"
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -58,16 +60,18 @@ def prepare(
     options: Mapping[str, Any],
     sets: Sequence[str] = (),
     out: Path | None = None,
+    is_best: bool = False,
 ) -> Evaluation:
-    """Check everything, and start and write nothing.
+    """Check everything, then make the folder to write. Starts nothing.
 
-    `model` is a model folder, a name on the Hub that its cache has, or a run's folder: then its exported model.
+    `model` is a model folder, a name on the Hub that its cache has, or a run's folder: then its exported model, or with
+    `is_best` that of its best evaluation.
     `recipe` is a YAML file or a run's folder. `options` are values of fields of `evaluation`, by dotted name, of all
     sources; `sets` names validation sets, all if empty. `out` must be free; left out, it is a new folder in
     `evaluations/` of the run, or of the current folder. Raises DataError where there is no model, ConfigError or
     DataError for all that the recipe, its files and the sets lack.
     """
-    folder = model_folder(model if model.exists() else Path(found_folder(str(model))))
+    folder = model_folder(model if model.exists() else Path(found_folder(str(model))), is_best=is_best)
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
     given = [*overrides, f"model.path={json.dumps(str(folder))}"]
     sources = load(file, given, is_of_run=recipe.is_dir()).mixture
@@ -85,9 +89,12 @@ def prepare(
         # The training data need not be here.
         first = next(iter(loaded.data.validation.values()))
         loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"train": first})})
+    if out is not None and out.exists():
+        raise ConfigError(_OUT_EXISTS.format(out))
+    layout = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
-    written = _free(out, home / "evaluations", folder.absolute().name, loaded.name)
-    return Evaluation(folder, loaded, _checked(loaded), frozenset(sets or known), written)
+    written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
+    return Evaluation(folder, loaded, layout, frozenset(sets or known), written)
 
 
 def _checked(recipe: Recipe) -> ParallelConfig:
@@ -96,18 +103,20 @@ def _checked(recipe: Recipe) -> ParallelConfig:
     return layout
 
 
-def _free(out: Path | None, home: Path, model: str, recipe: str) -> Path:
-    """The folder to write, which is not there yet. Raises ConfigError for one that is."""
-    if out is not None:
-        if out.exists():
-            raise ConfigError(f"--out {out}: is there already; give a new folder, or leave it out")
-        return out
-    name = f"{model}_{recipe}"
-    number, free = 1, home / name
-    while free.exists():
+def _made(out: Path | None, wanted: Path) -> Path:
+    """The folder to write, made now: `out`, or the first free one. Raises ConfigError for an `out` that is there."""
+    number, folder = 1, out or wanted
+    while True:
+        with storage_faults_named(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            # Another evaluation may take the same name at the same time.
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+        if out is not None:
+            raise ConfigError(_OUT_EXISTS.format(out))
         number += 1
-        free = home / f"{name}_{number}"
-    return free
+        folder = wanted.with_name(f"{wanted.name}_{number}")
 
 
 async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
@@ -118,7 +127,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
     """
     folder, recipe = evaluation.folder, evaluation.recipe
     with storage_faults_named(folder):
-        (folder / "logs").mkdir(parents=True)
+        (folder / "logs").mkdir()
         replace_text(folder / "config.yaml", to_yaml(recipe))
     found: list[EvaluatedSet] = []
     with _leaving_on_signals(folder):

@@ -22,7 +22,7 @@ from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.rows import data_files as found_files
 from megarl.data.streamed import Collect, OnLong, Streamed, counted, in_memory
 from megarl.preflight.sizes import row_multiple
-from megarl.rewards import SYSTEM_PROMPTS
+from megarl.rewards import system_prompt_of
 from megarl.types import ConfigError, DataError, MegarlError, Problem, TrainingSequence
 
 if TYPE_CHECKING:
@@ -227,14 +227,16 @@ def system_prompt(recipe: Recipe) -> str | None:
         return None
     if given != "default":
         return given
-    names = [function.name for function in recipe.reward.functions] if recipe.has_engine else []
-    prompts = [SYSTEM_PROMPTS[name] for name in names if name in SYSTEM_PROMPTS]
-    if not prompts:
+    functions = recipe.reward.functions if recipe.has_engine else ()
+    found = (system_prompt_of(function.name, function.kwargs) for function in functions)
+    prompt = next((prompt for prompt in found if prompt is not None), None)
+    if prompt is None:
+        names = [function.name for function in functions]
         raise ConfigError(
             "data.system_prompt = default: is the instruction of a reward function's format, and "
             f"{', '.join(names) or 'this recipe'} has none; give the text itself, or leave it out"
         )
-    return prompts[0]
+    return prompt
 
 
 def read_conversations(

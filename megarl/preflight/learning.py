@@ -61,11 +61,46 @@ def best(recipe: Recipe) -> Iterator[str]:
         yield f"checkpoint.best = {metric}: is not val/SET/METRIC; SET is {either(sets)}, METRIC accuracy, say"
     elif "@" in metric:
         yield f"checkpoint.best = {metric}: is written pass_at_4 or majority_at_4; avg@n is accuracy"
-    elif match := re.fullmatch(r"(pass|majority)_at_(\d+)", "/".join(parts[2:])):
-        k = int(match[2])
-        owners = [source.recipe for source in recipe.sources if parts[1] in source.recipe.data.validation]
-        if not any(k in owner.evaluation.ks for owner in owners):
-            yield f"checkpoint.best = {metric}: is not estimated; put {k} into evaluation.k"
+    elif fault := _unmeasured(recipe, parts[1], "/".join(parts[2:])):
+        yield f"checkpoint.best = {metric}: {fault}"
+
+
+def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
+    """Why the set of that name will not have a measure; None where it will."""
+    owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
+    if name in recipe.data.validation_conversations and not owners:
+        return None if measure == "loss" else "these conversations are measured by loss alone"
+    if not recipe.has_engine:
+        return None if measure == "accuracy" else "these pairs are measured by accuracy alone"
+    found = [_measure_fault(owner, measure) for owner in owners]
+    return None if None in found else found[0]
+
+
+def _measure_fault(recipe: Recipe, measure: str) -> str | None:
+    """Why a sampled set of this recipe will not have a measure; None where it will."""
+    from megarl.rewards import metric_name
+    from megarl.rewards.final_answers import reader_of
+
+    functions = recipe.reward.functions
+    if measure in ("format_valid", "completion_tokens/mean"):
+        return None
+    if measure.startswith(tuple(f"reward/{metric_name(function.name)}/" for function in functions)):
+        return None
+    if recipe.reward.source_field and (match := re.fullmatch(r"data_source/[^/]+/(.+)", measure)):
+        measure = match[1]
+    measure = re.sub(r"/(low|high)$", "", measure)
+    if measure == "accuracy":
+        return None
+    match = re.fullmatch(r"(pass|majority)_at_(\d+)", measure)
+    if not match:
+        return (
+            "is not measured; measured are accuracy, format_valid, completion_tokens/mean, pass_at_K and majority_at_K"
+        )
+    if int(match[2]) not in recipe.evaluation.ks:
+        return f"is not estimated; put {match[2]} into evaluation.k"
+    if match[1] == "majority" and reader_of([(function.name, function.kwargs) for function in functions]) is None:
+        return "there is no majority: none of reward.functions says where a final answer stands; take pass_at_K"
+    return None
 
 
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:

@@ -17,28 +17,29 @@ from megarl.data.problems import num_made
 from megarl.data.records import Record, read_records
 from megarl.files.import_path import import_object
 from megarl.preflight.files import field_names, system_prompt
-from megarl.rewards import RECORD_CHECKS
+from megarl.rewards import RECORD_CHECKS, kind_of
 from megarl.rewards.calling import Sample, expected
 from megarl.rewards.served import ServedReward, ServerFailedError, served_reward
 from megarl.rewards.worker import RewardWorker, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
 
-def check_rewards(recipe: Recipe) -> None:
+def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
     """Import each reward function in a process of its own and call it once, its completion the first record's answer.
 
-    A server is asked once in the same way. What a reward needs must be in every record. Raises one ConfigError that
-    lists all functions at fault, and for each the first line that it cannot score.
+    A server is asked once in the same way; without `is_start` none, for it need not be within reach of here. What a
+    reward needs must be in every record. Raises one ConfigError that lists all functions at fault, and for each the
+    first line that it cannot score.
     """
     wrong: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
         before = f"mixture.{source.name}: " if recipe.mixture else ""
-        wrong += [f"{before}{text}" for text in _faults_of_source(source.recipe)]
+        wrong += [f"{before}{text}" for text in _faults_of_source(source.recipe, is_start=is_start)]
     if wrong:
         raise ConfigError(error_page(f"rewards of recipe {recipe.name}", wrong))
 
 
-def _faults_of_source(recipe: Recipe) -> Iterator[str]:
+def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     served: list[ServedReward[Any]] = []
     for function in worker_settings(recipe.reward, recipe.sandbox).served:
         try:
@@ -59,7 +60,7 @@ def _faults_of_source(recipe: Recipe) -> Iterator[str]:
     settings = worker_settings(recipe.reward, recipe.sandbox)
     for function in settings.functions:
         yield from _try(function, settings, sample)
-    for one in served:
+    for one in served if is_start else ():
         yield from _ask(one, sample)
 
 
@@ -92,9 +93,10 @@ def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]
     found: dict[str, Check] = {}
     of_servers = {one.name: one for one in served}
     for function in recipe.reward.functions:
-        path = RECORD_CHECKS.get(function.name)
+        path = RECORD_CHECKS.get(kind_of(function.name))
         own = None if path is None else import_object(path, "reward.functions")
         server = of_servers.get(function.name)
+        server = server if server is not None and server.reads_records else None
         if own is None and server is None and not function.needs:
             continue
         found[function.name] = _check_of(function, own, server)
@@ -117,7 +119,8 @@ def _check_of(
 
 
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
-    """Faults of a server."""
+    """Faults of a server, whose answer must be read this time."""
+    served.config = served.config.model_copy(update={"parse_error_score": None})
 
     async def ask() -> None:
         try:

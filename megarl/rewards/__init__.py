@@ -11,19 +11,18 @@ and keyword arguments of its own if it likes.
 where there are several, are no functions: the driver asks a server of the user's over HTTP, many completions at once.
 
 Reading order: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `multiple_choice` (answers), `final_answers`
-(where they stand), `math_equivalence` (is the answer right), `answer_format`, `length`, `harmless` and
-`reasoning_gym`, `code` (does a
-program pass its tests), `code_cases` (formats of tests), `code_programs` (how they are run), `calling` (what a
-function is called with), `scores` (what it may return), `server` (the process that calls functions), `worker` (the
-driver's side of one process, a `platform.killable` one), `served` (a server that scores), `judge` and `remote` (its two
-kinds), `scoring` (the pool).
+(where they stand), `math_equivalence` (is the answer right), `answer_format`, `length`, `harmless` (what
+may be evaluated), `reasoning_gym`, `code` (does a program pass its tests), `code_cases` (formats of tests),
+`code_programs` (how they are run), `calling` (what a function is called with), `scores` (what it may return), `server`
+(the process that calls functions), `worker` (the driver's side of one process, a `platform.killable` one), `served` (a
+server that scores), `judge` and `remote` (its two kinds), `scoring` (the pool).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.files.import_path import Choices, import_object
@@ -48,39 +47,70 @@ SERVED = {
 
 RECORD_CHECKS = {
     "code": "megarl.rewards.code_cases:check_record",
+    "math_competition": "megarl.rewards.final_answers:check_gold_answers",
     "gsm8k": "megarl.rewards.gsm8k:check_record",
     "multiple_choice": "megarl.rewards.multiple_choice:check_record",
     "length": "megarl.rewards.length:check_record",
     "reasoning_gym": "megarl.rewards.reasoning_gym:check_record",
+    "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:check_metadata",
 }
 """Functions of answer, record and the recipe's keyword arguments, called for every record before a start: ValueError
 for one that the reward cannot score. Their modules are light to import."""
 
+ANSWER_READERS = {
+    "boxed": "megarl.rewards.final_answers:boxed_answer",
+    "think_answer_tags": "megarl.rewards.final_answers:tagged_answer",
+    "gsm8k": "megarl.rewards.gsm8k:final_answer",
+    "math_competition": "megarl.rewards.final_answers:competition_answer",
+    "multiple_choice": "megarl.rewards.multiple_choice:final_answer",
+    "reasoning_gym": "megarl.rewards.reasoning_gym:final_answer",
+    "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:final_answer",
+}
+"""Functions of completion, record and the recipe's keyword arguments: the final answer that is scored, as text, or None
+(`majority_at_K`). Their modules are light to import."""
+
+_BOXED = "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}."
+_TAGS = (
+    "Think the problem through first, then answer it. Put the thoughts between <think> and </think> and the final "
+    "answer between <answer> and </answer>, each pair of tags once and in this order, like this: "
+    "<think> your thoughts </think><answer> your answer </answer>"
+)
+_CODE = (
+    "Solve the problem with a Python program: think it through first, then write the whole program in one block "
+    "that begins with ```python and ends with ```. Unless the problem names a function to write, the program reads "
+    "standard input and prints the answer."
+)
+_HASHES = (
+    "Work through the problem step by step. Then write the final answer, a number and nothing else, on a last line "
+    "that begins with ####."
+)
 SYSTEM_PROMPTS = {
-    "boxed": "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}.",
-    "think_answer_tags": (
-        "Think the problem through first, then answer it. Put the thoughts between <think> and </think> and the final "
-        "answer between <answer> and </answer>, each pair of tags once and in this order, like this: "
-        "<think> your thoughts </think><answer> your answer </answer>"
-    ),
-    "code": (
-        "Solve the problem with a Python program: think it through first, then write the whole program in one block "
-        "that begins with ```python and ends with ```. Unless the problem names a function to write, the program reads "
-        "standard input and prints the answer."
-    ),
-    "gsm8k": (
-        "Work through the problem step by step. Then write the final answer, a number and nothing else, on a last line "
-        "that begins with ####."
-    ),
-    "math_competition": (
-        "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}."
-    ),
+    "boxed": _BOXED,
+    "think_answer_tags": _TAGS,
+    "code": _CODE,
+    "gsm8k": _HASHES,
+    "math_competition": _BOXED,
     "multiple_choice": (
         "Think the question through step by step. Then write the letter of the right choice, and nothing else, in "
         "\\boxed{}."
     ),
+    "reasoning_gym": _TAGS,
+    "reasoning_gym.TASK": _TAGS,
 }
 """Instructions for the formats of functions, used with `data.system_prompt: default`."""
+
+FORM_PROMPTS = {
+    "boxed": _BOXED,
+    "tags": _TAGS,
+    "think_answer_tags": _TAGS,
+    "code": _CODE,
+    "hashes": _HASHES,
+    "answer_line": (
+        "Work through the problem step by step. Then write the final answer on a last line that begins with Answer: "
+        "and has nothing else."
+    ),
+}
+"""Instructions for the forms that keyword arguments of functions choose: `forms`, `form` or `place`."""
 
 
 _CHOICES = Choices("reward.functions", "reward", "function", REWARDS | SERVED)
@@ -99,6 +129,19 @@ def served_kind(name: str) -> str | None:
     """The kind of server, `judge` or `remote`, that a recipe's reward name stands for; None for a function."""
     found = _SERVED_NAME.fullmatch(name)
     return found[1] if found else None
+
+
+def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
+    """The instruction for a reward function's format, of several forms that it takes the first; None without one."""
+    chosen = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
+    if chosen is None:
+        return SYSTEM_PROMPTS.get(kind_of(name))
+    return FORM_PROMPTS.get(chosen if isinstance(chosen, str) else chosen[0])
+
+
+def kind_of(name: str) -> str:
+    """The key of this package's tables for a recipe's reward name: `reasoning_gym.TASK` for all its tasks."""
+    return "reasoning_gym.TASK" if _TASK.fullmatch(name) else name
 
 
 def metric_name(name: str) -> str:

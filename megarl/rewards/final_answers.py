@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
+from megarl.files.import_path import import_object
+from megarl.rewards import ANSWER_READERS, kind_of
+
 AnswerForm = Literal["boxed", "tags", "hashes", "answer_line"]
+ReadAnswer = Callable[[str, Mapping[str, Any]], str | None]
+"""Reads the final answer from a completion to a record."""
 
 GSM8K_FORMS: tuple[Literal["hashes", "boxed"], ...] = ("hashes", "boxed")
 """The forms of `gsm8k` unless its keyword argument `forms` says otherwise."""
@@ -18,8 +25,8 @@ MARKED_NUMBER = re.compile(rf"####[ \t]*({NUMBER})")
 
 _OPENING = r"\boxed{"
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_ANSWER_LINE = re.compile(r"(?im)^.*?\banswer\s*:[ \t]*(\S.*?)[ \t]*$")
+_OPEN, _CLOSE = _TAGS[2:]
+_ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
@@ -42,27 +49,50 @@ def last_boxed(text: str) -> str | None:
 
 def last_tagged(text: str) -> str | None:
     """The contents of the last <answer>...</answer>; None without one."""
-    found = _ANSWER.findall(text)
-    return found[-1] if found else None
+    found = _last_tags(text)
+    return None if found is None else found[1]
+
+
+def _last_tags(text: str) -> tuple[int, str] | None:
+    """Where the last <answer>...</answer> begins, and its contents."""
+    end = text.rfind(_CLOSE)
+    while end >= 0:
+        before = text.rfind(_CLOSE, 0, end)
+        start = text.find(_OPEN, before + 1, end)
+        if start >= 0:
+            return start, text[start + len(_OPEN) : end]
+        end = before
+    return None
+
+
+def _last_answer_line(text: str) -> tuple[int, str] | None:
+    """Where the answer of the last line `Answer: x` begins, and x."""
+    end = len(text)
+    while end >= 0:
+        start = text.rfind("\n", 0, end) + 1
+        label = _ANSWER_LABEL.search(text, start, end)
+        if label and (said := text[label.end() : end].strip()):
+            return label.end(), said
+        end = start - 1
+    return None
 
 
 def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, str] | None:
     """The answer that stands last in one of these forms, with its form; None without one.
 
     boxed: \\boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, where x
-    may have a box around it.
+    may have a box around it. The time it takes grows with the text's length alone.
     """
     found: list[tuple[int, AnswerForm, str]] = []
-    if "hashes" in forms and (marked := list(MARKED_NUMBER.finditer(text))):
-        found.append((marked[-1].start(), "hashes", marked[-1][1]))
+    if "hashes" in forms:
+        found += [(marked.start(), "hashes", marked[1]) for marked in deque(MARKED_NUMBER.finditer(text), maxlen=1)]
     if "boxed" in forms and (contents := last_boxed(text)) is not None:
         found.append((text.rfind(_OPENING), "boxed", contents))
-    if "answer_line" in forms and (lines := list(_ANSWER_LINE.finditer(text))):
-        said = lines[-1][1]
-        inside = last_boxed(said)
-        found.append((lines[-1].start(1), "answer_line", said if inside is None else inside))
-    if "tags" in forms and (contents := last_tagged(text)) is not None:
-        found.append((text.rfind("<answer>"), "tags", contents))
+    if "answer_line" in forms and (line := _last_answer_line(text)):
+        inside = last_boxed(line[1])
+        found.append((line[0], "answer_line", line[1] if inside is None else inside))
+    if "tags" in forms and (tags := _last_tags(text)):
+        found.append((tags[0], "tags", tags[1]))
     if not found:
         return None
     _, form, answer = max(found, key=lambda each: each[0])
@@ -84,26 +114,52 @@ def without_thoughts(text: str) -> str:
     return text.rpartition("</think>")[2]
 
 
-def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> Callable[[str], str | None] | None:
+def boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
+    """The answer that `boxed` scores."""
+    return last_boxed(text)
+
+
+def tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
+    """The answer that `think_answer_tags` scores."""
+    return last_tagged(text)
+
+
+def competition_answer(
+    text: str,
+    record: Mapping[str, Any],
+    *,
+    forms: Collection[AnswerForm] = MATH_COMPETITION_FORMS,
+    thoughts: Literal["optional", "required"] = "optional",
+    **kwargs: Any,
+) -> str | None:
+    """The answer that `math_competition` scores, after the last </think>; None without one in a valid format."""
+    if thoughts == "required" and _TAGS[1] not in text:
+        return None
+    stated = last_stated(without_thoughts(text), forms)
+    return None if stated is None else stated[1]
+
+
+def gold_answers(answer: Any) -> list[str]:
+    """The gold answers, each without a box around it. Raises ValueError where there is none."""
+    given = answer if isinstance(answer, list) else [answer]
+    texts = [str(one) for one in given if isinstance(one, str | int | float) and not isinstance(one, bool)]
+    if not texts or len(texts) < len(given):
+        raise ValueError(f"the gold answer is {answer!r:.80}; give a text, or a list of texts that are all right")
+    return [text if (inside := last_boxed(text)) is None else inside for text in texts]
+
+
+def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
+    """Raise ValueError for a record that `math_competition` cannot score."""
+    gold_answers(answer)
+
+
+def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
     """How the final answer is read from a completion: as the first of these reward functions that has a format does.
 
     Functions are given by name, with their keyword arguments. None: they say nothing of where an answer stands.
     """
     for name, kwargs in functions:
-        if name == "boxed":
-            return last_boxed
-        if name == "think_answer_tags":
-            return last_tagged
-        if name == "gsm8k":
-            return _reader(kwargs.get("forms", GSM8K_FORMS))
-        if name == "math_competition":
-            return _reader(kwargs.get("forms", MATH_COMPETITION_FORMS))
+        path = ANSWER_READERS.get(kind_of(name))
+        if path is not None:
+            return partial(import_object(path, "reward.functions"), **kwargs)
     return None
-
-
-def _reader(forms: Collection[AnswerForm]) -> Callable[[str], str | None]:
-    def read(text: str) -> str | None:
-        stated = last_stated(without_thoughts(text), forms)
-        return None if stated is None else stated[1]
-
-    return read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, get_args
@@ -40,15 +41,11 @@ def gsm8k(
     if not forms or set(forms) - set(get_args(Form)):
         raise ValueError(f"forms are {forms!r}; give some of {', '.join(get_args(Form))}")
     gold = gold_number(answer)
-    number = _stated_number(completion_text, tuple(forms))
-    format_valid = number is not None
-    is_fallback = number is None and method == "flexible"
-    if is_fallback:
-        found = _ANY_NUMBER.findall(completion_text)
-        number = _number(found[-1]) if found else None
+    number, format_valid = _stated_number(completion_text, tuple(forms), method)
+    is_fallback = number is not None and not format_valid
     is_correct = number == gold
     score = correct_score if is_correct else format_score if format_valid else 0.0
-    return Reward(score, format_valid, is_correct, metrics={"fallback": float(is_fallback and number is not None)})
+    return Reward(score, format_valid, is_correct, metrics={"fallback": float(is_fallback)})
 
 
 def gold_number(answer: Any) -> Fraction:
@@ -66,7 +63,31 @@ def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
     gold_number(answer)
 
 
-def _stated_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
+def final_answer(
+    text: str,
+    record: Mapping[str, Any],
+    *,
+    forms: tuple[Form, ...] | list[Form] = GSM8K_FORMS,
+    method: Literal["strict", "flexible"] = "strict",
+    **kwargs: Any,
+) -> str | None:
+    """The number that is scored; None where the completion states none."""
+    number, _ = _stated_number(text, tuple(forms), method)
+    return None if number is None else str(number)
+
+
+def _stated_number(
+    text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
+) -> tuple[Fraction | None, bool]:
+    """The number that a completion states, and whether it does so in one of the forms."""
+    number = _in_form(text, forms)
+    if number is not None or method == "strict":
+        return number, number is not None
+    found = deque(_ANY_NUMBER.finditer(text), maxlen=1)
+    return (_number(found[0][1]) if found else None), False
+
+
+def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
     """The number in the form that comes last; None where that holds none, or there is none of them."""
     stated = last_stated(text, forms)
     if stated is None:

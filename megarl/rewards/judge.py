@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from megarl.config.served import JudgeConfig
 from megarl.rewards.calling import Sample
 from megarl.rewards.final_answers import without_thoughts
@@ -31,9 +33,17 @@ Give your reasons in a few sentences. Then write one last line that is CORRECT o
 _KNOWN = ("question", "completion", "answer")
 _PLACEHOLDER = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 _MAX_SHOWN = 120
+_MAX_TOKENS = 1e12
+"""Higher counts of tokens are no counts."""
 _MAX_READ_CHARACTERS = 20_000
 """A verdict is looked for in this much of an answer's end."""
-_LABEL = r"(?:[\w*_# ]{0,40}[:=])?"
+_LABEL = (
+    r"(?:[*_# ]{0,9}(?:(?:the|my|final|overall) ){0,3}(?:verdict|answer|judge?ment|grade|rating|score|result)"
+    r"[*_ ]{0,9}[:=])?"
+)
+"""Before a verdict; other words might turn it round."""
+_PATTERN_SECONDS = 0.1
+"""A recipe's pattern may take for ever on what a judge writes, and the event loop would wait for it."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
 
 
@@ -53,18 +63,18 @@ class Judge(ServedReward[JudgeConfig]):
         super().__init__(name, config)
         self._prompt = self._read_prompt()
         self._scores = {choice.casefold(): score for choice, score in config.choices.items()}
-        self._verdict = self._compiled()
+        self._pattern, self._verdict = self._compiled_pattern(), self._last_line()
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
         values = self._values(sample)
         # In one pass: what a completion writes in braces stays as it is.
         text = _PLACEHOLDER.sub(lambda found: values[found[1]], self._prompt)
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
+        bounds = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
         return {
             "model": self.config.model,
             "messages": [*system, {"role": "user", "content": text}],
-            "temperature": self.config.temperature,
-            "max_tokens": self.config.max_tokens,
+            **{name: value for name, value in bounds.items() if value is not None},
             **self.config.request,
         }
 
@@ -80,13 +90,7 @@ class Judge(ServedReward[JudgeConfig]):
     def verdict(self, text: str) -> float:
         """The score of the verdict in a judge's text. Raises ValueError where it has none."""
         text = text[-_MAX_READ_CHARACTERS:].strip()
-        if self.config.pattern is not None:
-            found = list(self._verdict.finditer(text))
-            match = found[-1] if found else None
-        else:
-            lines = text.splitlines()
-            match = self._verdict.fullmatch(lines[-1].strip()) if lines else None
-        said = None if match is None else match[1] if match.re.groups else match[0]
+        said = self._said(text)
         if said is None:
             raise ValueError(f"the judge's answer has no verdict; it ends with {text[-_MAX_SHOWN:]!r}")
         said = said.strip()
@@ -100,32 +104,54 @@ class Judge(ServedReward[JudgeConfig]):
             raise ValueError(f"the judge's verdict is {said[:_MAX_SHOWN]!r}, no number from {low:g} to {high:g}")
         return (float(said) - low) / (high - low)
 
+    def _said(self, text: str) -> str | None:
+        """The verdict as the judge writes it; None without one. Raises ValueError where the pattern takes too long."""
+        if self._pattern is None:
+            lines = text.splitlines()
+            match = self._verdict.fullmatch(lines[-1].strip()) if lines else None
+            return match and match[1]
+        try:
+            found = list(self._pattern.finditer(text, timeout=_PATTERN_SECONDS))
+        except TimeoutError:
+            raise ValueError(f"kwargs.pattern takes more than {_PATTERN_SECONDS:g} s on the judge's answer") from None
+        return found[-1][1 if self._pattern.groups else 0] if found else None
+
     def amounts(self, answer: Any) -> Mapping[str, float]:
         usage = answer.get("usage") if isinstance(answer, dict) else None
         found = [usage.get(name) if isinstance(usage, dict) else None for name in self.amount_names[:2]]
-        counts = [float(count) for count in found if type(count) is int and count >= 0]
+        counts = [float(count) for count in found if type(count) is int and 0 <= count < _MAX_TOKENS]
         if len(counts) < len(found):
             return {"unmetered": 1.0}
         prices = self.config.dollars_per_million
         dollars = sum(price * count for price, count in zip(prices, counts, strict=True)) / 1e6
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "dollars": dollars}
 
+    @property
+    def reads_records(self) -> bool:
+        return any(name.startswith("record.") for name in self._names(self._prompt))
+
     def check_record(self, sample: Sample) -> None:
         self._values(sample)
 
     def _values(self, sample: Sample) -> dict[str, str]:
         """The texts of the prompt's placeholders. Raises ValueError for a field that the record lacks."""
-        completion = sample.completion_text
         asked = [message.get("content") for message in sample.prompt_messages if message.get("role") == "user"]
         values = {
             "question": _text(asked[-1]) if asked else "",
-            "completion": without_thoughts(completion) if self.config.thoughts == "hide" else completion,
+            "completion": self._shown(sample.completion_text),
             "answer": _text(sample.answer),
         }
         for name in self._names(self._prompt):
             if name not in values:
                 values[name] = _text(_field(sample.record or {}, name.partition(".")[2]))
         return values
+
+    def _shown(self, completion: str) -> str:
+        """The part of a completion that the judge sees."""
+        if self.config.thoughts == "hide":
+            is_cut = completion.rfind("<think>") > completion.rfind("</think>")
+            completion = "" if is_cut else without_thoughts(completion)
+        return completion[-self.config.max_shown_characters :]
 
     def _read_prompt(self) -> str:
         path = self.config.prompt
@@ -146,14 +172,16 @@ class Judge(ServedReward[JudgeConfig]):
             )
         return text
 
-    def _compiled(self) -> re.Pattern[str]:
-        if self.config.pattern is not None:
-            try:
-                return re.compile(self.config.pattern, re.MULTILINE)
-            except re.error as error:
-                raise self.fault(
-                    f"kwargs.pattern = {self.config.pattern!r}: is no regular expression: {error}"
-                ) from None
+    def _compiled_pattern(self) -> regex.Pattern[str] | None:
+        if self.config.pattern is None:
+            return None
+        try:
+            return regex.compile(self.config.pattern, regex.MULTILINE)
+        except regex.error as error:
+            raise self.fault(f"kwargs.pattern = {self.config.pattern!r}: is no regular expression: {error}") from None
+
+    def _last_line(self) -> re.Pattern[str]:
+        """A last line that is a verdict, its first group."""
         words = sorted(map(re.escape, self.config.choices), key=len, reverse=True)
         said = _NUMBER if self.config.scale is not None else "|".join(words)
         return re.compile(rf"{_LABEL}[\s*_`\"'(\[{{]*({said})[\s*_`\"')\]}}.!]*", re.IGNORECASE)

@@ -28,6 +28,7 @@ def length(
     if mode not in ("at_most", "exact"):
         raise ValueError(f"mode is {mode!r}; give at_most or exact")
     wanted = target_of(record, target, field)
+    _check_width(width)
     over = num_tokens - wanted
     distance = max(over, 0) if mode == "at_most" else abs(over)
     score = max(0.0, 1.0 - distance / (wanted if width is None else width))
@@ -35,19 +36,31 @@ def length(
 
 
 def target_of(record: Mapping[str, Any], target: int | None, field: str | None) -> int:
-    """The target in tokens. Raises ValueError without one, or for one that is no positive number."""
+    """The target in tokens. Raises ValueError without one, or for one that is no number from 1 on."""
     if (target is None) == (field is None):
         raise ValueError("give either a target or the field of the records that holds it")
     if field is not None and field not in record:
         raise ValueError(f"the record has no field {field!r}, which holds the target")
     value = target if field is None else record[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise ValueError(f"the target is {value!r:.80}; give a number of tokens above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 1e9:
+        raise ValueError(f"the target is {value!r:.80}; give a number of tokens from 1 on")
     return int(value)
 
 
 def check_record(
-    answer: Any, record: Mapping[str, Any], *, target: int | None = None, field: str | None = None, **kwargs: Any
+    answer: Any,
+    record: Mapping[str, Any],
+    *,
+    target: int | None = None,
+    field: str | None = None,
+    width: int | None = None,
+    **kwargs: Any,
 ) -> None:
     """Raise ValueError for a record that this reward cannot score."""
     target_of(record, target, field)
+    _check_width(width)
+
+
+def _check_width(width: int | None) -> None:
+    if width is not None and (isinstance(width, bool) or not isinstance(width, int | float) or not width >= 1):
+        raise ValueError(f"width is {width!r:.80}; give a number of tokens from 1 on")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from megarl.rewards.final_answers import MATH_COMPETITION_FORMS, last_boxed, last_stated, without_thoughts
+from megarl.rewards.final_answers import MATH_COMPETITION_FORMS, competition_answer, gold_answers
 from megarl.rewards.math_equivalence import agreement
 from megarl.types import Reward
 
@@ -39,27 +39,15 @@ def math_competition(
         raise ValueError(f"forms are {forms!r}; give some of {', '.join(get_args(Form))}")
     if thoughts not in ("optional", "required"):
         raise ValueError(f"thoughts are {thoughts!r}; give optional or required")
-    stated = last_stated(without_thoughts(completion_text), tuple(forms))
-    if thoughts == "required" and "</think>" not in completion_text:
-        stated = None
-    agreed = 0.0
-    if stated is not None:
-        agreed = max(agreement(stated[1], gold) for gold in gold_answers(answer))
+    golds = gold_answers(answer)
+    stated = competition_answer(completion_text, record, forms=forms, thoughts=thoughts)
+    agreed = 0.0 if stated is None else max(agreement(stated, gold) for gold in golds)
     level = _level(record)
     metrics = {} if level is None else {f"level_{level}": float(agreed > 0)}
     if stated is None:
         return Reward(invalid_score, format_valid=False, answer_correct=False, metrics=metrics)
     score = wrong_score + agreed * (correct_score - wrong_score)
     return Reward(score, format_valid=True, answer_correct=agreed > 0, metrics=metrics)
-
-
-def gold_answers(answer: Any) -> list[str]:
-    """The gold answers, each without a box around it. Raises ValueError where there is none."""
-    given = answer if isinstance(answer, list) else [answer]
-    texts = [str(one) for one in given if isinstance(one, str | int | float) and not isinstance(one, bool)]
-    if not texts or len(texts) < len(given):
-        raise ValueError(f"the gold answer is {answer!r:.80}; give a text, or a list of texts that are all right")
-    return [text if (inside := last_boxed(text)) is None else inside for text in texts]
 
 
 def _level(record: Mapping[str, Any]) -> int | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megarl.rewards.final_answers import last_boxed, last_tagged, without_thoughts
 from megarl.types import Reward
+
+Gold = Literal["letter", "text", "index"]
 
 _FIELDS = ("choices", "options")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -16,7 +18,8 @@ _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _ALONE = re.compile(r"\(?([A-Za-z])(?:[).:]|\b(?=\s*$))")
 _LED_BY = re.compile(r"\(?([A-Z])[).:]\s+\S")
 _STATED = re.compile(
-    r"\b(?i:answer|choice|option)\b(?i:\s+is\b)?\s*[:=]?[\s*_]*\(?([A-Z])\)?(?=[\s*_]*(?:[.):,;\]]|$))", re.MULTILINE
+    r"\b(?i:answer|choice|option)\b(?i:\s+is\b)?[\s*_]*+(?:[:=][\s*_]*+)?\(?([A-Z])\)?(?=[\s*_]*(?:[.):,;\]]|$))",
+    re.MULTILINE,
 )
 
 
@@ -28,15 +31,27 @@ class Choices:
     texts: tuple[str, ...] = ()
 
     def letter(self, said: str) -> str | None:
-        """The letter of the choice that a text names: by letter, label or the choice's own text; else None."""
+        """The letter of the choice that a text names: by label, the choice's own text, or letter; else None."""
+        return self.by_label(said) or self.by_text(said) or self.by_letter(said)
+
+    def by_label(self, said: str) -> str | None:
+        return _only(said, self.labels)
+
+    def by_text(self, said: str) -> str | None:
+        return _only(said, self.texts)
+
+    def by_letter(self, said: str) -> str | None:
+        """The letter that a text is, or is led by."""
         plain = _plain(said)
-        for names in (self.labels, self.texts):
-            folded = [_plain(name).casefold() for name in names]
-            if folded.count(plain.casefold()) == 1:
-                return _LETTERS[folded.index(plain.casefold())]
         found = _ALONE.fullmatch(plain) or _LED_BY.match(plain)
         letter = found[1].upper() if found else ""
         return letter if letter and letter in _LETTERS[: len(self.labels)] else None
+
+    def by_index(self, said: str) -> str | None:
+        """The letter of an index from 0, where the labels are no numbers themselves."""
+        text = said.strip()
+        is_index = text.isdecimal() and not any(label.isdecimal() for label in self.labels)
+        return _LETTERS[int(text)] if is_index and len(text) < 3 and int(text) < len(self.labels) else None
 
 
 def multiple_choice(
@@ -47,22 +62,24 @@ def multiple_choice(
     correct_score: float = 1.0,
     num_choices: int | None = None,
     field: str | None = None,
+    gold: Gold | None = None,
 ) -> Reward:
     """Score the choice that the completion ends with against the gold one.
 
     Choices are in the record's `choices` or `options`, or another `field`: a list, {"label": [...], "text": [...]} or
-    {"A": ...}; without any there are `num_choices`, at most 26. The gold answer is a letter, a label, a choice's text,
-    or its index from 0. Only the completion after its last </think> counts: its last box or <answer> tags, else its
-    last `the answer is (B)`, else a last line that is a choice alone. The format is valid where one of these names
-    exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...: the share of answers with this letter. Raises ValueError
-    for a gold answer that is none of the choices.
+    {"A": ...}; without any there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
+    or its index from 0; `gold` says which, and must where an answer could be two of them. Only the completion after its
+    last </think> counts: its last box or <answer> tags, else its last `the answer is (B)`, else a last line that is a
+    choice alone. The format is valid where one of these names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...:
+    the share of answers with this letter. Raises ValueError for a gold answer that is none of the choices, or of which
+    this is not clear.
     """
     choices = choices_of(record, field, num_choices)
-    gold = gold_choice(answer, choices)
+    right = gold_choice(answer, choices, gold)
     letter = _chosen(without_thoughts(completion_text), choices)
     shown = _LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
     metrics = {f"chosen_{each}": float(each == letter) for each in shown}
-    is_correct = letter == gold
+    is_correct = letter == right
     return Reward(correct_score if is_correct else 0.0, letter is not None, is_correct, metrics=metrics)
 
 
@@ -72,8 +89,8 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
         raise ValueError(f"the record has no field {field!r}, which holds the choices")
     name = field or next((name for name in _FIELDS if record.get(name)), None)
     if name is None:
-        if num_choices is not None and not 2 <= num_choices <= len(_LETTERS):
-            raise ValueError(f"num_choices is {num_choices}; give 2 to {len(_LETTERS)}")
+        if num_choices is not None and not (type(num_choices) is int and 2 <= num_choices <= len(_LETTERS)):
+            raise ValueError(f"num_choices is {num_choices!r}; give 2 to {len(_LETTERS)}")
         return Choices(tuple(_LETTERS[: num_choices or len(_LETTERS)]))
     value = record[name]
     if isinstance(value, Mapping) and isinstance(value.get("text"), Sequence) and not isinstance(value["text"], str):
@@ -89,22 +106,43 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
     return Choices(tuple(map(str, labels)), tuple(map(str, texts)))
 
 
-def gold_choice(answer: Any, choices: Choices) -> str:
-    """The letter of the gold choice. Raises ValueError where it is none of them."""
+def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
+    """The letter of the gold choice. Raises ValueError where it is none of them, or might be two."""
     text = str(answer).strip()
-    letter = choices.letter(text)
-    if letter is None and text.isdecimal() and int(text) < len(choices.labels):
-        letter = _LETTERS[int(text)]
-    if letter is None:
+    readings = {
+        "letter": choices.by_label(text) or choices.by_letter(text),
+        "text": choices.by_text(text),
+        "index": choices.by_index(text),
+    }
+    if gold is not None and gold not in readings:
+        raise ValueError(f"gold is {gold!r}; give one of {', '.join(readings)}")
+    found = {kind: letter for kind, letter in readings.items() if letter is not None and gold in (None, kind)}
+    if not found:
         raise ValueError(f"the gold answer {text!r:.80} is none of the {len(choices.labels)} choices")
-    return letter
+    if len(set(found.values())) > 1:
+        meant = ", ".join(f"{letter} as {kind}" for kind, letter in found.items())
+        raise ValueError(f"the gold answer {text!r:.80} is {meant}; say by gold which is meant")
+    return next(iter(found.values()))
+
+
+def final_answer(
+    text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
+) -> str | None:
+    """The letter that is scored; None where the completion names no choice."""
+    return _chosen(without_thoughts(text), choices_of(record, field, num_choices))
 
 
 def check_record(
-    answer: Any, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
+    answer: Any,
+    record: Mapping[str, Any],
+    *,
+    num_choices: int | None = None,
+    field: str | None = None,
+    gold: Gold | None = None,
+    **kwargs: Any,
 ) -> None:
     """Raise ValueError for a record that this reward cannot score."""
-    gold_choice(answer, choices_of(record, field, num_choices))
+    gold_choice(answer, choices_of(record, field, num_choices), gold)
 
 
 def _chosen(text: str, choices: Choices) -> str | None:
@@ -120,6 +158,13 @@ def _chosen(text: str, choices: Choices) -> str | None:
         return stated[-1]
     lines = text.strip().splitlines()
     return choices.letter(lines[-1]) if lines else None
+
+
+def _only(said: str, names: Sequence[str]) -> str | None:
+    """The letter of the only name that a text is; None where it is none, or several."""
+    plain = _plain(said).casefold()
+    folded = [_plain(name).casefold() for name in names]
+    return _LETTERS[folded.index(plain)] if folded.count(plain) == 1 else None
 
 
 def _plain(text: str) -> str:

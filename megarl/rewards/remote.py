@@ -18,7 +18,8 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
     config_class = RemoteModelConfig
 
     def __init__(self, name: str, config: RemoteModelConfig) -> None:
-        self.path = "/pooling" if config.protocol == "vllm" else ""
+        if config.protocol == "vllm":
+            self.path, self.left_out_path = "/pooling", "/v1"
         super().__init__(name, config)
 
     def request(self, sample: Sample) -> Mapping[str, Any]:

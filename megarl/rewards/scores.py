@@ -136,19 +136,21 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     """`reward/NAME/mean`, `/std`: each function's scores, without its weight, over the samples that it has scored.
 
-    `reward/NAME/unscored`: the share of samples of which it has no opinion; `reward/unscored`: the number of samples of
-    which none has, whose functions' score is zero. `reward/NAME/...`: the means of the function's own numbers
-    (`Reward.metrics`) over the samples that have them. Samples whose scoring failed (`reward/errors`, `/timeouts`) are
-    left out.
+    `reward/NAME/unscored`: the share of its samples of which it has no opinion; `reward/unscored`: the number of
+    samples of which none has, whose functions' score is zero. `reward/NAME/...`: the means of the function's own
+    numbers (`Reward.metrics`) over the samples that have them. Samples whose scoring failed (`reward/errors`,
+    `/timeouts`) are left out.
     """
     rewards = list(rewards)
     scored = [reward.scores for reward in rewards if reward.scores]
     if not scored:
         return {}
     metrics = {"reward/unscored": float(sum(all(s is None for s in scores.values()) for scores in scored))}
-    for name in scored[0]:
-        opinions = [score for scores in scored if (score := scores[name]) is not None]
-        metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(scored)
+    # Sources of a mixture have functions of their own.
+    for name in dict.fromkeys(name for scores in scored for name in scores):
+        asked = [scores[name] for scores in scored if name in scores]
+        opinions = [score for score in asked if score is not None]
+        metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(asked)
         if opinions:
             metrics[f"reward/{name}/mean"] = float(np.mean(opinions))
             metrics[f"reward/{name}/std"] = float(np.std(opinions))
@@ -168,8 +170,9 @@ def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     for name, item in named:
         found.setdefault(re.sub(r"[^\w.-]", "_", name) or "_", []).append(item)
     largest = sorted(found, key=lambda name: (-len(found[name]), name))
-    for name in largest[MAX_SOURCES:]:
-        found.setdefault(_REST, []).extend(found.pop(name))
+    rest = [item for name in largest[MAX_SOURCES:] for item in found.pop(name)]
+    if rest:
+        found[_REST] = [*found.get(_REST, ()), *rest]
     return found
 
 

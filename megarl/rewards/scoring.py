@@ -93,6 +93,8 @@ class RewardPool:
         self._notices = FirstOfEachKind(notice)
         self._on_failure = settings.on_failure
         self._served: dict[str, ServedReward[Any]] = {one.name: served_reward(one) for one in settings.served}
+        for one in self._served.values():
+            one.tell_once = self._notices.tell
         self._weights = {one.name: one.weight for one in settings.served}
         num_workers = num_workers if settings.functions else 0
         numbers = range(first_log, first_log + num_workers)

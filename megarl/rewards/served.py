@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 from pydantic import ValidationError
@@ -30,7 +33,9 @@ MAX_ANSWER_BYTES = 4 << 20
 _MAX_PAUSE_SECONDS = 60.0
 _SHOWN_CHARACTERS = 300
 _BUSY = (408, 425, 429)
-_COUNTED = ("calls", "errors", "timeouts", "parse_errors", "retries", "cancelled")
+_COUNTED = ("calls", "errors", "timeouts", "parse_errors", "retries", "cancelled", "substituted")
+COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
+"""Whom calls are counted for: attempts of training may go on during an evaluation."""
 
 Config = TypeVar("Config", bound=ServedConfig)
 
@@ -55,15 +60,29 @@ class FailedCallError(Exception):
         self.wait_seconds = wait_seconds
 
 
+@dataclass(frozen=True, slots=True)
+class _NoScore:
+    """The end of a call that gave no score."""
+
+    kind: Failure
+    text: str
+    wait_seconds: float = 0.0
+    is_final: bool = False
+    """Another call would end so too."""
+
+
 class ServedReward(Generic[Config]):
     """A reward that a server gives. A kind of server has a `path`, makes a `request` and has its answer `read`.
 
     Of the calls each ends as one of: a score, `errors` (no connection, an answer that is no JSON, another status than
-    200), `timeouts`, `parse_errors` (an answer without a score), `cancelled` (nobody wants it any more).
+    200), `timeouts`, `parse_errors` (an answer without a score), `cancelled` (nobody wants it any more). `tell_once` is
+    called with a kind and a text of what should not go unnoticed.
     """
 
     path = ""
     """Where the server answers, below its url."""
+    left_out_path = ""
+    """The end that a url may have though the path is not below it."""
     amount_names: tuple[str, ...] = ()
     """The names of all amounts."""
 
@@ -73,13 +92,16 @@ class ServedReward(Generic[Config]):
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise self.fault(f"kwargs.url = {config.url!r}: is no address; give one such as http://127.0.0.1:8000/v1")
-        self._url = config.url.rstrip("/").removesuffix(self.path) + self.path
-        self._headers = {"Authorization": f"Bearer {self._key()}"} if config.api_key_env else {}
+        self._url, self._shown_url = self._address(parts), f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self._headers = {"Content-Type": "application/json", **config.headers}
+        if config.api_key_env:
+            self._headers["Authorization"] = f"Bearer {self._key()}"
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_in_flight)
-        self._counts: Counter[str] = Counter()
-        self._amounts: dict[str, float] = {}
+        self._counts: dict[str, Counter[str]] = {}
+        self._is_closed = False
+        self.tell_once: Callable[[str, str], object] = lambda kind, text: None
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
         """The request's body, JSON values."""
@@ -93,6 +115,11 @@ class ServedReward(Generic[Config]):
         """Amounts by name that are added up over all answers: tokens, money."""
         return {}
 
+    @property
+    def reads_records(self) -> bool:
+        """Whether what it asks depends on fields of a record."""
+        return False
+
     def check_record(self, sample: Sample) -> None:
         """Raise ValueError for a record that this reward cannot score."""
 
@@ -101,59 +128,81 @@ class ServedReward(Generic[Config]):
         self._adopt_loop()
         try:
             body = json.dumps(self.request(sample)).encode()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerFailedError("error", str(error)) from None
-        pause = self.config.pause_seconds
-        kind: Failure = "error"
-        text = ""
+        pause, ended = self.config.pause_seconds, _NoScore("error", "")
         for number in range(self.config.max_tries):
             if number:
-                self._counts["retries"] += 1
-            wait = 0.0
-            async with self._slots:
-                self._counts["calls"] += 1
-                try:
-                    async with asyncio.timeout(self.config.timeout_seconds):
-                        answer = await self._post(body)
-                    for name, amount in self.amounts(answer).items():
-                        self._amounts[name] = self._amounts.get(name, 0.0) + amount
-                    return self._scored(self.read(answer))
-                except asyncio.CancelledError:
-                    self._counts["cancelled"] += 1
-                    raise
-                except TimeoutError:
-                    self._counts["timeouts"] += 1
-                    kind, text = "timeout", f"no answer within {self.config.timeout_seconds:g} s"
-                except RefusedError as error:
-                    self._counts["errors"] += 1
-                    raise ServerFailedError("error", f"{self._url}: {error}") from None
-                except (aiohttp.ClientError, OSError, FailedCallError) as error:
-                    self._counts["errors"] += 1
-                    kind, text = "error", f"{type(error).__name__}: {error}"
-                    wait = getattr(error, "wait_seconds", 0.0)
-                except ValueError as error:
-                    self._counts["parse_errors"] += 1
-                    kind, text = "parse_error", str(error)
-            if number + 1 < self.config.max_tries:
-                await asyncio.sleep(min(max(pause, wait), _MAX_PAUSE_SECONDS))
+                self._count("retries")
+                # Not all that failed together come back together.
+                wait = max(pause * (1 + random.random()), ended.wait_seconds)
+                await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
                 pause *= 2
-        if kind == "parse_error" and self.config.parse_error_score is not None:
-            return self._scored(self.config.parse_error_score)
-        raise ServerFailedError(kind, f"{self._url}, the last of {self.config.max_tries} calls: {text}")
+            async with self._slots:
+                found = await self._call(body)
+            if isinstance(found, FunctionScore):
+                return found
+            ended = found
+            if ended.is_final:
+                break
+        if ended.kind == "parse_error" and self.config.parse_error_score is not None:
+            return self._substitute(ended.text)
+        raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {number + 1} calls: {ended.text}")
+
+    async def _call(self, body: bytes) -> FunctionScore | _NoScore:
+        """One call, and how it ended; counted."""
+        self._count("calls")
+        try:
+            async with asyncio.timeout(self.config.timeout_seconds):
+                answer = await self._post(body)
+        except asyncio.CancelledError:
+            self._count("cancelled")
+            raise
+        except TimeoutError:
+            self._count("timeouts")
+            return _NoScore("timeout", f"no answer within {self.config.timeout_seconds:g} s")
+        except RefusedError as error:
+            self._count("errors")
+            return _NoScore("error", str(error), is_final=True)
+        except (aiohttp.ClientError, OSError, ValueError, FailedCallError) as error:
+            self._count("errors")
+            return _NoScore("error", f"{type(error).__name__}: {error}", getattr(error, "wait_seconds", 0.0))
+        try:
+            for name, amount in self.amounts(answer).items():
+                self._count(name, amount)
+            return self._scored(self.read(answer))
+        except (ValueError, OverflowError, RecursionError) as error:
+            self._count("parse_errors")
+            return _NoScore("parse_error", str(error))
+
+    def _substitute(self, text: str) -> FunctionScore:
+        self._count("substituted")
+        score = self.config.parse_error_score
+        assert score is not None
+        self.tell_once(
+            f"{self.name} substituted",
+            f"{self.name}: an answer has no score that can be read, and the completion gets parse_error_score = "
+            f"{score:g} (more are only counted, reward/{metric_name(self.name)}/substituted): {text}",
+        )
+        return self._scored(score)
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        self._counts.setdefault(COUNTED_FOR.get(), Counter())[name] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last time, as reward/NAME/...
+        """Counts since the last time of what was scored for the caller (`COUNTED_FOR`), as reward/NAME/...
 
         `calls`: HTTP requests; `retries`: those that repeat one; `errors`, `timeouts`, `parse_errors`, `cancelled`: how
-        they ended but for those that gave a score; and the amounts of the kind of server.
+        they ended but for those that gave a score; `substituted`: completions that got `parse_error_score`; and the
+        amounts of the kind of server.
         """
-        found = {name: float(self._counts[name]) for name in _COUNTED}
-        found |= {name: self._amounts.get(name, 0.0) for name in self.amount_names}
-        self._counts, self._amounts = Counter(), {}
-        return {f"reward/{metric_name(self.name)}/{name}": value for name, value in found.items()}
+        counts = self._counts.pop(COUNTED_FOR.get(), Counter())
+        names = (*_COUNTED, *self.amount_names)
+        return {f"reward/{metric_name(self.name)}/{name}": float(counts[name]) for name in names}
 
     async def aclose(self) -> None:
         """Close the connections."""
+        self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -169,9 +218,10 @@ class ServedReward(Generic[Config]):
         return found
 
     async def _post(self, body: bytes) -> Any:
-        assert self._session is not None
-        headers = {"Content-Type": "application/json", **self._headers}
-        async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
+        if self._session is None or self._session.closed:
+            raise FailedCallError("its connections were closed")
+        asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
+        async with asked as response:
             text = await _bounded(response)
             if response.status >= 500 or response.status in _BUSY:
                 raise FailedCallError(f"HTTP {response.status}: {_shown(text)}", _retry_after(response))
@@ -185,19 +235,30 @@ class ServedReward(Generic[Config]):
     def _adopt_loop(self) -> None:
         """Connections and places belong to one event loop: another gets its own."""
         loop = asyncio.get_running_loop()
-        if self._loop is loop and self._session is not None:
+        if self._is_closed or (self._loop is loop and self._session is not None):
             return
         self._loop = loop
         self._slots = asyncio.Semaphore(self.config.max_in_flight)
         connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        # The environment's proxies are for servers elsewhere; one of this cluster is asked by http, without them.
+        trusts_environment = self._url.startswith("https:")
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=trusts_environment
+        )
 
     def _key(self) -> str:
         name = self.config.api_key_env
-        key = os.environ.get(name or "", "")
+        key = os.environ.get(name or "", "").strip()
         if not key:
             raise self.fault(f"kwargs.api_key_env = {name}: the environment has no such variable; export it")
+        if not (key.isascii() and key.isprintable()):
+            raise self.fault(f"kwargs.api_key_env = {name}: the variable is no key: not all of it is printable ASCII")
         return key
+
+    def _address(self, parts: SplitResult) -> str:
+        """Where calls go: the url with the kind's path, before its query."""
+        path = parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
+        return parts._replace(path=path, fragment="").geturl()
 
 
 def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:

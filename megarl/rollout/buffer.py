@@ -160,9 +160,9 @@ class Buffer:
 
 
 def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) -> bool:
-    """Whether a group's accuracy is inside the open interval; True without one."""
+    """Whether the accuracy of a group's scored attempts is inside the open interval; True without one."""
     if dynamic_sampling is None:
         return True
     low, high = dynamic_sampling
     rewards = [t.reward for t in group if t.reward is not None]
-    return low < sum(reward.answer_correct for reward in rewards) / len(group) < high
+    return bool(rewards) and low < sum(reward.answer_correct for reward in rewards) / len(rewards) < high

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from megarl.algorithms.evaluation import Measure, majority_at_k, mean_with_interval, pass_at_k
-from megarl.rewards.final_answers import reader_of
+from megarl.rewards.final_answers import ReadAnswer, reader_of
 from megarl.rewards.scores import function_metrics
+from megarl.rewards.served import COUNTED_FOR
 from megarl.rewards.worker import Failure
 from megarl.rollout.metrics import by_data_source
 from megarl.rollout.sources import Source, sampling_settings, served_metrics
 from megarl.types import MegarlError, Trajectory
-
-ReadAnswer = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +73,30 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         recipe = source.recipe
         settings = recipe.evaluation
         sampling = sampling_settings(recipe.evaluation_sampling)
-        found = await source.sampler.sample(
-            problems, sampling, samples_per_prompt=settings.samples_per_prompt, seed="evaluation"
-        )
+        token = COUNTED_FOR.set("evaluation")
+        try:
+            found = await source.sampler.sample(
+                problems, sampling, samples_per_prompt=settings.samples_per_prompt, seed="evaluation"
+            )
+            calls = served_metrics([source])
+        finally:
+            COUNTED_FOR.reset(token)
         counts = failure_metrics(found, max_failed_fraction, f"val/{name}/reward_")
-        counts |= {f"val/{name}/{key}": value for key, value in served_metrics([source]).items()}
+        counts |= {f"val/{name}/{key}": value for key, value in calls.items()}
         read = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
         given = (settings.samples_per_prompt, settings.ks, read)
         grouped = by_data_source(found, recipe.reward.source_field)
-        of_data_sources = {key: measures_of(own, *given) for key, own in grouped.items()} if len(grouped) > 1 else {}
+        parts = grouped.items() if len(grouped) > 1 else ()
+        # Majorities take a while, and the event loop has calls to answer.
+        whole = await asyncio.to_thread(measures_of, found, *given)
+        of_parts = {key: await asyncio.to_thread(measures_of, own, *given) for key, own in parts}
         yield EvaluatedSet(
             name,
             found,
             settings.samples_per_prompt,
             sampling.temperature,
-            measures_of(found, *given),
-            of_data_sources,
+            whole,
+            of_parts,
             counts,
             read,
         )
@@ -118,7 +126,7 @@ def measures_of(
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
     """The final answer of an attempt's last completion, without blanks; None: it states none."""
-    said = read_answer(trajectory.texts[-1]) if trajectory.texts else None
+    said = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
     return None if said is None else "".join(said.split())
 
 

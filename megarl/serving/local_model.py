@@ -56,11 +56,22 @@ class EngineRank:
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
 
-def model_folder(path: Path) -> Path:
-    """The model folder of a run, or the one that a path is. Raises DataError for any other, or one without weights."""
-    folder = path / "hf" if (path / "config.yaml").is_file() else path
+def model_folder(path: Path, *, is_best: bool = False) -> Path:
+    """The model folder of a run, or the one that a path is. Raises DataError for any other, or one without weights.
+
+    `is_best`: of a run that of its best evaluation.
+    """
+    is_run = (path / "config.yaml").is_file()
+    folder = path / ("hf_best" if is_best else "hf") if is_run else path
+    if is_best and not (is_run and (folder / "config.json").is_file()):
+        raise DataError(f"{path}: is no run with a model of its best evaluation, hf_best (checkpoint.best)")
     if not (folder / "config.json").is_file():
-        raise DataError(f"{path}: is neither a model folder nor a run that has exported its model; give one of them")
+        hint = (
+            "it has the model of its best evaluation, hf_best (megarl eval --best)"
+            if (path / "hf_best").is_dir()
+            else "give one of them"
+        )
+        raise DataError(f"{path}: is neither a model folder nor a run that has exported its model; {hint}")
     weight_files(folder)
     return folder
 

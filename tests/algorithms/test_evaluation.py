@@ -56,6 +56,29 @@ def test_a_vote_of_many_attempts_is_exact_at_its_ends() -> None:
     assert majority_at_k([False] * 1024, [None] * 1024, 512) == 0.0
 
 
+def test_a_certain_majority_is_exactly_one() -> None:
+    """Else its interval would be a bootstrap's, of no width."""
+    is_correct, answers = [True] * 70 + [False] * 50, ["1"] * 70 + [str(n) for n in range(50)]
+    assert majority_at_k(is_correct, answers, 100) == 1.0
+    assert mean_with_interval([majority_at_k(is_correct, answers, k) for k in (90, 100, 110)]).interval == "wilson"
+
+
+def test_a_vote_of_very_many_attempts_is_estimated() -> None:
+    right, answers = [True] * 400 + [False] * 600, ["1"] * 400 + ["2"] * 350 + [None] * 250
+    found = majority_at_k(right, answers, 9)
+    # A small share of many: as if drawn with replacement.
+    draw = random.Random(3)
+    attempts = list(zip(right, answers, strict=True))
+    expected = np.mean([votes_won(draw.choices(attempts, k=9)) for _ in range(20_000)])
+    assert found == pytest.approx(expected, abs=0.03)
+
+
+def test_equal_shares_have_an_interval_too() -> None:
+    found = mean_with_interval([0.5] * 20)
+    assert found == pytest.approx((0.5, *wilson(10, 20), "wilson"))
+    assert mean_with_interval([0.3])[1:3] == pytest.approx(wilson(0.3, 1))
+
+
 @pytest.mark.parametrize("k", [0, 5])
 def test_more_attempts_than_there_are_is_an_error(k: int) -> None:
     with pytest.raises(ValueError, match=rf"k = {k} .* 4"):

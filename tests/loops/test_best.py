@@ -97,11 +97,25 @@ def test_a_resumed_run_goes_on_from_the_best_that_it_had(tmp_path: Path) -> None
     assert again.step == 2
     again.judge(4, {run.metric: 0.75})
     assert run.kept == (4, 0.75)
-    # A best of steps that are trained again stays, but any other takes its place.
+    # Also what was measured of a step that is trained again: no worse model takes its place.
     later = run.begin(resumed_step=2)
-    assert later.step is None and run.kept == (4, 0.75)
+    assert later.step == 4
     run.step(later, 4, 0.625)
-    assert run.kept == (4, 0.625)
+    assert run.kept == (4, 0.75)
+    run.step(later, 6, 0.875)
+    assert run.kept == (6, 0.875)
+
+
+def test_a_death_between_the_names_of_model_and_adapters_is_ended_by_the_resume(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    best = run.begin()
+    run.step(best, 2, 0.5)
+    asyncio.run(best.take(4))
+    (tmp_path / "hf_candidate/best.json").write_text(json.dumps({"step": 4, "metric": run.metric, "value": 0.75}))
+    (tmp_path / "adapter_best").rename(tmp_path / ".adapter_best.removed")
+    (tmp_path / "adapter_candidate").rename(tmp_path / "adapter_best")
+    assert run.begin(resumed_step=4).step == 4
+    assert run.kept == (4, 0.75) and run.names == {"hf_best", "adapter_best"}
 
 
 def test_a_death_between_two_renames_loses_no_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,21 @@ def test_a_recipe_is_prepared_for_another_model_without_its_training_data(
     assert (found.recipe.evaluation.samples_per_prompt, found.recipe.evaluation.ks) == (4, (1, 4))
     assert found.recipe.evaluation_sampling.temperature == 0.5
     assert found.folder == Path("evaluations") / f"{tiny_model().name}_small"
-    found.folder.mkdir(parents=True)
+    assert found.folder.is_dir() and not any(found.folder.iterdir())
     again = prepare(tiny_model(), recipe, ["evaluation.max_problems=1"], options={})
     assert again.folder == Path("evaluations") / f"{tiny_model().name}_small_2" and again.sets == {"easy", "hard"}
+
+
+def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    run = tmp_path / "runs/a"
+    shutil.copytree(tiny_model(), run / "hf_best")
+    (run / "config.yaml").write_text("")
+    with pytest.raises(MegarlError, match="it has the model of its best evaluation, hf_best"):
+        prepare(run, recipe, [], options={})
+    found = prepare(run, recipe, [], options={}, is_best=True)
+    assert (found.model, found.folder) == (run / "hf_best", run / "evaluations/hf_best_small")
+    with pytest.raises(MegarlError, match=r"no run with a model of its best evaluation"):
+        prepare(tiny_model(), recipe, [], options={}, is_best=True)
 
 
 @pytest.mark.parametrize(

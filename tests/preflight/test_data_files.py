@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.preflight import count_records
 from megarl.preflight.files import read_problems, system_prompt
-from megarl.rewards import SYSTEM_PROMPTS
+from megarl.rewards import FORM_PROMPTS, SYSTEM_PROMPTS
 from megarl.types import ConfigError, DataError
 from tests.preflight.records import RECORD
 
@@ -45,10 +46,15 @@ def test_the_first_faulty_line_of_each_file_is_told(recipe: Callable[..., Recipe
         ("none", ["boxed"], None),
         ("Be brief.", ["boxed"], "Be brief."),
         ("default", ["a.b:c", "think_answer_tags", "boxed"], SYSTEM_PROMPTS["think_answer_tags"]),
+        ("default", [{"name": "gsm8k", "kwargs": {"forms": ["tags"]}}], FORM_PROMPTS["tags"]),
+        ("default", [{"name": "math_competition", "kwargs": {"forms": ["answer_line"]}}], FORM_PROMPTS["answer_line"]),
+        ("default", [{"name": "format", "kwargs": {"form": "hashes"}}], FORM_PROMPTS["hashes"]),
+        ("default", [{"name": "reasoning_gym.gcd", "kwargs": {"place": "boxed"}}], FORM_PROMPTS["boxed"]),
+        ("default", ["reasoning_gym"], FORM_PROMPTS["tags"]),
     ],
 )
 def test_system_prompts(
-    recipe: Callable[..., Recipe], given: str | None, functions: list[str], expected: str | None
+    recipe: Callable[..., Recipe], given: str | None, functions: list[Any], expected: str | None
 ) -> None:
     made = recipe(data={"system_prompt": given, "max_prompt_tokens": 400}, reward={"functions": functions})
     assert system_prompt(made) == expected

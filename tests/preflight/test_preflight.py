@@ -423,3 +423,35 @@ def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
         check(recipe(**changed))
     (model / "chat_template.jinja").write_text(f"{{{{ tools }}}}{plain}")
     check(recipe(**changed))
+
+
+@pytest.mark.parametrize(
+    ("measure", "function", "told"),
+    [
+        ("acc", "boxed", "measured are accuracy"),
+        ("majority_at_4", "code", "take pass_at_K"),
+        ("pass_at_8", "boxed", "put 8 into evaluation.k"),
+        ("reward/code/passed", "boxed", "measured are accuracy"),
+        ("accuracy/low", "boxed", None),
+        ("majority_at_4", "multiple_choice", None),
+        ("reward/code/passed", "code", None),
+        ("data_source/org_a/pass_at_4", "boxed", None),
+    ],
+)
+def test_the_best_model_is_chosen_by_what_is_measured(
+    recipe: Callable[..., Recipe], measure: str, function: str, told: str | None
+) -> None:
+    evaluation = {"samples_per_prompt": 4, "sampling": {"temperature": 1.0}}
+    train = recipe().data.train
+    made = recipe(
+        data={"validation": {"a": train}},
+        evaluation=evaluation,
+        checkpoint={"best": f"val/a/{measure}"},
+        reward={"functions": [function]},
+    )
+    if told is None:
+        check(made)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(made)
+    assert f"checkpoint.best = val/a/{measure}" in str(caught.value) and told in str(caught.value)

@@ -109,6 +109,8 @@ def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], 
         pytest.param("code", {"test_cases": None}, "has no public_test_cases nor private_test_cases", id="code"),
         pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b', which the judge's prompt shows", id="judge"),
         pytest.param("multiple_choice", {"gt_answer": "77"}, "none of the 26 choices", id="multiple choice"),
+        pytest.param("reasoning_gym.gcd", {"metadata": None}, "has no metadata", id="a task of reasoning-gym"),
+        pytest.param("math_competition", {"gt_answer": []}, "the gold answer is []", id="competition"),
         pytest.param("reasoning_gym", {"metadata": {}}, "no metadata.source_dataset", id="reasoning-gym"),
     ],
 )
@@ -147,6 +149,27 @@ def test_a_server_is_asked_once(recipe: Callable[..., Recipe]) -> None:
     asyncio.run(ask(server))
     [asked] = server.asked
     assert "1 + 2" in asked["messages"][-1]["content"]
+
+
+def test_a_server_is_not_asked_where_the_run_will_not_be(recipe: Callable[..., Recipe]) -> None:
+    kwargs = {"url": "http://127.0.0.1:9/v1", "model": "m"}
+    check_rewards(recipe(reward={"functions": [{"name": "judge", "kwargs": kwargs}]}), is_start=False)
+    with pytest.raises(ConfigError, match=r"kwargs\.modle"):
+        wrong = {"name": "judge", "kwargs": kwargs | {"modle": "m"}}
+        check_rewards(recipe(reward={"functions": [wrong]}), is_start=False)
+
+
+def test_a_judge_that_says_nothing_of_use_is_refused_in_spite_of_a_score_for_that(
+    recipe: Callable[..., Recipe],
+) -> None:
+    async def ask() -> None:
+        async with JudgeServer({None: ["nonsense"] * 3}).serving() as url:
+            kwargs = {"url": f"{url}/v1", "model": "m", "pause_seconds": 0.0, "parse_error_score": 0.0}
+            made = recipe(reward={"functions": [{"name": "judge", "kwargs": kwargs}]})
+            await asyncio.to_thread(check_rewards, made)
+
+    with pytest.raises(ConfigError, match=r"the last of 3 calls: the judge's answer has no verdict"):
+        asyncio.run(ask())
 
 
 def test_a_server_that_is_not_there_is_named(recipe: Callable[..., Recipe]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import re
+import time
 from typing import Any
 
 import pytest
 
 from megarl.rewards.answer_format import answer_format
-from megarl.rewards.final_answers import reader_of
+from megarl.rewards.final_answers import last_tagged, reader_of
 from megarl.rewards.gsm8k import gsm8k
+from megarl.rewards.length import check_record as check_length
 from megarl.rewards.length import length
 from megarl.rewards.math_competition import math_competition
 from megarl.rewards.multiple_choice import multiple_choice
@@ -147,6 +151,54 @@ def test_gold_choices_that_are_none(answer: str, record: dict[str, Any]) -> None
         multiple_choice("\\boxed{A}", answer, record)
 
 
+def test_a_gold_answer_that_could_be_two_choices_must_say_which() -> None:
+    record = {"choices": ["3", "0", "2", "1"]}
+    with pytest.raises(ValueError, match="B as text, A as index; say by gold"):
+        multiple_choice("\\boxed{A}", "0", record)
+    assert multiple_choice("\\boxed{A}", "0", record, gold="index").answer_correct
+    assert multiple_choice("\\boxed{B}", "0", record, gold="text").answer_correct
+    assert multiple_choice("\\boxed{B}", "1", {"choices": ["0", "1"]}).answer_correct  # by either
+    for given in ({"gold": "number"}, {"num_choices": "4"}):
+        with pytest.raises(ValueError, match=next(iter(given))):
+            multiple_choice("\\boxed{A}", "A", {}, **given)  # type: ignore[arg-type]
+
+
+LONG = 200_000
+LONG_TEXTS = (
+    "Answer: 1" + " " * LONG + "x", "<answer>" * LONG, "</answer>" * LONG, "answer" + " " * LONG, "answer " * LONG,
+    "\\boxed{" * LONG, "#### " * LONG, "####" + " " * LONG, "1," * LONG, "answer:" * LONG, "\\text{" * LONG,
+    "(A" * LONG, "answer A" + " *" * LONG + "x", "Answer:\n" * LONG,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [
+        ("gsm8k", {"forms": ["hashes", "boxed", "tags"], "method": "flexible"}), ("think_answer_tags", {}),
+        ("math_competition", {"forms": ["boxed", "answer_line", "tags"]}), ("multiple_choice", {}),
+    ],
+    ids=lambda given: given[0],
+)  # fmt: skip
+def test_the_answer_of_a_long_text_is_read_in_time_that_grows_with_its_length(
+    functions: tuple[str, dict[str, Any]],
+) -> None:
+    """The driver's event loop reads it. What took the square of the length would take hours."""
+    read = reader_of([functions])
+    assert read is not None
+    started = time.process_time()
+    for text in LONG_TEXTS:
+        read(text, {})
+    assert time.process_time() - started < 30.0
+
+
+def test_the_last_tags_are_those_of_a_scan_from_the_front() -> None:
+    draw = random.Random(1)
+    for _ in range(2000):
+        text = "".join(draw.choice(["<answer>", "</answer>", "a", "b\n"]) for _ in range(draw.randrange(9)))
+        found = re.findall("<answer>(.*?)</answer>", text, re.DOTALL)
+        assert last_tagged(text) == (found[-1] if found else None)
+
+
 def test_format() -> None:
     good = answer_format("<think>a</think><answer>b</answer>", form="think_answer_tags", invalid_score=-1.0)
     assert (good.score, good.format_valid, good.answer_correct, good.metrics) == (1.0, True, None, {"valid": 1.0})
@@ -167,9 +219,13 @@ def test_length() -> None:
     assert exact == [0.0, 0.5, 1.0, 0.5, 0.0]
     over = length(130, {}, target=100)
     assert over.metrics == {"over": 1.0, "distance_tokens": 30.0} and over.format_valid is None
-    for record, given in (({}, {"field": "n"}), ({"n": "x"}, {"field": "n"}), ({}, {}), ({}, {"target": 0})):
-        with pytest.raises(ValueError, match="target"):
-            length(1, record, **given)
+    for record, given in (
+        ({}, {"field": "n"}), ({"n": "x"}, {"field": "n"}), ({}, {}), ({}, {"target": 0}), ({"n": 0.5}, {"field": "n"}),
+        ({}, {"target": 9, "width": 0}), ({}, {"target": 9, "width": -1}),
+    ):  # fmt: skip
+        for refuses in (lambda r, g: length(1, r, **g), lambda r, g: check_length(None, r, **g)):
+            with pytest.raises(ValueError, match=r"target|width"):
+                refuses(record, given)
 
 
 @pytest.mark.parametrize(
@@ -178,16 +234,24 @@ def test_length() -> None:
         ([("boxed", {})], r"\boxed{1} or \boxed{2}", "2"),
         ([("format", {"form": "boxed"}), ("think_answer_tags", {})], "<answer>3</answer> 4", "3"),
         ([("gsm8k", {})], "<think>#### 9</think> so #### 4", "4"),
-        ([("gsm8k", {"forms": ["tags"]})], "<answer>5</answer> #### 4", "5"),
+        ([("gsm8k", {"forms": ["tags"]})], "<think>a</think><answer>5</answer>", "5"),
         ([("math_competition", {"forms": ["answer_line", "boxed"]})], "\\boxed{1}\nAnswer: \\boxed{x}", "x"),
         ([("math_competition", {})], "<think>\\boxed{1}</think> Answer: 2", None),
+        ([("math_competition", {"thoughts": "required"})], "\\boxed{1}", None),
+        ([("gsm8k", {})], "#### 9</think> so four", "9"),
+        ([("gsm8k", {})], "it is 1,234", None),
+        ([("gsm8k", {"method": "flexible"})], "it is 1,234", "1234"),
+        ([("gsm8k", {"forms": ["tags"]})], "<answer>5</answer>", None),
+        ([("multiple_choice", {})], "The answer is (B).", "B"),
+        ([("reasoning_gym.gcd", {})], "<answer> 5 </answer>", "5"),
+        ([("reasoning_gym", {"place": "boxed"})], "\\boxed{5}", "5"),
     ],
 )
 def test_the_answer_that_votes_stands_where_the_reward_function_looks(
     functions: list[tuple[str, dict[str, Any]]], text: str, answer: str | None
 ) -> None:
     read = reader_of(functions)
-    assert read is not None and read(text) == answer
+    assert read is not None and read(text, {"choices": ["x", "y"]}) == answer
 
 
 def test_functions_that_say_nothing_of_where_an_answer_stands_have_no_reader() -> None:

@@ -75,6 +75,15 @@ def test_metrics_of_each_function() -> None:
     assert function_metrics([failed]) == {}
 
 
+def test_sources_of_a_mixture_have_functions_of_their_own() -> None:
+    of_a = [Reward(1.0, True, True, {"a": 1.0}), Reward(0.0, True, True, {"a": None})]
+    found = function_metrics([*of_a, Reward(3.0, True, True, {"b": 3.0})])
+    assert found == {
+        "reward/unscored": 1.0, "reward/a/unscored": 0.5, "reward/a/mean": 1.0, "reward/a/std": 0.0,
+        "reward/b/unscored": 0.0, "reward/b/mean": 3.0, "reward/b/std": 0.0,
+    }  # fmt: skip
+
+
 def test_scores_of_servers_are_added_as_those_of_functions() -> None:
     scores = {"a": FunctionScore(2.0), "b": FunctionScore(1.0, format_valid=False), "c": None}
     served = {"judge.x": FunctionScore(0.5, answer_correct=True)}
@@ -102,6 +111,10 @@ def test_metrics_of_each_data_source() -> None:
 def test_names_of_data_sources_are_those_of_metrics_and_bounded_in_number() -> None:
     assert by_source_name([("x/y", 1), ("", 2), ("x/y", 3)]) == {"x_y": [1, 3], "_": [2]}
     many = by_source_name([(f"s{number}", number) for number in range(60)] + [("s59", 60)])
+    own_other = by_source_name([("other", -1), *((f"s{number:02}", number) for number in range(60))])
+    assert sum(map(len, own_other.values())) == 61 and own_other["other"][0] == -1
+    many_others = by_source_name([(f"s{number}", number) for number in range(60) for _ in range(2)] + [("other", -1)])
+    assert sum(map(len, many_others.values())) == 121 and -1 in many_others["other"]
     assert len(many) == 51 and len(many["other"]) == 10 and many["s59"] == [59, 60]
 
 

@@ -9,7 +9,7 @@ from aiohttp import web
 from megarl.config import RewardConfig, RewardFunctionConfig
 from megarl.rewards.calling import Sample
 from megarl.rewards.scoring import RewardPool
-from megarl.rewards.served import served_reward
+from megarl.rewards.served import COUNTED_FOR, served_reward
 from megarl.rewards.worker import worker_settings
 from megarl.types import ConfigError
 from tests.rewards.servers import JudgeServer
@@ -62,6 +62,7 @@ def test_errors_and_hangs_are_counted_exactly():
     assert metrics == {
         "reward/judge/calls": 230.0, "reward/judge/retries": 30.0, "reward/judge/errors": 11.0,
         "reward/judge/timeouts": 11.0, "reward/judge/parse_errors": 11.0, "reward/judge/cancelled": 0.0,
+        "reward/judge/substituted": 0.0,
         "reward/judge/prompt_tokens": prompt_tokens, "reward/judge/completion_tokens": 7.0 * answered,
         "reward/judge/dollars": 0.0, "reward/judge/unmetered": 0.0,
     }  # fmt: skip
@@ -124,9 +125,93 @@ def test_nonsense_is_left_out_or_scored_by_policy():
     server = JudgeServer({1: ["nonsense"] * 9})
     [left_out], *_ = judged(server, [sample(1)], on_failure="leave_out")
     assert left_out.failure == "parse_error" and left_out.kept_reward is None
-    [given], metrics, _ = judged(JudgeServer({1: ["nonsense"] * 9}), [sample(1)], parse_error_score=0.25)
+    told = []
+    server = JudgeServer({number: ["nonsense"] * 9 for number in (1, 2)})
+    [given, _], metrics, _ = judged(server, [sample(1), sample(2)], parse_error_score=0.25, notice=told.append)
     assert given.failure is None and given.reward.score == 0.25
-    assert metrics["reward/judge/parse_errors"] == 3
+    assert metrics["reward/judge/parse_errors"] == 6 and metrics["reward/judge/substituted"] == 2
+    assert len(told) == 1 and "parse_error_score = 0.25" in told[0] and "Who can tell?" in told[0]
+
+
+def test_what_cannot_be_sent_is_no_answer_without_a_score(monkeypatch):
+    """A header that the client refuses gets no completion the score of nonsense."""
+    [scored], metrics, _ = judged(JudgeServer(), [sample(2)], parse_error_score=0.0, headers={"X": "a\nb"})
+    assert scored.failure == "error" and metrics["reward/judge/parse_errors"] == 0
+    assert metrics["reward/judge/errors"] == metrics["reward/judge/calls"] == 3
+    monkeypatch.setenv("KEY_OF_A_JUDGE", "hidden\n")
+    server = JudgeServer()
+    [scored], *_ = judged(server, [sample(2)], api_key_env="KEY_OF_A_JUDGE", headers={"X-Own": "yes"})
+    assert scored.reward.score == 1.0 and server.headers[0]["Authorization"] == "Bearer hidden"
+    assert server.headers[0]["X-Own"] == "yes"
+    monkeypatch.setenv("KEY_OF_A_JUDGE", "hid\nden")
+    with pytest.raises(ConfigError, match="printable ASCII") as caught:
+        judge(api_key_env="KEY_OF_A_JUDGE")
+    assert "hid" not in str(caught.value).replace("KEY_OF_A_JUDGE", "")
+
+
+def test_what_is_scored_after_the_end_is_an_error():
+    async def late():
+        async with JudgeServer().serving() as url, pool_of(url, max_tries=1) as pool:
+            await pool.aclose()
+            return await pool.score(sample(2))
+
+    scored = asyncio.run(late())
+    assert scored.failure == "error" and "closed" in scored.detail
+
+
+def test_calls_of_an_evaluation_are_counted_apart():
+    async def both():
+        async with JudgeServer().serving() as url, pool_of(url) as pool:
+            training = asyncio.create_task(pool.score(sample(0)))
+            token = COUNTED_FOR.set("evaluation")
+            await asyncio.gather(training, pool.score(sample(2)), pool.score(sample(4)))
+            evaluated = pool.metrics()
+            COUNTED_FOR.reset(token)
+            return evaluated, pool.metrics()
+
+    evaluated, trained = asyncio.run(both())
+    assert (evaluated["reward/judge/calls"], trained["reward/judge/calls"]) == (2, 1)
+
+
+def test_thoughts_that_do_not_end_are_hidden_and_long_completions_are_cut():
+    shown = [
+        judge(**given).request(Sample(text, "42", QUESTION))["messages"][-1]["content"]
+        for given, text in (
+            ({}, "<think>secret"), ({}, "<think>secret</think>open"), ({"thoughts": "show"}, "<think>secret"),
+            ({"max_shown_characters": 3}, "secret end"),
+        )
+    ]  # fmt: skip
+    assert ["secret" in text for text in shown] == [False, False, True, False]
+    assert "open" in shown[1] and "\nend\n" in shown[3]
+    bare = judge(temperature=None, max_tokens=None).request(sample(1))
+    assert bare.keys() == {"model", "messages"}
+
+
+def test_a_pattern_that_takes_for_ever_reads_nothing():
+    with pytest.raises(ValueError, match=r"kwargs\.pattern takes more than"):
+        judge(pattern=r"(a|aa)+$").verdict("a" * 200 + "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "shown"),
+    [
+        ({"url": "http://me:pass@h:1/v1?v=2"}, "http://me:pass@h:1/v1/chat/completions?v=2", "http://h:1"),
+        ({"url": "http://h:1/v1/chat/completions/"}, "http://h:1/v1/chat/completions", "http://h:1"),
+    ],
+)
+def test_addresses(given, asked, shown):
+    made = judge(**given)
+    assert (made._url, made._shown_url) == (asked, shown)
+
+
+def test_a_huge_number_is_no_score():
+    read = served_reward(
+        RewardFunctionConfig.model_validate({"name": "remote", "kwargs": {"url": "http://127.0.0.1:9"}})
+    )._read
+    for answer in (10**400, {"score": 10**400}, [[]]):
+        assert read(answer).kind == "parse_error"
+    said = {"choices": [{"message": {"content": "CORRECT"}}], "usage": {"prompt_tokens": 10**400}}
+    assert judge()._read(said).score == 1.0
 
 
 def test_a_cancelled_completion_ends_its_call():
@@ -158,6 +243,8 @@ def judge(**kwargs):
         ("Final verdict: `CORRECT`", 1.0),
         ("CORRECT\nor not", None),
         ("It is not CORRECT", None),
+        ("The answer is not: CORRECT", None),
+        ("The final answer: CORRECT", 1.0),
         ("CORRECT INCORRECT", None),
         ("", None),
     ],
@@ -211,6 +298,7 @@ def test_wrong_settings_are_refused(tmp_path, monkeypatch, given, told):
         ("slime", "/", 0.75, {"response": "solution 1 {{answer}}", "label": "42"}),
         ("slime", "/", {"score": 0.75}, {"prompt": "What is 6 x 7?"}),
         ("openrlhf", "/get_reward", {"rewards": [0.75]}, {"prompts": ["What is 6 x 7?"], "labels": ["42"]}),
+        ("vllm", "/pooling", [0.75], {"model": "m"}),
         ("vllm", "/pooling", {"data": [{"data": [[0.5], [0.75]]}]}, {"model": "m", "add_generation_prompt": False}),
     ],
 )
@@ -223,7 +311,8 @@ def test_a_reward_model_by_http(protocol, path, answer, asked):
 
     async def score():
         async with JudgeServer().serving(path, reply) as url:
-            kwargs = {"url": url + path.rstrip("/"), "protocol": protocol, "pause_seconds": 0.0}
+            place = "/v1" if answer == [0.75] else path.rstrip("/")
+            kwargs = {"url": url + place, "protocol": protocol, "pause_seconds": 0.0}
             kwargs |= {"model": "m"} if protocol == "vllm" else {}
             rewards = {"functions": [{"name": "remote.own", "kwargs": kwargs}]}
             pool = RewardPool(worker_settings(RewardConfig.model_validate(rewards)), num_workers=1)

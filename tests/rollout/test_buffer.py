@@ -161,6 +161,14 @@ def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
     assert passes_filter(group, (0.25, 0.75)) == is_taught
 
 
+def test_attempts_that_were_not_scored_do_not_count_as_wrong() -> None:
+    group = [Students({0: 2}).one(PROBLEMS[0], 0, number, f"{number}") for number in range(SAMPLES)]
+    right = [t for t in group if t.reward is not None and t.reward.answer_correct]
+    unscored = [replace(t, reward=None) for t in group if t not in right]
+    assert right and not passes_filter([*right, *unscored], (0.0, 1.0))
+    assert not passes_filter(unscored, (-1.0, 1.0))
+
+
 def test_a_step_that_nothing_fills_ends_the_run() -> None:
     collected = collection(MIXED | {1: 0, 3: 4, 5: 0, 6: 4, 7: 0}, dynamic_sampling=(0.0, 1.0), max_attempts=3)
     with pytest.raises(MegarlError, match=r"3 batches of 3 prompts gave 1 of 3 groups .* Use problems of another"):

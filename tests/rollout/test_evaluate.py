@@ -126,7 +126,7 @@ def test_several_attempts_at_each_problem_are_measured_by_problem_and_by_data_so
 
 def test_what_states_no_answer_has_no_majority() -> None:
     assert measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), None).keys() == {"accuracy", "pass_at_2"}
-    found = measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), lambda text: None)
+    found = measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), lambda text, record: None)
     assert found["majority_at_2"].value == 1.0  # the wrong one does not vote
 
 
