@@ -66,11 +66,9 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
     if is_best and not (is_run and (folder / "config.json").is_file()):
         raise DataError(f"{path}: is no run with a model of its best evaluation, hf_best (checkpoint.best)")
     if not (folder / "config.json").is_file():
-        hint = (
-            "it has the model of its best evaluation, hf_best (megarl eval --best)"
-            if (path / "hf_best").is_dir()
-            else "give one of them"
-        )
+        hint = "give one of them"
+        if (path / "hf_best").is_dir():
+            hint = "it has the model of its best evaluation, hf_best (megarl eval --best)"
         raise DataError(f"{path}: is neither a model folder nor a run that has exported its model; {hint}")
     weight_files(folder)
     return folder
