@@ -1,4 +1,5 @@
-"""Runs episodes of a library in the interpreter that has it; started by its path, it imports nothing of megarl.
+"""Runs episodes of a library in the interpreter that has it; started by its path, it imports of megarl
+`rewards/harmless.py` alone, by its path too.
 
     python foreign_child.py LIBRARY PARENT_PID [MEMORY_BYTES]
 
@@ -17,9 +18,10 @@ line that this writes is {"ready": true}, or {"refused": "..."} where the librar
 import ctypes
 import functools
 import hashlib
-import importlib
+import importlib.util
 import json
 import os
+import pathlib
 import random
 import re
 import resource
@@ -52,11 +54,25 @@ class ReasoningGym:
 
     def step(self, text):
         answer = answer_in(text, self.settings["answer"])
+        if answer is not None:
+            # Of a mixture of tasks each problem tells its own.
+            task = self.entry["metadata"].get("source_dataset", self.settings["task"])
+            answer = harmless().harmless_answer(task, answer, self.entry)
         score = float(self.dataset.score_answer(answer, self.entry))
         return {"text": "", "reward": score, "done": True, "correct": score >= 0.99}
 
     def close(self):
         pass
+
+
+@functools.lru_cache(maxsize=1)
+def harmless():
+    """megarl's rules of what may be evaluated, by the path of their file."""
+    path = pathlib.Path(__file__).parents[1] / "rewards" / "harmless.py"
+    spec = importlib.util.spec_from_file_location("harmless", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def answer_in(text, place):

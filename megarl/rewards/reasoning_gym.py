@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from megarl.rewards.final_answers import last_boxed, last_tagged
-from megarl.rewards.harmless import is_formula, is_integer_arithmetic, is_literal
+from megarl.rewards.harmless import harmless_answer, is_formula, is_integer_arithmetic, is_literal
 from megarl.types import ConfigError, Reward
 
 Place = Literal["tags", "boxed", "text"]
@@ -21,12 +21,6 @@ _CORRECT_FROM = 0.99
 _MAX_CHARACTERS = 20_000
 """Longer answers score zero: some scorers take time that grows with a power of the length."""
 
-LITERALS = frozenset(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"))
-"""Tasks whose scorers evaluate an answer that is not the gold one as a Python literal."""
-FORMULAS = frozenset(
-    ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
-)
-"""Tasks whose scorers evaluate the answer as a formula."""
 _BOARDS = ("arc_agi", "rearc")
 """Tasks whose scorers compare tuples, which JSON writes as lists."""
 _NO_GOLD = ("null", "", "None")
@@ -172,7 +166,7 @@ def _score(
             "metadata": metadata,
         }
         _refuse_evaluated(task, entry)
-        raw = _raw(task, _dataset(task, json.dumps(dict(config))), _harmless(task, said, entry), entry)
+        raw = _raw(task, _dataset(task, json.dumps(dict(config))), harmless_answer(task, said, entry), entry)
     return Reward(raw * correct_score, said is not None, raw >= _CORRECT_FROM, metrics={"raw": raw})
 
 
@@ -187,17 +181,6 @@ def _raw(task: str, dataset: Any, said: str, entry: Mapping[str, Any]) -> float:
         if entry["answer"] not in _NO_GOLD:
             dataset.score_answer(entry["answer"], entry)  # raises where the record is at fault
         return 0.0
-
-
-def _harmless(task: str, said: str, entry: Mapping[str, Any]) -> str:
-    """An answer; none where the task's scorer would evaluate it and it might do more than to stand for a value."""
-    if task in FORMULAS:
-        return said if is_formula(said) else ""
-    if task in LITERALS:
-        # Only what is none of these texts is evaluated.
-        known = (entry["answer"].strip(), *entry["metadata"].get("valid_answers", ()))
-        return said if said in known or is_literal(said) else ""
-    return said
 
 
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:

@@ -207,6 +207,23 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_own_scorer() -> None:
     played(play)
 
 
+def test_what_a_scorer_of_reasoning_gym_would_run_is_not_run(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    program = f"[open({str(made)!r}, 'w')]"
+
+    async def play() -> None:
+        for task in ("spiral_matrix", "countdown"):
+            environment = ReasoningGym(task)
+            await environment.reset(problem(3), 0)
+            assert (await said(environment, f"<answer>{program}</answer>"))[0].answer_correct is False
+        environment = ReasoningGym("composite", config={"datasets": [{"name": "n_queens", "weight": 1, "config": {}}]})
+        await environment.reset(problem(3), 0)
+        assert (await said(environment, f"<answer>{program}</answer>"))[0].answer_correct is False
+
+    played(play)
+    assert not made.exists()
+
+
 def test_no_question_is_in_training_and_in_validation() -> None:
     async def play() -> None:
         asked: dict[str, set[str]] = {}

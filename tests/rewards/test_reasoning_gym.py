@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -12,8 +13,13 @@ from typing import Any
 import pytest
 
 from megarl.rewards import resolve
-from megarl.rewards.reasoning_gym import FORMULAS, LITERALS, reasoning_gym
+from megarl.rewards.calling import Sample
+from megarl.rewards.harmless import FORMULAS, LITERALS, is_formula
+from megarl.rewards.reasoning_gym import reasoning_gym
+from megarl.rewards.scoring import RewardPool
+from megarl.rewards.worker import Scored
 from megarl.types import ConfigError
+from tests.rewards.pools import pool_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # reasoning-gym's dependencies warn at import
 
@@ -104,6 +110,41 @@ def test_what_a_record_has_is_not_run(task: str, field: str | None, value: str) 
 def test_literals_and_formulas_are_evaluated(task: str, said: Callable[[str], str], score: float) -> None:
     entry = entry_of(task)
     assert reasoning_gym(said(entry["answer"]), entry["answer"], entry, place="text").score == score
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("(8 - 4) * 2.5 + x^2/3 + log(x)**.5", True),
+        ("9" * 100_000, True),
+        ("9" * 100_000 + "!", False),
+        ("x.y", False),
+        ("(1).real", False),
+        ("open(x)", False),
+        ("x_", False),
+        ("'x'", False),
+        ("[x]", False),
+        ("x=1", False),
+        ("(" * 1000, False),
+    ],
+    ids=lambda given: str(given)[:20],
+)
+def test_formulas(text: str, is_one: bool) -> None:
+    assert is_formula(text) == is_one
+
+
+def test_a_formula_that_takes_for_ever_ends_its_process_alone() -> None:
+    entry = entry_of("simple_integration")
+    gold = f"<answer>{entry['answer']}</answer>"
+    endless = "<answer>(x+1)**99999*(x+2)**99999</answer>"
+
+    async def score(pool: RewardPool) -> list[Scored]:
+        return [await pool.score(Sample(text, entry["answer"], record=entry)) for text in (gold, endless, gold)]
+
+    with pool_of("reasoning_gym", timeout_seconds=2.0) as pool:
+        right, late, again = asyncio.run(score(pool))
+    assert (right.failure, late.failure, again.failure) == (None, "timeout", None)
+    assert again.reward == right.reward and right.reward.answer_correct
 
 
 def test_a_record_at_fault_is_no_wrong_answer() -> None:

@@ -1,11 +1,15 @@
 """Scores of a pool: those of the functions, their sum, and the failures among them."""
 
 import asyncio
+import os
+import resource
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megarl.platform.processes import descendants
 from megarl.rewards.calling import Sample
 from megarl.types import ConfigError, Reward
 from tests.rewards.pools import ZERO, all_scored, failures_of, pool_of, score_all, summed
@@ -156,3 +160,24 @@ def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
         for _ in range(2):
             with pytest.raises(ConfigError, match="cannot import no_such_module_anywhere"):
                 score_all(pool, "any")
+
+
+def test_ten_thousand_scorings_leave_nothing_behind():
+    functions = ["gsm8k", "multiple_choice", {"name": "length", "kwargs": {"target": 9}}]
+    texts = [f"So #### 7 or \\boxed{{{number}}}" for number in range(2000)]
+    sizes = []
+    with pool_of(*functions, {"name": "format", "kwargs": {"form": "boxed"}}) as pool:
+
+        async def score(text):
+            return (await pool.score(Sample(text, "7", record={"choices": list("6789")}, num_tokens=5))).failure
+
+        async def all_of():
+            return await asyncio.gather(*map(score, texts))
+
+        for _ in range(5):
+            assert not any(asyncio.run(all_of()))
+            processes = [Path(f"/proc/{pid}") for pid in descendants(os.getpid())]
+            pages = sum(int((process / "statm").read_text().split()[1]) for process in processes)
+            sizes.append((pages, sum(len(list((process / "fd").iterdir())) for process in processes)))
+    (before, opened), *_, (after, opened_after) = sizes
+    assert opened == opened_after and (after - before) * resource.getpagesize() < 4 << 20
