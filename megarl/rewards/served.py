@@ -167,6 +167,9 @@ class ServedReward(Generic[Config]):
         except (aiohttp.ClientError, OSError, ValueError, FailedCallError) as error:
             self._count("errors")
             return _NoScore("error", f"{type(error).__name__}: {error}", getattr(error, "wait_seconds", 0.0))
+        return self._read(answer)
+
+    def _read(self, answer: Any) -> FunctionScore | _NoScore:
         try:
             for name, amount in self.amounts(answer).items():
                 self._count(name, amount)
