@@ -101,6 +101,7 @@ class ServedReward(Generic[Config]):
         self._slots = asyncio.Semaphore(config.max_in_flight)
         self._counts: dict[str, Counter[str]] = {}
         self._is_closed = False
+        self._random = random.Random()
         self.tell_once: Callable[[str, str], object] = lambda kind, text: None
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
@@ -135,7 +136,7 @@ class ServedReward(Generic[Config]):
             if number:
                 self._count("retries")
                 # Not all that failed together come back together.
-                wait = max(pause * (1 + random.random()), ended.wait_seconds)
+                wait = max(pause * (1 + self._random.random()), ended.wait_seconds)
                 await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
                 pause *= 2
             async with self._slots:

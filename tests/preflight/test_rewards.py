@@ -110,7 +110,7 @@ def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], 
         pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b', which the judge's prompt shows", id="judge"),
         pytest.param("multiple_choice", {"gt_answer": "77"}, "none of the 26 choices", id="multiple choice"),
         pytest.param("reasoning_gym.gcd", {"metadata": None}, "has no metadata", id="a task of reasoning-gym"),
-        pytest.param("math_competition", {"gt_answer": []}, "the gold answer is []", id="competition"),
+        pytest.param("math_competition", {"gt_answer": [None]}, "the gold answer is [None]", id="competition"),
         pytest.param("reasoning_gym", {"metadata": {}}, "no metadata.source_dataset", id="reasoning-gym"),
     ],
 )
