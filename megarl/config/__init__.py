@@ -371,7 +371,7 @@ class EvaluationConfig(Section):
     k: tuple[PositiveInt, ...] = ()
     """Numbers of attempts that pass@k and majority@k are estimated for (val/SET/pass_at_4, majority_at_4), without bias
     from all sets of k of the n; default: n, where there are several. A majority is that of the final answers, where a
-    reward function says where an answer stands (boxed, think_answer_tags, gsm8k, math_competition)."""
+    reward function reads one (boxed, think_answer_tags, gsm8k, math_competition, multiple_choice, reasoning_gym)."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Sampling parameters of evaluation."""
 
