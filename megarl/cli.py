@@ -296,6 +296,28 @@ def report(
 
 
 @app.command()
+def metrics(
+    name: Annotated[
+        str, typer.Argument(metavar="[TEXT]", help="Only those with this in the name, or of a metric as logged.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+) -> None:
+    """Print the table of all metrics: name, unit, meaning; in JSON also the module that makes each."""
+    from megarl.console import print_metrics
+    from megarl.tracking.table import find, rows
+
+    found = [row for row in rows() if name in row.name]
+    if not found and (row := find(name)) is not None:
+        found = [row]
+    if not found:
+        raise ConfigError(f"{name}: no metric's name has this in it; megarl metrics prints them all")
+    if as_json:
+        print(json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in found}))
+    else:
+        print_metrics(found)
+
+
+@app.command()
 def samples(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")],
     step: Annotated[

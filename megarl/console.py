@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megarl.report.recorded import RecordedRun
     from megarl.rollout.evaluate import EvaluatedSet
     from megarl.sandbox.check import Examination
+    from megarl.tracking.table import Row
 
 
 def print_error(error: MegarlError) -> None:
@@ -129,6 +130,26 @@ def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(table)
     console.print(f"wrote {folder}: answers.jsonl, metrics.json")
+
+
+def print_metrics(rows: Sequence[Row]) -> None:
+    """Print rows of the table of metrics, parted by tabs where there is no terminal."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        for row in rows:
+            console.print(row.name, row.unit, row.meaning, sep="\t", soft_wrap=True)
+        return
+    table = Table(title="parts in capitals stand for any name", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("metric", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("meaning")
+    for row in rows:
+        table.add_row(row.name, row.unit, row.meaning)
+    console.print(table)
 
 
 def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:

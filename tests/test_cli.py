@@ -73,6 +73,25 @@ def score(completion_text, answer, *, correct_score):
 """
 
 
+def test_the_table_of_metrics_is_printed_and_imports_no_torch() -> None:
+    everything = megarl("metrics", "--json")
+    assert everything.returncode == 0, everything.stderr
+    table = json.loads(everything.stdout)
+    assert table["reward/mean"]["unit"] == "score" and table["reward/mean"]["module"] == "megarl.rollout.metrics"
+    one = megarl("metrics", "time/rollout_seconds")
+    assert "time/PHASE_seconds" in one.stdout and "reward/mean" not in one.stdout
+    assert "reward/NAME/unscored" in megarl("metrics", "unscored").stdout
+    unknown = megarl("metrics", "no/such")
+    assert unknown.returncode == 2 and "no/such" in unknown.stderr
+    program = (
+        "import sys\nsys.argv = ['megarl', 'metrics']\nfrom megarl.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print('TORCH', 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=True)
+    assert done.stdout.splitlines()[-1] == "TORCH False"
+
+
 def test_a_dry_run_tries_the_rewards(recipe: Path) -> None:
     for name, told in (
         ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),

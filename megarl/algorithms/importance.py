@@ -18,6 +18,23 @@ from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import on_tokens, sequence_means, sequence_sums
 
+METRICS = {
+    "logprob_gap/mean": (
+        "nats",
+        "distance of the trainer's log-probs from the engine's under the weights that sampled, mean over tokens",
+    ),
+    "logprob_gap/k1": ("nats", "the engine's divergence from the trainer, estimated by k1"),
+    "logprob_gap/k3": ("nats", "the engine's divergence from the trainer, estimated by k3, never negative"),
+    "logprob_gap/ess": ("share", "effective sample size of the trainer's ratios to the engine"),
+    "logprob_gap/chi2": ("1", "chi-squared divergence of trainer and engine"),
+    "logprob_gap/perplexity_ratio": ("ratio", "the trainer's perplexity of the samples over the engine's"),
+    "logprob_gap/correlation": ("1", "correlation of the two log-probs over the tokens"),
+    "importance/mean": ("ratio", "weight of a token by algorithm.importance_sampling, mean"),
+    "importance/rejected": ("share", "tokens that algorithm.importance_sampling gives no weight"),
+    "importance/cut": ("share", "tokens whose weight is not their own ratio"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
     """Each token's ratio, at most `high`.

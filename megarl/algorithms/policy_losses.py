@@ -21,6 +21,13 @@ from torch import Tensor
 from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import on_tokens, sequence_means
 
+METRICS = {
+    "train/ratio": ("ratio", "probability of a token under the policy over that before the update, mean"),
+    "train/clip_fraction": ("share", "tokens whose ratio is out of bounds on the side where that stops the gradient"),
+    "train/dual_clip_fraction": ("share", "tokens whose loss algorithm.dual_clip holds"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from megarl.algorithms.policy_losses import LossAndMetrics
 
+METRICS = {"critic/clipped": ("share", "tokens whose value critic.clip holds back")}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossAndMetrics:
     """Half the squared distance from the returns; of the value and the one held near its old value, the worse counts.

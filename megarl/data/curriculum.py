@@ -11,6 +11,15 @@ from megarl.config.curriculum import CurriculumConfig
 from megarl.data.streamed import numbers_of, values_of
 from megarl.types import Problem
 
+METRICS = {
+    "curriculum/known": ("share", "problems that were tried, alone or by another of their bucket"),
+    "curriculum/below": ("share", "tried problems whose rate of solution is below the band"),
+    "curriculum/in_band": ("share", "tried problems whose rate of solution is in the band"),
+    "curriculum/above": ("share", "tried problems whose rate of solution is above the band"),
+    "curriculum/solve_rate": ("share", "rate of solution of tried problems, mean"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 Rates = Mapping[str, float]
 """Measured solve rates by bucket; buckets that were never tried are missing."""
 
@@ -52,11 +61,7 @@ class Curriculum:
         return {**rates, bucket: memory * before + (1 - memory) * solve_rate}
 
     def metrics(self, rates: Rates) -> dict[str, float]:
-        """Of the problems as they stand.
-
-        `known`: the share that was tried, alone or by another of its bucket; `in_band`: the share of those whose rate
-        is in the band, `below`, `above`; `solve_rate`: their mean rate.
-        """
+        """Of the problems as they stand: METRICS, without `curriculum/`."""
         if self.config.band is None:
             return {}
         known = np.array([rates[bucket] for bucket in self.buckets if bucket in rates])

@@ -13,6 +13,11 @@ from megarl.data.sampler import DataOrder
 from megarl.data.streamed import Places
 from megarl.types import MegarlError, Problem
 
+METRICS = {
+    "curriculum/passed": ("count", "problems that the curriculum passed over, since the run began"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 _MOST_PASSED = 10_000_000
 
 

@@ -12,6 +12,11 @@ from megarl.environments.calculator import evaluate
 from megarl.environments.tools import ToolError
 from megarl.types import Problem
 
+METRICS = {
+    "environment/guesses": ("count", "guesses in a game, mean over attempts"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 class Countdown:
     """Numbers to a target, drawn from the problem's index, or `numbers` and `target` of its record.

@@ -33,6 +33,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megarl.environments import TOOL_SCHEMA, EnvironmentUnavailableError, Message, Start, Step, Turn
 from megarl.types import Problem, ToolCall
 
+METRICS = {
+    "tools/NAME/calls": ("count", "calls of a tool, mean over attempts"),
+    "tools/NAME/errors": ("count", "calls of a tool that raised or were not answered in time, mean over attempts"),
+    "tools/NAME/seconds": ("seconds", "how long a tool ran, mean over attempts"),
+    "tools/invalid": ("count", "calls of no tool or with wrong arguments, mean over attempts"),
+    "tools/truncated": ("count", "replies that lost their middle, mean over attempts"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 CALL_THREAD = "call of "
 """With this the name of a thread begins that a function runs in."""
 
@@ -119,9 +128,6 @@ class ToolEnvironment:
     error; EnvironmentUnavailableError is no fault of the policy's: the attempt begins anew. A reply longer than
     `max_reply_characters` loses its middle (`rollout.budget.reply_tokens` is a limit in tokens). The recipe's
     `rollout.budget.invalid_calls` says after how many calls in a row that cannot be carried out the attempt ends.
-
-    Metrics, means over attempts: `tools/NAME/calls`, `/errors`, `/seconds`; `tools/invalid`: calls of no tool or with
-    wrong arguments; `tools/truncated`: replies that lost their middle.
     """
 
     def __init__(self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0) -> None:

@@ -31,6 +31,21 @@ from megarl.types import MegarlError, StoppedError, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+METRICS = {
+    "data/dropped": ("count", "records that are left out because they are too long"),
+    "rollout/routed_experts_bytes": ("bytes", "size of the routed experts that the ranks held for router replay"),
+    "time/reshard_STAGE_seconds": (
+        "seconds",
+        "a stage of the reshard on the slowest rank: pack, wire, local, unpack, total, verify",
+    ),
+    "reshard/KIND_bytes": ("bytes", "bytes of all ranks that the reshard moved so"),
+    "reshard/probe_gap": (
+        "nats",
+        "distance of log-probs of an engine that converts its weights from the trainer's, where they are compared",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 @dataclass
 class Step:
@@ -92,10 +107,7 @@ class Session:
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
-        """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run.
-
-        Metric of every loop: `data/dropped`, records that are left out because they are too long, where there are any.
-        """
+        """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run."""
         step = Step(number)
         if self.dropped:
             step.log({"data/dropped": float(self.dropped.total())})

@@ -14,6 +14,11 @@ from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 
+METRICS = {
+    "val/SET/loss": ("nats", "loss of held-out conversations, mean over the assistant's tokens"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 HeldOut = Mapping[str, Sequence[TrainingSequence]]
 """Conversations of data.validation_conversations by the name of their set."""
 

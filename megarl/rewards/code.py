@@ -10,6 +10,19 @@ from megarl.rewards.code_programs import Trial, last_block
 from megarl.sandbox.remote import AnySandbox
 from megarl.types import Reward
 
+METRICS = {
+    "reward/code/passed": ("share", "tests that a program passed, mean over samples"),
+    "reward/code/wrong": ("share", "tests with a wrong output"),
+    "reward/code/runtime_errors": ("share", "tests that ended with an error"),
+    "reward/code/timeouts": ("share", "tests that took too long"),
+    "reward/code/unrun": ("share", "tests that were not run, after one that failed or without a program"),
+    "reward/code/judge_errors": ("share", "tests counted as wrong because the comparison itself raised"),
+    "reward/code/wall_timeouts": ("share", "tests that took too long by the clock"),
+    "reward/code/cpu_seconds": ("seconds", "CPU time of a sample's tests, mean"),
+    "reward/code/retries": ("count", "requests to a sandbox's server that were sent again, mean over samples"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 def code(
     completion_text: str,

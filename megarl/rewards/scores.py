@@ -21,6 +21,17 @@ import numpy as np
 from megarl.rewards import metric_name
 from megarl.types import Reward
 
+METRICS = {
+    "reward/NAME/mean": (
+        "score",
+        "score of a reward function, without its weight, mean over the samples that it has scored",
+    ),
+    "reward/NAME/std": ("score", "standard deviation of a reward function's scores"),
+    "reward/NAME/unscored": ("share", "samples of which the function has no opinion"),
+    "reward/unscored": ("count", "samples of which no function has an opinion"),
+    "reward/NAME/OWN": ("own", "a number of the function's own, mean over the samples that have it"),
+}
+"""Names, units and meanings, for `tracking.table`."""
 MAX_SOURCES = 50
 """Data sources with metrics of their own."""
 _REST = "other"
@@ -134,12 +145,10 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
-    """`reward/NAME/mean`, `/std`: each function's scores, without its weight, over the samples that it has scored.
+    """Each function's scores and own numbers (`Reward.metrics`): METRICS.
 
-    `reward/NAME/unscored`: the share of its samples of which it has no opinion; `reward/unscored`: the number of
-    samples of which none has, whose functions' score is zero. `reward/NAME/...`: the means of the function's own
-    numbers (`Reward.metrics`) over the samples that have them. Samples whose scoring failed (`reward/errors`,
-    `/timeouts`) are left out.
+    The functions' score of a sample of which none has an opinion is zero. Samples whose scoring failed
+    (`reward/errors`, `/timeouts`) are left out.
     """
     rewards = list(rewards)
     scored = [reward.scores for reward in rewards if reward.scores]

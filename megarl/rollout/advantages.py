@@ -21,13 +21,18 @@ from megarl.data.batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rollout.batch import RLBatch
 
+METRICS = {
+    "critic/value": ("score", "the critic's values, mean over tokens"),
+    "critic/return": ("score", "the returns that it learns, mean over tokens"),
+    "critic/explained": ("share", "variance of the returns that the values explain"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
     """Set the batch's `advantages`, and with a critic its `returns`; both are those of whole trajectories.
 
-    Metrics: `kl/reference`, the mean over tokens, where the KL is in them, and with algorithm.k3_max `kl/capped`, the
-    share of tokens whose estimate is held there; with a critic `critic/value`, `/return`, the means over tokens, and
-    `/explained`, the explained variance of the returns.
+    Metrics: `kl/reference` where the KL is in them, with algorithm.k3_max `kl/capped`; with a critic METRICS.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -70,8 +75,7 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Set the batch's `importance_weights`, which correct the gap between trainer and engine, if a recipe wants them.
 
-    Metrics: `importance/mean`, the tokens' mean weight; `importance/rejected`, the share of tokens that count nothing;
-    `importance/cut`, the share of tokens whose weight is not their own ratio.
+    Metrics: `importance/`, those of `weight_metrics`.
     """
     if algorithm.importance_sampling is None:
         return {}

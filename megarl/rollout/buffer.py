@@ -16,6 +16,12 @@ from megarl.rollout.sources import Source, mixture_of
 from megarl.rollout.state import Group, RLState, in_groups, in_one, lacks_old_logprobs, with_old_logprobs
 from megarl.types import MegarlError, Problem, Trajectory
 
+METRICS = {
+    "rollout/attempts": ("count", "batches of prompts that were drawn to fill the step"),
+    "rollout/kept": ("share", "groups that passed algorithm.dynamic_sampling"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 class Buffer:
     """Draws prompts, samples groups and keeps those that pass the filter; surplus groups wait in `state`.
@@ -117,7 +123,6 @@ class Buffer:
     def metrics(self) -> dict[str, float]:
         """Of the newest step, where groups are filtered.
 
-        `rollout/attempts`: batches of prompts that were drawn; `rollout/kept`: the share of drawn groups that passed.
         With a curriculum `curriculum/NAME`, those of `data.mixture.Mixture.metrics`; in a mixture
         `environment/SOURCE/curriculum/NAME`.
         """

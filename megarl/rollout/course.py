@@ -18,6 +18,11 @@ from megarl.types import Completion, Problem
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+METRICS = {
+    "tools/shortened": ("count", "replies longer than rollout.budget.reply_tokens, mean over attempts"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 History = Literal["append", "render"]
 _TOKEN_CHARACTERS = 4
 """About so many characters are a token."""

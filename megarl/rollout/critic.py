@@ -7,6 +7,11 @@ from megarl.config import Recipe
 from megarl.rollout.batch import RLBatch
 from megarl.tracking.metrics import merge, values
 
+METRICS = {
+    "critic/NAME": ("as train/NAME", "the metric of training NAME, of the critic"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe) -> dict[str, float]:
     """A step's updates of the critic on the batch's `returns`.

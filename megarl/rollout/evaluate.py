@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from megarl.algorithms.evaluation import Measure, majority_at_k, mean_with_interval, pass_at_k
 from megarl.rewards.final_answers import ReadAnswer, reader_of
 from megarl.rewards.scores import function_metrics
 from megarl.rewards.served import COUNTED_FOR
-from megarl.rewards.worker import Failure
 from megarl.rollout.metrics import by_data_source
 from megarl.rollout.sources import Source, sampling_settings, served_metrics
 from megarl.types import MegarlError, Trajectory
+
+METRICS = {
+    "val/SET/accuracy": ("share", "correct answers of a validation set; of preferences: pairs that are won"),
+    "val/SET/format_valid": ("share", "answers of a validation set whose format is valid"),
+    "val/SET/completion_tokens/mean": ("tokens", "length of an answer, mean"),
+    "val/SET/reward_FAULT": (
+        "count",
+        "answers whose scoring raised or gave no proper reward (errors), or took too long (timeouts)",
+    ),
+    "reward/errors": ("count", "samples whose scoring raised or gave no proper reward"),
+    "reward/timeouts": ("count", "samples whose scoring took too long"),
+}
+"""Names, units and meanings, for `tracking.table`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +157,10 @@ def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: flo
     Raises MegarlError if they, and attempts that ended with an error, are more than `max_failed_fraction` of all.
     """
     failures = [t.failure for t in trajectories]
-    metrics = {f"{prefix}{kind}s": float(failures.count(kind)) for kind in get_args(Failure)}
+    metrics = {
+        f"{prefix}errors": float(failures.count("error")),
+        f"{prefix}timeouts": float(failures.count("timeout")),
+    }
     failed = sum(failure is not None for failure in failures)
     if failed > max_failed_fraction * len(trajectories):
         ends = {"rollout/ended/error": float(sum(t.ended == "error" for t in trajectories))}

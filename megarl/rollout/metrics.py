@@ -15,15 +15,67 @@ from megarl.rollout.state import Group, in_one
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.types import Ended, Trajectory
 
+METRICS = {
+    "reward/mean": ("score", "reward of the step's samples, mean"),
+    "reward/std": ("score", "standard deviation of the samples' rewards"),
+    "reward/accuracy": ("share", "scored samples whose answer is correct"),
+    "reward/format_valid": ("share", "scored samples whose format is valid"),
+    "reward/zero_variance_groups": ("share", "groups whose rewards are all equal: no learning signal"),
+    "rollout/completion_tokens/mean": ("tokens", "sampled tokens of an attempt, mean"),
+    "rollout/completion_tokens/max": ("tokens", "sampled tokens of an attempt, the most"),
+    "rollout/truncated": ("share", "attempts that ended at the length limit"),
+    "rollout/temperature": ("1", "sampling temperature, mean over attempts"),
+    "rollout/turns/mean": ("completions", "completions of an attempt, mean"),
+    "rollout/turns/max": ("completions", "completions of an attempt, the most"),
+    "rollout/turn_tokens/mean": ("tokens", "sampled tokens of a completion, mean"),
+    "rollout/turn_tokens/max": ("tokens", "sampled tokens of a completion, the most"),
+    "rollout/observed_tokens/mean": ("tokens", "tokens that environment and tools added to an attempt, mean"),
+    "rollout/observed_tokens/max": ("tokens", "tokens that environment and tools added to an attempt, the most"),
+    "rollout/segments/mean": ("sequences", "sequences that an attempt is trained in, mean"),
+    "rollout/forks": ("count", "how often attempts did not go on from the tokens that they had"),
+    "rollout/restarted": ("count", "how often attempts were begun anew"),
+    "rollout/ended/WHY": ("share", "attempts that ended so: done, length, error and so on"),
+    "rollout/errors/KIND": ("count", "attempts that an error of this kind ended"),
+    "rollout/kept_tokens/mean": (
+        "tokens",
+        "tokens that top-p and top-k left to sample from, where they cut any off, mean",
+    ),
+    "rollout/kept_tokens/max": (
+        "tokens",
+        "tokens that top-p and top-k left to sample from, where they cut any off, the most",
+    ),
+    "rollout/kept_tokens_bytes": ("bytes", "size of the sets of tokens that top-p and top-k left"),
+    "time/engine_wait_seconds/mean": (
+        "seconds",
+        "how long an attempt waited for completions (after a resume, since then), mean",
+    ),
+    "time/engine_wait_seconds/max": ("seconds", "how long an attempt waited for completions, the longest"),
+    "time/environment_wait_seconds/mean": ("seconds", "how long an attempt waited for its environment, mean"),
+    "time/environment_wait_seconds/max": ("seconds", "how long an attempt waited for its environment, the longest"),
+    "staleness/mean": (
+        "versions",
+        "weight versions from a trajectory's oldest token to the weights that it updates, mean",
+    ),
+    "staleness/max": (
+        "versions",
+        "weight versions from a trajectory's oldest token to the weights that it updates, the most",
+    ),
+    "environment/SOURCE/share": ("share", "attempts that are this source's, in a mixture"),
+    "environment/OWN": (
+        "own",
+        "a number of the environment's own, mean over the attempts that have it; in a mixture SOURCE/ and any "
+        "metric of rewards and rollouts, of this source",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """The metrics of a step's updates together; `logprob_gap/` is the gap between trainer and engine.
 
     Both log-probs of a token are those of the weights that sampled it: in a later update, and for trajectories that
-    waited since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/max` and `/mean` are of
-    |trainer - engine|, in nats, over the trained tokens; `/measured` is the share of them with both at hand: 1, but
-    with algorithm.old_logprobs rollout that of the first update's tokens which did not wait. The others are those of
-    `algorithms.importance.gap_metrics`.
+    waited since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/measured` is 1, but with
+    algorithm.old_logprobs rollout the share of the first update's tokens which did not wait.
     """
     found = values(merge(updates))
     gap = {
@@ -54,9 +106,8 @@ def step_metrics(
 def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of one source of a mixture, of those trajectories that are its.
 
-    `environment/NAME/share`: its share of the trajectories; `environment/NAME/reward/...`, `/tools/...` and the others
-    those of `reward_metrics` and `rollout_metrics`, there without `rollout/` and `environment/`:
-    `/observed_tokens/mean`, `/time/engine_wait_seconds/mean`.
+    `environment/NAME/reward/...`, `/tools/...` and the others are those of `reward_metrics` and `rollout_metrics`,
+    there without `rollout/` and `environment/`: `/observed_tokens/mean`, `/time/engine_wait_seconds/mean`.
     """
     own = [t for t in trajectories if t.environment == name]
     metrics = {"share": len(own) / len(trajectories)}
@@ -85,7 +136,7 @@ def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
-    """`staleness/mean`, `/max`: weight versions from a trajectory's oldest token to the weights that it updates."""
+    """`staleness/` of trajectories that update these weights."""
     staleness = [weight_version - t.oldest_version for t in trajectories if t.num_sampled]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
@@ -93,11 +144,8 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
 def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory] | None = None) -> dict[str, float]:
     """Reward metrics of a step's completions, and of each reward function (`rewards.scores.function_metrics`).
 
-    `reward/mean`, `/std`, `/accuracy`, `/format_valid`; `reward/zero_variance_groups`: share of groups whose rewards
-    are all equal: no learning signal; `rollout/completion_tokens/mean`, `/max`; `rollout/truncated`: share at the
-    length limit. Attempts that were not scored are left out of those of rewards. All are of the attempts drawn in this
-    step, `trajectories`; but where a reward model scores only those `kept`, `reward/mean`, `/std` and
-    `/zero_variance_groups`, which are of the whole reward, are of these.
+    Attempts that were not scored are left out of those of rewards. All are of the attempts drawn in this step,
+    `trajectories`; but where a reward model scores only those `kept`, the metrics of the whole reward are of these.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
     scored = [(t, t.reward) for t in (trajectories if kept is None else kept) if t.reward is not None]
@@ -120,18 +168,8 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of a step's attempts.
 
-    `rollout/temperature`: the mean of what they were sampled at; `rollout/turns/mean`, `/max`: completions of an
-    attempt; `rollout/turn_tokens/mean`, `/max`: tokens of a completion; `rollout/observed_tokens/mean`, `/max`: tokens
-    that environment and tools added to an attempt (`Trajectory.num_observed`); `time/engine_wait_seconds/mean`, `/max`
-    and `time/environment_wait_seconds/mean`, `/max`: how long an attempt waited for completions and for its environment
-    (of one that a resume goes on with, since then); `rollout/segments/mean`: sequences that an
-    attempt is trained in; `rollout/forks`: how often, in all, one did not go on from the tokens it had;
-    `rollout/restarted`: how often, in all, one was begun anew; `rollout/ended/WHY`: the share of attempts that ended
-    so; `rollout/errors/KIND`: attempts that an error ended, by its kind;
-    `rollout/kept_tokens/mean`, `/max`: how many tokens top-p and top-k left to sample from, where they cut any off,
-    `rollout/kept_tokens_bytes`: the size of these sets; `environment/NAME`: the means of the environment's own numbers
-    over the attempts that have them, but `tools/...` under their own names (`environments.tools.ToolEnvironment`);
-    `tools/shortened` is of replies longer than `rollout.budget.reply_tokens`.
+    Numbers of the environment's own are `environment/OWN`, but `tools/...` go by their own names
+    (`environments.tools.ToolEnvironment`).
     """
     count = len(trajectories)
     turns = [t.num_turns for t in trajectories]

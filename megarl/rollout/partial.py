@@ -20,6 +20,18 @@ from megarl.rollout.sources import Source
 from megarl.rollout.state import Group, RLState, in_one
 from megarl.types import MegarlError, Trajectory
 
+METRICS = {
+    "partial/share": ("share", "trajectories with tokens of several weight versions"),
+    "partial/kept_tokens": ("tokens", "tokens of earlier weight versions"),
+    "staleness/span/mean": ("versions", "weight versions from a trajectory's oldest token to its newest, mean"),
+    "staleness/span/max": ("versions", "weight versions from a trajectory's oldest token to its newest, the most"),
+    "staleness/dropped": ("count", "groups that were given up for their age"),
+    "staleness/waited_seconds": ("seconds", "how long only groups that may not grow older were waited for"),
+    "rollout/aborted": ("count", "groups that were given up as surplus"),
+    "rollout/in_flight": ("count", "groups that go on into the next step"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 _LEAVE_SECONDS = 5.0
 
 
@@ -92,14 +104,7 @@ class PartialBuffer(Buffer):
             self._state.waiting = waiting
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest step.
-
-        `partial/share`: the share of its trajectories that have tokens of several weight versions;
-        `partial/kept_tokens`: its tokens of earlier versions; `staleness/span/mean`, `/max`: weight versions from a
-        trajectory's oldest token to its newest; `staleness/dropped`, `rollout/aborted`: groups that were given up, for
-        their age or as surplus; `staleness/waited_seconds`: how long only groups that may not grow older were waited
-        for; `rollout/in_flight`: groups that go on; with a filter `rollout/kept`, the share of groups that passed.
-        """
+        """Of the newest step."""
         counts = self._counts | {"rollout/in_flight": float(len(self._tasks))} | self._curriculum_metrics()
         if self._recipe.algorithm.dynamic_sampling is not None:
             counts["rollout/kept"] = self._num_passed / max(self._num_batches, 1)

@@ -14,6 +14,16 @@ from megarl.config.parallel import ParallelConfig
 from megarl.rollout.parts import joined, num_kept, rest_of
 from megarl.types import Completion, Request
 
+METRICS = {
+    "time/engines_idle": (
+        "share",
+        "the engines' time with nothing to sample, but for that in which they are held for training",
+    ),
+    "rollout/held_seconds": ("seconds", "how long the engines were held while requests waited"),
+    "rollout/prefix_hits": ("share", "the prompts' tokens that an engine had in its prefix cache"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 BUDGET_SECONDS = 1.0
 """Time limit of one call of `advance`: how long an engine runs between two exchanges with the driver."""
 _MARGIN = 2
@@ -177,10 +187,8 @@ class EnginePool:
     def metrics(self) -> dict[str, float]:
         """Since the call before, of a pool that is not held.
 
-        `time/engines_idle`: the share of the replicas' time, but for that in which the pool was held, in which they had
-        nothing to sample; `rollout/held_seconds`: for how long the pool was held with requests that waited;
-        `rollout/prefix_hits`: the share of all prompts' tokens that an engine had in its prefix cache: those of the
-        samples of one prompt but the first, and of an attempt's earlier turns.
+        What an engine has in its prefix cache are the prompts of a group's samples but the first, and of an attempt's
+        earlier turns.
         """
         now = time.monotonic()
         seconds = (now - self._measured_at - (self._seconds_held - self._held_before)) * len(self._replicas)

@@ -14,6 +14,12 @@ from megarl.rollout.batch import RLBatch
 from megarl.rollout.state import Group
 from megarl.types import Trajectory
 
+METRICS = {
+    "reward/model": ("score", "bare score of the reward model, mean"),
+    "reward/model_std": ("score", "standard deviation of the reward model's bare scores"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: Recipe, weight_version: int) -> None:
     """Set the batch's `reference_logprobs` and `values` [tokens], with those models, and where the ratio starts.

@@ -20,6 +20,11 @@ from megarl.data.streamed import Places
 from megarl.rollout.recording import RecordedCall, StartedGroup
 from megarl.types import Completion, ConfigError, ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
 
+METRICS = {
+    "kl/coefficient": ("1", "weight of the KL in this step, where algorithm.kl_target adapts it"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 Find = Callable[[str, int], Problem | None]
 """Finds the problem of a source with an index; None where there is none."""
 Group = list[Trajectory]

@@ -28,6 +28,30 @@ from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
 if TYPE_CHECKING:
     from megarl.serving.endpoint import Endpoint
 
+METRICS = {
+    "environment/forks": (
+        "count",
+        "how often an agent's calls did not go on from the tokens they had, mean over attempts",
+    ),
+    "environment/abandoned_calls": ("count", "calls of an agent that nothing went on from, mean over attempts"),
+    "environment/joined_retries": (
+        "count",
+        "calls that an agent's library sent again while they ran, mean over attempts",
+    ),
+    "environment/overridden_fields": (
+        "count",
+        "sampling fields of an agent's requests that the recipe decides, mean over attempts",
+    ),
+    "environment/refused_calls": ("count", "calls of an agent that were refused, mean over attempts"),
+    "environment/untrained_tokens": (
+        "tokens",
+        "sampled tokens of an agent that nothing is learnt from, mean over attempts",
+    ),
+    "environment/model_calls": ("count", "completions of an agent, mean over attempts"),
+    "environment/program_seconds": ("seconds", "how long an agent's program ran, mean over attempts"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 Result = TypeVar("Result")
 
 COUNTS = (

@@ -5,7 +5,7 @@
 `metrics.jsonl`, a console line, sample texts, and the trackers that the recipe names (`trackers`),
 TensorBoard by default.
 
-A metric's name is `group/what[/mean|max|min]`, documented where it is made. Groups: `reward/` `rollout/` `train/` `kl/`
-`logprob_gap/` `staleness/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name:
-`_seconds`, `_bytes`, `_tokens`.
+A metric's name is `group/what[/mean|max|min]`. Its unit and meaning stand in the METRICS of the module that makes it;
+`table` gathers them all (`megarl metrics`). Groups: `reward/` `rollout/` `train/` `kl/` `logprob_gap/` `staleness/`
+`perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name: `_seconds`, `_bytes`, `_tokens`.
 """

@@ -20,13 +20,20 @@ from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trackers import RunTracker, start
 from megarl.types import DiskFullError
 
+METRICS = {
+    "time/step_seconds": ("seconds", "wall time since the step before, or since the start"),
+    "time/PHASE_seconds": (
+        "seconds",
+        "wall time of the step's phase: start, rollout, logprobs, train, reshard, evaluation, checkpoint, export",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 class Tracker:
     """Writes the metrics and samples of a run to its folder, and a line per step to the console.
 
-    Adds to each step's scalars, in seconds:
-      `time/step_seconds`: wall time since the step before (or since the tracker was made)
-      `time/PHASE_seconds`: wall time spent in `phase(PHASE)` during the step
+    Adds to each step's scalars its time and that spent in `phase(PHASE)`, METRICS.
     """
 
     def __init__(

@@ -39,6 +39,14 @@ from megarl.training.optimizer import build_optimizer, build_schedule, step_if_f
 from megarl.training.replica import Replica
 from megarl.types import MegarlError
 
+METRICS = {
+    "train/grad_norm": ("1", "norm of the gradient before clipping, the largest of the step's updates"),
+    "train/learning_rate": ("1", "learning rate, the largest of the step's updates"),
+    "train/update_skipped": ("0 or 1", "whether an update left all parameters as they were"),
+    "train/gap_exceeded": ("0 or 1", "whether updates were left out because of train.max_logprob_gap"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
@@ -211,9 +219,9 @@ class TrainingEngine(ModelShard):
 
         `rows` as in `forward`. `kl_coefficient` weighs the KL to the reference, the recipe's algorithm.kl_coefficient
         unless given; `kto_kl` is the KL (nats an answer) that KTO compares answers with.
-        `train/update_skipped` is 1 where no parameter changed: loss or gradient was not finite, the mean ratio above
-        `algorithm.skip_ratio`, or the gap above `train.max_logprob_gap` (then `train/gap_exceeded` is 1 too). Raises
-        MegarlError after too many updates in a row that were not finite.
+        No parameter changes (`train/update_skipped`) where loss or gradient is not finite, the mean ratio above
+        `algorithm.skip_ratio`, or the gap above `train.max_logprob_gap`. Raises MegarlError after too many updates in a
+        row that were not finite.
         """
         own = self.shared(rows)
         if kl_coefficient is None:

@@ -23,6 +23,28 @@ from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.training.batch import Microbatch, whole_row
 from megarl.types import ConfigError
 
+METRICS = {
+    "train/loss": (
+        "nats",
+        "the loss as it is minimised, summed with its token weights; of the policy gradient no measure of progress",
+    ),
+    "train/tokens": ("tokens", "trained tokens"),
+    "train/entropy": ("nats", "entropy of the policy's distribution, mean over trained tokens"),
+    "train/ptx_loss": ("nats", "loss of the conversations of data.ptx, mean over tokens"),
+    "kl/reference": (
+        "nats",
+        "divergence of the policy from the reference by algorithm.kl_estimator, mean over tokens (kto: of an answer)",
+    ),
+    "kl/capped": ("share", "tokens whose estimate algorithm.k3_max holds"),
+    "logprob_gap/max": ("nats", "the largest distance of the trainer's log-prob of a token from the engine's"),
+    "logprob_gap/measured": ("share", "trained tokens of which both log-probs are at hand"),
+    "preference/accuracy": ("share", "pairs whose chosen answer wins (kto: answers on their right side of the KL)"),
+    "preference/margin": ("score", "by how much chosen answers win, mean"),
+    "preference/chosen": ("score", "reward of chosen, or desirable, answers, mean"),
+    "preference/rejected": ("score", "reward of rejected, or undesirable, answers, mean"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.recorded import unknown_metrics
+
 PAIRS = """
 name: reward
 loop: reward_model
@@ -90,6 +92,11 @@ def test_a_critic_learns_beside_the_policy(runs: Path) -> None:
     critic = json.loads((runs / "whole/hf_critic/config.json").read_text())
     assert critic["architectures"] == ["Qwen3ForSequenceClassification"]
     assert json.loads((runs / "whole/hf/config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_every_metric_is_in_the_table(runs: Path) -> None:
+    for name in ("reward", "whole"):
+        assert unknown_metrics(runs / name) == set()
 
 
 def test_a_run_taken_up_again_ends_bit_equal(runs: Path) -> None:

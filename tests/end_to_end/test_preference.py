@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.end_to_end.recorded import unknown_metrics
+
 RECIPE = """
 name: pairs
 loop: preference
@@ -47,6 +49,7 @@ def test_judged_answers_are_learned(
     assert steps[0]["kl/reference"] == 0 and steps[0]["preference/accuracy"] == 0
     assert steps[-1]["preference/chosen"] > steps[-1]["preference/rejected"]
     assert steps[-1]["val/heldout/accuracy"] > 0.6
+    assert unknown_metrics(tmp_path / "runs/pairs") == set()
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])

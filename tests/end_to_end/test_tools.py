@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from tests.end_to_end.recorded import unknown_metrics
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,5 +46,6 @@ def test_a_policy_learns_calls_from_demonstrations_and_makes_them_in_grpo(
         # Most attempts call the tool and go on after its reply.
         assert step["tools/calculator/calls"] > 0.5 and step["rollout/turns/mean"] > 1.5
         assert step["logprob_gap/max"] < 1e-4
+    assert unknown_metrics(tmp_path / "runs/tiny_tools") == set()
     (samples, *_) = sorted((tmp_path / "runs/tiny_tools/samples").glob("*.jsonl"))
     assert "<tool_call>" in samples.read_text()

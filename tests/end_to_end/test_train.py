@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.recorded import unknown_metrics
 from tests.processes import is_alive, rank_processes
 
 MEGARL = [sys.executable, "-m", "megarl"]
@@ -109,6 +110,11 @@ def test_a_run_folder_holds_what_happened(runs: Runs) -> None:
     samples = (runs.folder / "runs/rl/samples/step_000001.jsonl").read_text().splitlines()
     assert len(samples) == 16
     assert json.loads(samples[0]).keys() >= {"prompt", "completion", "reward", "answer"}
+
+
+def test_every_metric_is_in_the_table(runs: Runs) -> None:
+    for name in ("sft", "rl"):
+        assert unknown_metrics(runs.folder / "runs" / name) == set()
 
 
 def test_a_report_shows_both_runs(runs: Runs) -> None:

@@ -1,0 +1,16 @@
+"""What runs have recorded, held against the house's tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megarl.tracking.table import find
+
+
+def unknown_metrics(run: Path) -> set[str]:
+    """Names in a run's metrics.jsonl that the table of all metrics lacks; `step` is none."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = {name for line in lines for name in line} - {"step"}
+    assert len(names) > 5
+    return {name for name in names if find(name) is None}
