@@ -29,6 +29,7 @@ from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.live import GatheredReshard, Reshard, record
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
+from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
 from megarl.training.engine import StartingPolicy, TrainingEngine
 from megarl.training.model import FrozenModel, ModelShard
@@ -100,6 +101,14 @@ class Worker:
         """
         assert self.engine is not None
         return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
+
+    def engine_metrics(self) -> dict[str, Metric]:
+        """Metrics of the engine since the call before, on leaders."""
+        return self.engine.metrics() if self.engine else {}
+
+    def peak_tflops(self) -> float | None:
+        """Peak of this rank's device at the model's type, as far as it is known."""
+        return device.peak_tflops(self.recipe.model.dtype)
 
     def sleep_engine(self) -> None:
         """Free the engine's memory for the trainer until the next reshard."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,24 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
+from megarl.families.flops import forward_flops
+from megarl.families.shape import ModelShape
 from megarl.tracking.metrics import Metric, merge
 from megarl.types import MegarlError
+
+
+@dataclass(slots=True)
+class Work:
+    """The trainer's passes since they were last counted: tokens of updates, and model FLOPs of these and of scoring."""
+
+    update_tokens: int = 0
+    flops: float = 0.0
+
+    def take(self) -> Work:
+        """A copy, after which counting begins anew."""
+        taken = Work(self.update_tokens, self.flops)
+        self.update_tokens, self.flops = 0, 0.0
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +50,12 @@ class RankModel:
     keeps_samples: bool = False
     """Whether in updates all sequences of a sample share a row, for losses of whole trajectories."""
     name: str = "policy"
+    shape: ModelShape | None = None
+    """Its sizes, for the FLOPs of its passes; None: they are not counted."""
+    update_passes: float = 3.0
+    """An update's FLOPs as a multiple of a forward pass's: 3, but 2 where only adapters have gradients of weights."""
+    work: Work = field(default_factory=Work)
+    """Where its passes are counted, with those of other models."""
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
@@ -45,6 +67,8 @@ class RankModel:
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch.lengths, self.together)
         rows = [[batch.select(row) for row in replica] for replica in packed]
+        self.work.update_tokens += len(batch.token_ids)
+        self._count(batch, self.update_passes)
         results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl)
         return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
 
@@ -54,6 +78,7 @@ class RankModel:
         Entry t belongs to predicting token t; it is zero on the sequences' first tokens.
         """
         batch = batch.with_arrays({})
+        self._count(batch, 1.0)
         # So many that every rank has as many rows, none of them empty.
         unit = self.layout.dp * self.layout.rows_multiple * self.together
         missing = -batch.num_sequences % unit
@@ -69,6 +94,10 @@ class RankModel:
                 is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
                 values[batch.tokens_of(sent[row])[is_asked]] = row_values[is_asked]
         return values
+
+    def _count(self, batch: TokenBatch, passes: float) -> None:
+        if self.shape is not None:
+            self.work.flops += passes * forward_flops(self.shape, batch.lengths)
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
         try:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from megarl.cluster.activity import Activity
 from megarl.files.atomic import disk_full
 from megarl.platform import rendezvous
 from megarl.platform.imports import uncollected
@@ -78,6 +79,7 @@ class _Host:
 
     def __init__(self) -> None:
         self.worker: Any = None
+        self.activity = Activity()
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
         """Put a worker in place; see `WorkerGroup.start`."""
@@ -91,12 +93,18 @@ class _Host:
     def bound(self, command: bytes) -> Callable[[], Any]:
         """The call of a command: a method of the worker, or `part.method`, with its arguments.
 
-        `__init__` makes the worker, `__settle__` tells where the ranks meet.
+        `__init__` makes the worker, `__settle__` tells where the ranks meet, `__activity__` takes what was noted of the
+        calls before.
         """
         method, args, kwargs = pickle.loads(command)
-        own = {"__init__": self.construct, "__settle__": rendezvous.settle}
+        own = {"__init__": self.construct, "__settle__": rendezvous.settle, "__activity__": self.activity.take}
         found = own[method] if method in own else operator.attrgetter(method)(self.worker)
-        return partial(found, *args, **kwargs)
+        call = partial(found, *args, **kwargs)
+        return call if method == "__activity__" else partial(self._noted, method, call)
+
+    def _noted(self, method: str, call: Callable[[], Any]) -> Any:
+        with self.activity.during(method):
+            return call()
 
 
 def note_signals() -> None:

@@ -40,6 +40,9 @@ class ClusterConfig(Section):
     """Check every node before models are built: folders, disk, GPUs, clock, ports, bandwidth."""
     min_bandwidth_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
     """Refuse a node whose slowest rank has less than this fraction of the median rank's bandwidth."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak of a rank's device at `model.dtype` in TFLOP/s, which perf/mfu is the share of; default: that of the GPU by
+    its name, where it is a known one. Without it, as on a CPU, there is no perf/mfu."""
     max_restarts: NonNegativeInt = 5
     """Consecutive restarts of a run without a step gained, at most."""
 

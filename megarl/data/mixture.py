@@ -108,6 +108,12 @@ class Mixture:
         rates = stream.curriculum.observed(at.rates, place, solve_rate)
         return {**positions, problem.source: Position(at.taken, at.passed, at.credit, rates)}
 
+    def epochs(self, positions: Positions) -> dict[str, float]:
+        """By source, how often its problems were drawn or passed over so far, as a multiple of their number."""
+        return {
+            name: positions[name].taken / of.order.num_items for name, of in self._streams.items() if name in positions
+        }
+
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
         """By source, where it has a curriculum: those of `Curriculum.metrics`, and `passed`, problems passed over."""
         found = {name: positions[name] for name in self._streams if name in positions}

@@ -14,6 +14,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.families.flops import attention_flops, matrix_flops
 from megarl.families.shape import ModelShape
 
 Bins = list[list[int]]
@@ -26,18 +27,8 @@ WORTH_ANOTHER_START = 0.0075
 
 
 def attention_ratio(shape: ModelShape) -> float:
-    """Length in tokens at which causal attention takes as many FLOPs as all matrix products, output head included.
-
-    A token's matrix products take 2 FLOPs a weight. Its scores and their weighted sum take 2 * 2 * num_heads * head_dim
-    FLOPs for each of the l / 2 tokens that it sees on average, in every layer.
-    """
-    channels = shape.num_heads * shape.head_dim
-    projections = 2 * shape.hidden_size * (channels + shape.num_kv_heads * shape.head_dim)
-    feed_forward = shape.intermediate_size
-    if shape.num_experts:
-        feed_forward = shape.top_k * shape.moe_intermediate_size + shape.shared_intermediate_size
-    weights = projections + shape.hidden_size * (3 * feed_forward + shape.num_experts)
-    return (weights + shape.hidden_size * shape.vocab_size / shape.num_layers) / channels
+    """Length in tokens at which causal attention takes as many FLOPs as all matrix products, output head included."""
+    return matrix_flops(shape) / attention_flops(shape)
 
 
 def pack(

@@ -31,6 +31,10 @@ class DataOrder:
         start -= first * self.num_items
         return stream[start : start + self.batch_size].tolist()
 
+    def epochs(self, step: int) -> float:
+        """Passes over the items by the end of a step, counted from 0."""
+        return (step + 1) * self.batch_size / self.num_items
+
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """The items of an epoch, from 0, in its order: [num_items]."""
         if not self.shuffle:

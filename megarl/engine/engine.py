@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from megarl.config import RolloutConfig
 from megarl.config.decided_fields import ENGINE_FIELDS
 from megarl.platform import device, vllm_on_cpu
+from megarl.tracking.metrics import Max, Metric, Sum
 from megarl.types import Completion, ConfigError, ExpertsHandle, FinishReason, KeptSets, Request
 
 vllm_on_cpu.prepare()
@@ -34,6 +35,15 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
 from megarl.engine.kept_sets import KeptSetRecorder, kept_sets, recordable  # noqa: E402
+
+METRICS = {
+    "memory/kv_usage": ("share", "the engines' KV cache in use at a time, the most of the step and of all engines"),
+    "perf/preemptions": (
+        "count",
+        "how often a running request lost its cache, for want of room, and was computed anew",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
 
 _REASON_LENGTH = 400
 
@@ -100,9 +110,12 @@ class RolloutEngine:
                 LeaderExecutor, worker=self._worker, channel=self._channel, recorder=recorder
             )
             self._engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
+            core = cast(Any, self._engine.engine_core).engine_core
+            self._executor: LeaderExecutor = core.model_executor
+            self._executor.kv_usage = core.scheduler.get_kv_cache_usage
             if recorder is not None:
                 # Only now: vLLM's own check of its configs would refuse it.
-                cast(Any, self._engine.engine_core).engine_core.scheduler.return_sampling_mask = True
+                core.scheduler.return_sampling_mask = True
             self._channel.release()
         else:
             serve(self._worker, self._channel)
@@ -144,6 +157,17 @@ class RolloutEngine:
                 return self._score(self._engine, token_ids)
             finally:
                 self._channel.release()
+
+    def metrics(self) -> dict[str, Metric]:
+        """Of the requests since the call before; nothing on followers, whose cache is the leader's."""
+        if self._engine is None:
+            return {}
+        found: dict[str, Metric] = {
+            "memory/kv_usage": Max(self._executor.max_kv_usage),
+            "perf/preemptions": Sum(float(self._executor.num_preempted)),
+        }
+        self._executor.max_kv_usage, self._executor.num_preempted = 0.0, 0
+        return found
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors through vLLM's own loader, converted as at its start. All ranks of a replica."""

@@ -129,6 +129,12 @@ class LeaderExecutor(Executor):
         self.worker = worker
         self.channel = channel
         self._recorder = recorder
+        self.num_preempted = 0
+        """How often a running request lost its cache and was computed anew, since this was set."""
+        self.max_kv_usage = 0.0
+        """The largest share of the KV cache that a step had in use, since this was set."""
+        self.kv_usage: Callable[[], float] = lambda: 0.0
+        """The scheduler's share of the KV cache in use, once it is there."""
         super().__init__(vllm_config)
 
     def _init_executor(self) -> None:
@@ -151,6 +157,8 @@ class LeaderExecutor(Executor):
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """One step on all workers; the leader's output counts, all sample alike."""
+        self.num_preempted += len(scheduler_output.preempted_req_ids or ())
+        self.max_kv_usage = max(self.max_kv_usage, self.kv_usage())
         self.channel.send(("execute_model", (scheduler_output,), {}))
         return _given(self._recorded(_execute_step(self.worker, scheduler_output)), non_block)
 

@@ -31,6 +31,7 @@ async def train(session: Session) -> None:
         tracker.log(0, await _evaluate(session, held_out))
     for number in session.steps:
         async with session.step(number) as step:
+            step.log({"data/epoch": order.epochs(number - 1)})
             batch = await with_reference(session, _batch([answers[index] for index in order.batch(number - 1)]))
             is_judged = recipe.sequences_per_example == 1
             kto_kl = await _divergence(session, batch) if is_judged else None

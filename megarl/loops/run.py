@@ -24,6 +24,7 @@ from megarl.families.shape import read_model_shape
 from megarl.files.import_path import function_of
 from megarl.loops import preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
+from megarl.loops.performance import Performance
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
@@ -131,6 +132,7 @@ async def _started(
             )
             for given in recipe.sources
         ]
+        models = _models(recipe, layout, ranks)
         session = Session(
             recipe=recipe,
             layout=layout,
@@ -138,12 +140,13 @@ async def _started(
             tracker=tracker,
             tokenizer=tokenizer,
             ranks=ranks,
-            models=_models(recipe, layout, ranks),
+            models=models,
             pool=pool,
             sources=sources,
             checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),
             origin=origin,
             stop=stop,
+            performance=Performance(recipe, ranks, models),
             dropped=dropped,
         )
         if origin.checkpoint:
@@ -155,21 +158,30 @@ async def _started(
 
 def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
     """The models that a recipe has, by name."""
+    shape = read_model_shape(recipe.model.folder)
     policy = RankModel(
         ranks,
         layout,
         recipe.trainer.max_tokens_per_microbatch,
         row_multiple(recipe),
-        attention_ratio(read_model_shape(recipe.model.folder)),
+        attention_ratio(shape),
         together=recipe.sequences_per_example,
+        shape=shape.with_value_head() if recipe.loop == "reward_model" else shape,
+        update_passes=2.0 if recipe.lora.rank else 3.0,
     )
+    shapes = {
+        "critic": read_model_shape(recipe.further_models.get("critic.path", recipe.model.folder)).with_value_head(),
+        "reward_model": read_model_shape(recipe.further_models.get("reward.model", recipe.model.folder)),
+    }
     has = {
-        "policy": True,
         "reference": recipe.has_reference,
         "critic": recipe.has_critic,
         "reward_model": "reward.model" in recipe.further_models,
     }
-    models = {name: replace(policy, name=name) for name, is_there in has.items() if is_there}
+    others = [name for name, is_there in has.items() if is_there]
+    models = {"policy": policy} | {
+        name: replace(policy, name=name, shape=shapes.get(name, shape), update_passes=3.0) for name in others
+    }
     if recipe.loop == "rl":
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
         models["policy"] = replace(policy, keeps_samples=is_of_sequences(policy_loss))

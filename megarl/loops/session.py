@@ -15,6 +15,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
+from megarl.loops.performance import Performance
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.preflight import Dropped
@@ -84,6 +85,7 @@ class Session:
     origin: Origin
     """The checkpoint that the run was resumed from, if any."""
     stop: StopRequest
+    performance: Performance
     dropped: Dropped = field(default_factory=Counter)
     """How many records were left out because they are too long, by data source."""
 
@@ -113,6 +115,7 @@ class Session:
             step.log({"data/dropped": float(self.dropped.total())})
         async with self.leaving_in_order(step, state):
             yield step
+        step.log(await self.performance.of_step(self.tracker.seconds, step.metrics))
         self.log(step)
         self.folder.set_status(step=number)
         await self.checkpoints.complete()

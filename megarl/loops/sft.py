@@ -37,6 +37,7 @@ async def train(session: Session) -> None:
 
     for number in session.steps:
         async with session.step(number) as step:
+            step.log({"data/epoch": order.epochs(number - 1)})
             batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
             assign_token_weights(batch, recipe.algorithm)
             step.is_trained = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,27 @@ def current() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+PEAK_TFLOPS = {
+    "B300": 2250.0, "GB300": 2500.0, "B200": 2250.0, "GB200": 2500.0, "H200": 989.0, "GH200": 989.0, "H100 NVL": 835.0,
+    "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0,
+    "L40": 181.0, "L4": 121.0, "A40": 150.0, "A10": 125.0, "RTX 6000 Ada": 364.0, "RTX 4090": 165.0,
+}  # fmt: skip
+"""Dense peak in bfloat16 and float16 by a part of the GPU's name, in TFLOP/s. Source: NVIDIA's data sheets."""
+
+
+def peak_tflops(dtype: str) -> float | None:
+    """Peak of this rank's device in TFLOP/s; None where it is not known: of a CPU, of other GPUs and types."""
+    if not torch.cuda.is_available() or dtype not in ("bfloat16", "float16"):
+        return None
+    return peak_of(torch.cuda.get_device_name())
+
+
+def peak_of(device_name: str) -> float | None:
+    """The peak of a GPU by its name; the longest part that is in it as words of their own decides."""
+    found = [part for part in PEAK_TFLOPS if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![0-9])", device_name)]
+    return PEAK_TFLOPS[max(found, key=len)] if found else None
 
 
 def rank_environment(ranks_per_node: int) -> dict[str, str]:

@@ -43,11 +43,12 @@ CHARTS = (
     Chart("Length", "tokens of a completion, mean", (_LENGTH,), upper="rollout/completion_tokens/max"),
     Chart("Truncated", "share of completions at the length limit", ("rollout/truncated",)),
     Chart("KL to the reference", "nats per token", ("kl/reference",)),
-    Chart("KL of the update", "between old and new policy, nats per token", (r"kl/(?!reference|capped).+", "train/kl")),
+    Chart("KL of the update", "between old and new policy, nats per token", ("kl/update", "train/kl")),
     Chart("Entropy", "of the policy, nats per token", ("train/entropy",)),
     Chart("Log-prob gap", "|trainer - engine| under the same weights, nats; mean, thin line: largest",
           ("logprob_gap/mean",), upper="logprob_gap/max"),
-    Chart("Tokens per second", "of a whole step", (r"perf/.*tokens_per_second.*", "derived/tokens_per_second")),
+    Chart("Tokens per second", "of a whole step and rank",
+          ("perf/tokens_per_second_per_rank", "derived/tokens_per_second")),
     Chart("Loss", "of training", ("train/loss",)),
     Chart("Gradient norm", "before clipping", ("train/grad_norm",)),
     Chart("Clipped", "share of tokens whose ratio was clipped", ("train/clip_fraction",)),
@@ -92,8 +93,8 @@ class Bins:
 
 
 def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
-    """The rows, and where no tracker measured it `derived/tokens_per_second`: the tokens trained by the step's time."""
-    if any(name.startswith("perf/") and "tokens_per_second" in name for _, row in rows for name in row):
+    """The rows, and where it was not measured `derived/tokens_per_second`: trained tokens by the step's time."""
+    if any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row):
         return [(step, dict(row)) for step, row in rows]
     found = []
     for step, row in rows:

@@ -27,6 +27,8 @@ METRICS = {
         "score of a reward function, without its weight, mean over the samples that it has scored",
     ),
     "reward/NAME/std": ("score", "standard deviation of a reward function's scores"),
+    "reward/NAME/min": ("score", "least score of a reward function"),
+    "reward/NAME/max": ("score", "largest score of a reward function"),
     "reward/NAME/unscored": ("share", "samples of which the function has no opinion"),
     "reward/unscored": ("count", "samples of which no function has an opinion"),
     "reward/NAME/OWN": ("own", "a number of the function's own, mean over the samples that have it"),
@@ -163,6 +165,8 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
         if opinions:
             metrics[f"reward/{name}/mean"] = float(np.mean(opinions))
             metrics[f"reward/{name}/std"] = float(np.std(opinions))
+            metrics[f"reward/{name}/min"] = float(min(opinions))
+            metrics[f"reward/{name}/max"] = float(max(opinions))
     for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
         found = [reward.metrics[key] for reward in rewards if key in reward.metrics]
         metrics.setdefault(f"reward/{key}", float(np.mean(found)))

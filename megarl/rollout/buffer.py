@@ -18,6 +18,8 @@ from megarl.types import MegarlError, Problem, Trajectory
 
 METRICS = {
     "rollout/attempts": ("count", "batches of prompts that were drawn to fill the step"),
+    "environment/SOURCE/epoch": ("epochs", "passes over a source's training data so far, in a mixture"),
+    "data/epoch": ("epochs", "passes over the training data so far"),
     "rollout/kept": ("share", "groups that passed algorithm.dynamic_sampling"),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -112,25 +114,27 @@ class Buffer:
             self._observe(group)
         return groups
 
-    def _curriculum_metrics(self) -> dict[str, float]:
-        found = self._mixture.metrics(self._state.positions)
-        prefixes = {name: f"environment/{name}/" if self._recipe.mixture else "" for name in found}
-        return {
-            f"{prefixes[name]}curriculum/{key}": value for name, of_source in found.items()
-            for key, value in of_source.items()
-        }  # fmt: skip
+    def _position_metrics(self) -> dict[str, float]:
+        """Epochs and curricula of the sources; with names of theirs in a mixture, as `environment_metrics`."""
+        positions, is_mixture = self._state.positions, bool(self._recipe.mixture)
+        epochs = self._mixture.epochs(positions)
+        metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
+        for name, of_source in self._mixture.metrics(positions).items():
+            prefix = f"environment/{name}/" if is_mixture else ""
+            metrics |= {f"{prefix}curriculum/{key}": value for key, value in of_source.items()}
+        return metrics
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest step, where groups are filtered.
+        """Of the newest step: METRICS.
 
         With a curriculum `curriculum/NAME`, those of `data.mixture.Mixture.metrics`; in a mixture
         `environment/SOURCE/curriculum/NAME`.
         """
-        curricula = self._curriculum_metrics()
+        found = self._position_metrics()
         if self._recipe.algorithm.dynamic_sampling is None:
-            return curricula
+            return found
         num_groups = max(self._num_batches * self._batch_size, 1)
-        return curricula | {"rollout/attempts": self._num_batches, "rollout/kept": self._num_passed / num_groups}
+        return found | {"rollout/attempts": self._num_batches, "rollout/kept": self._num_passed / num_groups}
 
     async def add_old_logprobs(
         self, groups: Sequence[Group], forward: Callable[[TokenBatch], Awaitable[np.ndarray]]

@@ -18,11 +18,15 @@ from megarl.types import Ended, Trajectory
 METRICS = {
     "reward/mean": ("score", "reward of the step's samples, mean"),
     "reward/std": ("score", "standard deviation of the samples' rewards"),
+    "reward/min": ("score", "least reward of the step's samples"),
+    "reward/max": ("score", "largest reward of the step's samples"),
     "reward/accuracy": ("share", "scored samples whose answer is correct"),
     "reward/format_valid": ("share", "scored samples whose format is valid"),
     "reward/zero_variance_groups": ("share", "groups whose rewards are all equal: no learning signal"),
     "rollout/completion_tokens/mean": ("tokens", "sampled tokens of an attempt, mean"),
     "rollout/completion_tokens/max": ("tokens", "sampled tokens of an attempt, the most"),
+    "rollout/prompt_tokens/mean": ("tokens", "first prompt of an attempt, mean"),
+    "rollout/prompt_tokens/max": ("tokens", "first prompt of an attempt, the most"),
     "rollout/truncated": ("share", "attempts that ended at the length limit"),
     "rollout/temperature": ("1", "sampling temperature, mean over attempts"),
     "rollout/turns/mean": ("completions", "completions of an attempt, mean"),
@@ -156,6 +160,8 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
     return function_metrics(judged) | {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
+        "reward/min": float(scores.min()),
+        "reward/max": float(scores.max()),
         "reward/accuracy": float(np.mean([reward.answer_correct for reward in judged])),
         "reward/format_valid": float(np.mean([reward.format_valid for reward in judged])),
         "reward/zero_variance_groups": float(np.mean(flat)),
@@ -172,6 +178,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     (`environments.tools.ToolEnvironment`).
     """
     count = len(trajectories)
+    prompts = [_first_prompt_tokens(t) for t in trajectories]
     turns = [t.num_turns for t in trajectories]
     sizes = [size for t in trajectories for size in t.turn_tokens]
     segments = [len(t.segments) for t in trajectories]
@@ -182,6 +189,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     metrics = {
         "rollout/temperature": sum(t.temperature for t in trajectories) / count,
+        "rollout/prompt_tokens/mean": sum(prompts) / count,
+        "rollout/prompt_tokens/max": float(max(prompts)),
         "rollout/turns/mean": sum(turns) / count,
         "rollout/turns/max": float(max(turns)),
         "rollout/turn_tokens/mean": sum(sizes) / max(len(sizes), 1),
@@ -208,3 +217,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         found = [t.metrics[name] for t in trajectories if name in t.metrics]
         metrics[name if name.startswith("tools/") else f"environment/{name}"] = sum(found) / len(found)
     return metrics
+
+
+def _first_prompt_tokens(trajectory: Trajectory) -> int:
+    """Tokens before the first that was sampled; of an attempt without any, those of its problem."""
+    sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
+    return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())

@@ -105,7 +105,7 @@ class PartialBuffer(Buffer):
 
     def metrics(self) -> dict[str, float]:
         """Of the newest step."""
-        counts = self._counts | {"rollout/in_flight": float(len(self._tasks))} | self._curriculum_metrics()
+        counts = self._counts | {"rollout/in_flight": float(len(self._tasks))} | self._position_metrics()
         if self._recipe.algorithm.dynamic_sampling is not None:
             counts["rollout/kept"] = self._num_passed / max(self._num_batches, 1)
         return counts

@@ -20,6 +20,10 @@ METRICS = {
         "the engines' time with nothing to sample, but for that in which they are held for training",
     ),
     "rollout/held_seconds": ("seconds", "how long the engines were held while requests waited"),
+    "rollout/sampled_tokens": (
+        "tokens",
+        "tokens that the engines sampled for the step, those of parked attempts included",
+    ),
     "rollout/prefix_hits": ("share", "the prompts' tokens that an engine had in its prefix cache"),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -117,7 +121,7 @@ class EnginePool:
         self._advanced = asyncio.Event()
         self._held_at = self._measured_at = time.monotonic()
         self._seconds_held = self._held_before = self._seconds_waited = 0.0
-        self._num_prompt_tokens = self._num_cached = 0
+        self._num_prompt_tokens = self._num_cached = self._num_sampled = 0
 
     async def generate(
         self, request: Request, *, affinity: str | None = None, parts: list[Completion] | None = None
@@ -197,8 +201,9 @@ class EnginePool:
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
             "rollout/held_seconds": self._seconds_waited,
             "rollout/prefix_hits": self._num_cached / max(self._num_prompt_tokens, 1),
+            "rollout/sampled_tokens": float(self._num_sampled),
         }
-        self._num_prompt_tokens = self._num_cached = 0
+        self._num_prompt_tokens = self._num_cached = self._num_sampled = 0
         self._measured_at, self._held_before, self._seconds_waited = now, self._seconds_held, 0.0
         for replica in self._replicas:
             replica.busy_seconds = 0.0
@@ -210,6 +215,7 @@ class EnginePool:
         replica.running.clear()
         replica.aborts.clear()
         parked = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
+        self._num_sampled += sum(len(part.token_ids) for part in parked.values())
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
@@ -283,6 +289,7 @@ class EnginePool:
         for completion in await self._ask(replica, new, aborts, self._budget_seconds):
             replica.running.pop(completion.request_id, None)
             self._num_cached += completion.num_cached
+            self._num_sampled += len(completion.token_ids)
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)

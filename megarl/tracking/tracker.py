@@ -71,6 +71,11 @@ class Tracker:
             key = f"time/{name}_seconds"
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The times of the step so far, by the names of their metrics."""
+        return {"time/step_seconds": time.monotonic() - self._step_started, **self._phase_seconds}
+
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log a step's scalars; steps increase. A value that is not finite is null in metrics.jsonl."""
         if self._last_step is not None and step <= self._last_step:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.algorithms.importance import gap_moments
 from megarl.algorithms.keywords import supported_kwargs
-from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.kl import KL_ESTIMATORS, k3
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_of_sequences
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
@@ -34,6 +34,10 @@ METRICS = {
     "kl/reference": (
         "nats",
         "divergence of the policy from the reference by algorithm.kl_estimator, mean over tokens (kto: of an answer)",
+    ),
+    "kl/update": (
+        "nats",
+        "divergence of the policy from that of before the step's updates, estimated by k3, mean over tokens",
     ),
     "kl/capped": ("share", "tokens whose estimate algorithm.k3_max holds"),
     "logprob_gap/max": ("nats", "the largest distance of the trainer's log-prob of a token from the engine's"),
@@ -107,7 +111,10 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             )
         if (weights := given.get("importance_weights")) is not None:
             loss = loss * weights
-        metrics = {f"train/{name}": value for name, value in metrics.items()} | {"train/entropy": entropies.detach()}
+        metrics = {f"train/{name}": value for name, value in metrics.items()} | {
+            "train/entropy": entropies.detach(),
+            "kl/update": k3(old_logprobs, policy_logprobs.detach()),
+        }
         if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, given["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * divergence

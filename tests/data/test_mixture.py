@@ -84,6 +84,12 @@ def test_problems_outside_the_band_are_passed_over_and_tried_again(by: str | Non
     assert metrics["passed"] == positions["a"].taken - 1500
 
 
+def test_epochs_are_counted_by_source() -> None:
+    mixture = Mixture([stream("a", 3.0, 10), stream("b", 1.0, 4)], seed=3)
+    assert mixture.epochs({}) == {}
+    assert mixture.epochs(draw(mixture, 20, {})[1]) == {"a": 1.5, "b": 1.25}
+
+
 def test_a_rate_forgets_slowly() -> None:
     config = CurriculumConfig(band=(0.2, 0.8), memory=0.75)
     curriculum = Curriculum.of([Problem(0, (), (), "")], config)

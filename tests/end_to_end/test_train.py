@@ -87,6 +87,7 @@ def runs(
     rl = RECIPE.format(model="runs/sft/hf, chat_template: own.jinja", data="train", learning_rate="1e-4")
     rl = rl.replace("data/train.jsonl", "train@data/verl")
     rl = rl.replace("{max_problems: 16}", "{max_problems: 8, samples_per_prompt: 2, k: [1, 2]}")
+    rl = rl.replace("ranks_per_node: 2", "ranks_per_node: 2, peak_tflops: 0.5")
     (runs.folder / "rl.yaml").write_text(
         f"name: rl\nloop: rl\ntrain: {{epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4}}\n{rl}"
     )
@@ -117,6 +118,26 @@ def test_every_metric_is_in_the_table(runs: Runs) -> None:
         assert unknown_metrics(runs.folder / "runs" / name) == set()
 
 
+def test_throughput_and_memory_are_measured(runs: Runs) -> None:
+    *_, sft = runs.steps("sft")
+    for step in runs.steps("rl")[1:]:
+        ranks = 2
+        assert step["perf/tokens_per_second_per_rank"] * ranks * step["time/step_seconds"] == pytest.approx(
+            16 * (step["rollout/prompt_tokens/mean"] + step["rollout/completion_tokens/mean"]), rel=0.05
+        )
+        assert step["rollout/sampled_tokens"] == pytest.approx(16 * step["rollout/completion_tokens/mean"])
+        assert 0 < step["perf/mfu"] == pytest.approx(2 * step["perf/tflops_per_rank"]) < 1
+        assert 0 <= step["time/ranks_idle"] < 1 and 0 < step["memory/kv_usage"] <= 1
+        assert step["perf/preemptions"] == 0 and step["kl/update"] == pytest.approx(0, abs=1e-6)
+        assert step["reward/min"] <= step["reward/mean"] <= step["reward/max"]
+        for phase in ("rollout", "train", "reshard"):
+            assert 0.1 < step[f"memory/{phase}_gib"] < 100
+    assert [step["data/epoch"] for step in runs.steps("rl")[1:]] == pytest.approx([4 / 64, 8 / 64])
+    # Of a CPU whose peak no recipe names there is no utilisation.
+    assert "perf/mfu" not in sft and sft["perf/tflops_per_rank"] > 0 and "memory/train_gib" in sft
+    assert "rollout/prompt_tokens/mean" not in sft and sft["data/epoch"] > runs.steps("sft")[1]["data/epoch"]
+
+
 def test_a_report_shows_both_runs(runs: Runs) -> None:
     done = subprocess.run([*MEGARL, "report", "runs/sft", "runs/rl"], cwd=runs.folder, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -144,7 +165,7 @@ def test_tensorboard_shows_the_same_scalars(runs: Runs) -> None:
 
     events = EventAccumulator(str(runs.folder / "runs/rl/tensorboard"))
     events.Reload()
-    for name in ("reward/mean", "train/loss", "logprob_gap/max", "time/reshard_seconds"):
+    for name in ("reward/mean", "train/loss", "logprob_gap/max", "time/reshard_seconds", "perf/mfu"):
         shown = {event.step: event.value for event in events.Scalars(name)}
         assert shown == pytest.approx({step["step"]: step[name] for step in runs.steps("rl")[1:]})
 

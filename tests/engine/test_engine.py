@@ -16,6 +16,7 @@ import torch
 
 from megarl.config import RolloutConfig, SamplingConfig
 from megarl.testing import RankPool
+from megarl.tracking.metrics import values
 from megarl.types import Completion, ConfigError, Request, SamplingSettings
 
 NEW_TOKENS = 12
@@ -80,6 +81,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
         r for tag, s in zip("gsn", (GREEDY, SAMPLED, NUCLEUS), strict=True) for r in requests(engine.replica, tag, s)
     ]
     result["together"] = run(together)
+    result["metrics"] = [values(engine.metrics()), values(engine.metrics())]
 
     # The same requests by and by: each call makes one step and brings one more.
     late: dict[str, Completion] = {}
@@ -113,10 +115,13 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     run(begun, budget=0.0)
     run([], budget=0.0)
     result["aborted"] = run([], aborts=("a0", "a1", "b0", "unknown"), budget=0.0)
+    result["running"] = len(engine._running)
+    engine.metrics()
     engine.weights_updated()
     engine.sleep()
     engine.wake()
     result["kept"] = run([])
+    result["metrics"].append(values(engine.metrics()))
     result["unfinished_after"] = len(engine._running)
     result["loose_tensors"] = [holds_loose_tensors(engine.model)]
     engine.model.get_submodule("model.norm").scale = torch.ones(1)
@@ -311,6 +316,19 @@ def test_stops_end_a_completion_and_stay_part_of_it(world_size, tp, outcome, mod
         expected = next(n for n in range(1, NEW_TOKENS) if result["stop_text"] in tokenizer.decode(full[:n]))
         assert result["stops"]["stop"].token_ids.tolist() == full[:expected]
         assert {c.finish_reason for c in result["stops"].values()} == {"stop"}
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_the_use_of_the_cache_and_lost_places_are_measured(world_size, tp, outcome) -> None:
+    for result in outcome(world_size, tp):
+        if not result["is_leader"]:
+            assert result["metrics"] == [{}, {}, {}]
+            continue
+        sampled, nothing, begun_anew = result["metrics"]
+        assert 0 < sampled["memory/kv_usage"] < 1 and sampled["perf/preemptions"] == 0
+        assert nothing == {"memory/kv_usage": 0.0, "perf/preemptions": 0.0}
+        # New weights take the cache of all that run.
+        assert begun_anew["perf/preemptions"] == result["running"] > 0
 
 
 @pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)

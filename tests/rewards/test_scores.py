@@ -68,9 +68,13 @@ def test_metrics_of_each_function() -> None:
         "reward/a/unscored": 0.25,
         "reward/a/mean": 2.0,
         "reward/a/std": pytest.approx(2**0.5),
+        "reward/a/min": 1.0,
+        "reward/a/max": 4.0,
         "reward/b/unscored": 0.75,
         "reward/b/mean": 2.0,
         "reward/b/std": 0.0,
+        "reward/b/min": 2.0,
+        "reward/b/max": 2.0,
     }
     assert function_metrics([failed]) == {}
 

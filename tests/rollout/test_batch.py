@@ -462,6 +462,7 @@ def test_accuracy_is_of_the_same_samples_with_and_without_a_reward_model() -> No
     kept = [attempt(0, 10.0, 3), attempt(0, -10.0, 5, "length")]
     alone, beside = reward_metrics(drawn), reward_metrics(drawn, kept=kept)
     of_the_reward = {"reward/mean": 0.0, "reward/std": 10.0, "reward/zero_variance_groups": 0.0}
+    of_the_reward |= {"reward/min": -10.0, "reward/max": 10.0}
     assert beside == alone | of_the_reward and alone["reward/accuracy"] == 0.25
 
 
@@ -473,6 +474,8 @@ def test_reward_metrics() -> None:
         {
             "reward/mean": 0.0,
             "reward/std": 1.2247449,
+            "reward/min": -1.0,
+            "reward/max": 2.0,
             "reward/accuracy": 0.25,
             "reward/format_valid": 0.5,
             "reward/zero_variance_groups": 0.5,

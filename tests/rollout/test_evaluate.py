@@ -69,6 +69,7 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
     expected = {"accuracy": 2 / 3, "accuracy/low": low, "accuracy/high": high}
     expected |= {"format_valid": 2 / 3, "completion_tokens/mean": 1.0}
     of_functions = {"reward/boxed/mean": 2 / 3, "reward/boxed/std": 14**0.5 / 3, "reward/boxed/unscored": 0.0}
+    of_functions |= {"reward/boxed/min": -1.0, "reward/boxed/max": 2.0}
     silent = {"reward/mine/unscored": 1.0, "reward/unscored": 0.0}
     of_set = (
         expected | of_functions | silent | {"reward_errors": 0.0, "reward_timeouts": 0.0, "reward_parse_errors": 0.0}
@@ -199,6 +200,8 @@ def test_turns_and_ends_are_counted() -> None:
     ]
     assert rollout_metrics(found) == {
         "rollout/temperature": 1.0,
+        "rollout/prompt_tokens/mean": 1.0,
+        "rollout/prompt_tokens/max": 1.0,
         "rollout/turns/mean": 1.5,
         "rollout/turns/max": 3.0,
         "rollout/turn_tokens/mean": 8 / 6,

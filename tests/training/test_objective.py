@@ -62,6 +62,7 @@ def loss_on_rank(cp: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     return {
         "loss": loss.item(),
         "ratio": metrics["train/ratio"].number * int(row.mask.sum()),
+        "kl_update": metrics["kl/update"].number * int(row.mask.sum()),
         "slopes": list(
             zip(row.per_token["advantages"][row.mask].tolist(), policy_logprobs.grad[row.mask].tolist(), strict=True)
         ),
@@ -74,6 +75,10 @@ def test_the_ratio_of_gspo_is_the_trajectory_s(ranks: RankPool, cp: int) -> None
     # The first trajectory is within the clip, minus its ratio; the second, exp(-0.2), is held at 0.9.
     assert sum(part["loss"] for part in found) == pytest.approx((-RATIO + 0.9) / 2, abs=1e-6)
     assert sum(part["ratio"] for part in found) == pytest.approx(5 * RATIO + 2 * 0.8187308, abs=1e-5)
+    # exp(d) - 1 - d of the log-ratios d = 0.3 (twice), -0.1 and -0.2 (twice), and of two that are 0.
+    assert sum(part["kl_update"] for part in found) == pytest.approx(
+        2 * 0.0498588 + 0.0048374 + 2 * 0.0187308, abs=1e-6
+    )
     slopes = sorted(slope for part in found for slope in part["slopes"])
     # A fifth of the trajectory's half of the loss for each of its tokens; none for tokens that are clipped.
     assert slopes == [(-1.0, 0.0)] * 2 + [(1.0, pytest.approx(-RATIO / 10, abs=1e-6))] * 5

@@ -1,0 +1,107 @@
+"""Throughput, utilisation and memory of a step, from what ranks and driver noted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megarl.cluster.activity import Activity
+from megarl.cluster.batching import RankModel
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import Recipe
+from megarl.tracking.metrics import merge, values
+
+METRICS = {
+    "perf/tokens_per_second_per_rank": (
+        "tokens/s",
+        "tokens that the step's updates were made on, prompts included, by its time and the number of ranks (GPUs, on "
+        "a CPU processes)",
+    ),
+    "perf/train_tokens_per_second_per_rank": ("tokens/s", "the same by the time of the phase train alone"),
+    "perf/rollout_tokens_per_second_per_rank": (
+        "tokens/s",
+        "sampled tokens by the time of the phase rollout and the ranks",
+    ),
+    "perf/tflops_per_rank": (
+        "TFLOP/s",
+        "model FLOPs of the step's updates and scoring passes by the ranks and the time of the phases train, logprobs",
+    ),
+    "perf/mfu": (
+        "share",
+        "model FLOPs utilisation: perf/tflops_per_rank by the device's peak (cluster.peak_tflops, or a known GPU's)",
+    ),
+    "time/ranks_idle": ("share", "the step's time in which ranks carried out no call of the driver, mean over ranks"),
+    "memory/PHASE_gib": (
+        "GiB",
+        "most memory in use in a phase, of the rank with the most: the device's, on a CPU the process's",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
+_PHASES = {
+    "advance": "rollout",
+    "policy.forward": "logprobs",
+    "reference.forward": "logprobs",
+    "reward_model.forward": "logprobs",
+    "critic.forward": "logprobs",
+    "policy.update": "train",
+    "critic.update": "train",
+    "reshard": "reshard",
+    "save_checkpoint": "checkpoint",
+    "export": "export",
+}
+"""The phase that a call of the ranks belongs to."""
+
+
+class Performance:
+    """Measures the steps of a run. Metrics: METRICS, and those of the engines."""
+
+    def __init__(self, recipe: Recipe, ranks: WorkerGroup, models: Mapping[str, RankModel]) -> None:
+        self._ranks = ranks
+        self._work = models["policy"].work
+        self._peak_tflops = recipe.cluster.peak_tflops
+        self._knows_peak = self._peak_tflops is not None
+
+    async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        """Of the time since the call before; `seconds` are the step's times and `scalars` its metrics."""
+        await self._ask_for_peak()
+        activities: list[Activity] = await self._ranks.call("__activity__")
+        engines = values(merge(await self._ranks.call("engine_metrics")))
+        whole = max(seconds["time/step_seconds"], 1e-9)
+        busy = sum(activity.busy_seconds for activity in activities) / len(activities)
+        metrics = engines | peak_memory(activities) | {"time/ranks_idle": min(1.0, max(0.0, 1 - busy / whole))}
+        return metrics | self._throughput(seconds, scalars)
+
+    def _throughput(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        work, num_ranks = self._work.take(), self._ranks.world_size
+        whole, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
+        scoring, rollout = seconds.get("time/logprobs_seconds", 0.0), seconds.get("time/rollout_seconds", 0.0)
+        metrics: dict[str, float] = {}
+        if work.update_tokens and train:
+            metrics["perf/tokens_per_second_per_rank"] = work.update_tokens / whole / num_ranks
+            metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_ranks
+        if rollout and "rollout/sampled_tokens" in scalars:
+            metrics["perf/rollout_tokens_per_second_per_rank"] = scalars["rollout/sampled_tokens"] / rollout / num_ranks
+        if work.flops and train + scoring:
+            tflops = work.flops / (train + scoring) / num_ranks / 1e12
+            metrics["perf/tflops_per_rank"] = tflops
+            if self._peak_tflops is not None:
+                metrics["perf/mfu"] = tflops / self._peak_tflops
+        return metrics
+
+    async def _ask_for_peak(self) -> None:
+        """Ask the ranks for their devices' peak, once: the least counts; where one is not known, there is none."""
+        if not self._knows_peak:
+            peaks = await self._ranks.call("peak_tflops")
+            self._peak_tflops = None if None in peaks else min(peaks)
+            self._knows_peak = True
+
+
+def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
+    """`memory/PHASE_gib` of the calls that ranks carried out."""
+    found: dict[str, float] = {}
+    for activity in activities:
+        for method, num_bytes in activity.peak_bytes.items():
+            if (phase := _PHASES.get(method)) is not None:
+                name = f"memory/{phase}_gib"
+                found[name] = max(found.get(name, 0.0), num_bytes / 2**30)
+    return found

@@ -1,0 +1,122 @@
+"""Throughput, utilisation and memory of a step, by numbers that are typed in."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.activity import Activity
+from megarl.cluster.batching import Work
+from megarl.config import Recipe
+from megarl.loops.performance import Performance
+from megarl.tracking.metrics import Max, Sum
+
+SECONDS = {
+    "time/step_seconds": 10.0, "time/rollout_seconds": 5.0, "time/logprobs_seconds": 1.0, "time/train_seconds": 3.0,
+}  # fmt: skip
+GIB = 1 << 30
+
+
+class Ranks:
+    """Two ranks that answer what they are given, and what was asked of them."""
+
+    def __init__(self, peaks: tuple[float | None, float | None]) -> None:
+        self.world_size, self.asked = 2, list[str]()
+        self._answers: dict[str, list[Any]] = {
+            "peak_tflops": [*peaks],
+            "__activity__": [
+                Activity(9.0, {"advance": 3 * GIB, "policy.update": 5 * GIB, "policy.forward": 2 * GIB}),
+                Activity(7.0, {"policy.update": 4 * GIB, "reference.forward": 6 * GIB, "sleep_engine": 9 * GIB}),
+            ],
+            "engine_metrics": [{"memory/kv_usage": Max(0.5), "perf/preemptions": Sum(3.0)}, {}],
+        }
+
+    async def call(self, method: str) -> list[Any]:
+        self.asked.append(method)
+        return self._answers[method]
+
+
+def measured(peaks: tuple[float | None, float | None] = (None, None), **cluster: float) -> list[dict[str, float]]:
+    """The metrics of two steps, in the second of which nothing was trained."""
+    recipe = Recipe.model_validate(
+        {"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "cluster": cluster}
+    )
+    ranks, work = Ranks(peaks), Work(update_tokens=600, flops=16e12)
+    performance = Performance(recipe, ranks, {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
+    steps = [asyncio.run(performance.of_step(SECONDS, {"rollout/sampled_tokens": 400.0})) for _ in range(2)]
+    assert ranks.asked.count("peak_tflops") == (0 if cluster else 1)
+    return steps
+
+
+def test_a_step_is_measured() -> None:
+    first, second = measured()
+    assert first == pytest.approx(
+        {
+            "time/ranks_idle": 0.2,
+            "perf/tokens_per_second_per_rank": 30.0,
+            "perf/train_tokens_per_second_per_rank": 100.0,
+            "perf/rollout_tokens_per_second_per_rank": 40.0,
+            "perf/tflops_per_rank": 2.0,
+            "memory/rollout_gib": 3.0,
+            "memory/logprobs_gib": 6.0,
+            "memory/train_gib": 5.0,
+            "memory/kv_usage": 0.5,
+            "perf/preemptions": 3.0,
+        }
+    )
+    assert "perf/tflops_per_rank" not in second and second["perf/rollout_tokens_per_second_per_rank"] == 40.0
+
+
+@pytest.mark.parametrize(
+    ("peaks", "cluster", "mfu"),
+    [
+        pytest.param((8.0, 5.0), {}, 0.4, id="the slower device counts"),
+        pytest.param((8.0, None), {}, None, id="of an unknown device there is none"),
+        pytest.param((None, None), {"peak_tflops": 4.0}, 0.5, id="the recipe names it"),
+        pytest.param((8.0, 8.0), {"peak_tflops": 4.0}, 0.5, id="the recipe comes first"),
+    ],
+)
+def test_utilisation_is_the_share_of_a_known_peak(
+    peaks: tuple[float | None, float | None], cluster: dict[str, float], mfu: float | None
+) -> None:
+    assert measured(peaks, **cluster)[0].get("perf/mfu") == (mfu and pytest.approx(mfu))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A10G", 125.0),
+        ("NVIDIA A1000", None),
+        ("Some CPU", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
+    from megarl.platform.device import peak_of, peak_tflops
+
+    assert peak_of(name) == peak
+    assert peak_tflops("float32") is None
+
+
+def test_calls_are_noted_with_the_memory_that_they_took() -> None:
+    import torch  # noqa: F401  (a process without it has no memory of interest)
+
+    activity = Activity()
+    with activity.during("small"):
+        pass
+    with activity.during("large"):
+        np.ones(16 << 20)
+    with activity.during("small"):
+        pass
+    taken = activity.take()
+    assert taken.peak_bytes["large"] - taken.peak_bytes["small"] > 100 << 20
+    assert taken.busy_seconds > 0 and activity.take() == Activity()
