@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,6 +37,10 @@ class EventFile:
         """Add a step's scalars by name."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
+
+    def add(self, summary: Any, step: int) -> None:
+        """Add a summary, a message of TensorBoard's."""
+        self._write(Event(step=step, summary=summary))
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         """Add a text in Markdown; its tag is `tag/text_summary`."""

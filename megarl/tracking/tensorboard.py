@@ -1,12 +1,15 @@
-"""The TensorBoard tracker: scalars and sample texts."""
+"""The TensorBoard tracker: scalars, sample texts, the recipe's settings of learning."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megarl.config.recipe import read
+from megarl.tracking import hparams
 from megarl.tracking.event_file import EventFile
 
 _SAMPLES_SHOWN = 4
@@ -16,12 +19,16 @@ class TensorBoard:
     """Event files in `tensorboard/` of the run folder; see `trackers.RunTracker`."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
+        self._last_step = resumed_step
         # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
         self.events = EventFile(folder / "tensorboard", purge_step=resumed_step + 1 if resumed_step else None)
+        for summary in hparams.summaries(read(folder / "config.yaml", is_of_run=True).recipe):
+            self.events.add(summary, resumed_step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Add a step's scalars by name."""
         self.events.add_scalars(scalars, step)
+        self._last_step = step
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Add the first records of each call as texts `samples/SET/NUMBER`."""
@@ -34,6 +41,8 @@ class TensorBoard:
 
     def close(self) -> None:
         """Close the file."""
+        with suppress(OSError):
+            self.events.add(hparams.ended(), self._last_step)
         self.events.close()
 
 
