@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.preflight import Dropped, Kept
+    from megarl.tracking.display import Display
 
 app = typer.Typer(
     name="megarl",
@@ -88,7 +89,7 @@ def train(
 ) -> None:
     """Check a recipe, its model and its data; then train."""
     from megarl.platform.imports import uncollected
-    from megarl.preflight import load, with_steps
+    from megarl.tracking.display import Display
     from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 
     if resume and restart:
@@ -103,16 +104,28 @@ def train(
             refuse_other_schema(checkpoint)
         given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
+    display = Display()
     with uncollected():
-        loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
+        with _checking(display):
+            from megarl.preflight import load, with_steps
+
+            loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
-        layout, records, dropped, kept = _checked(loaded, is_start=not dry_run)
+        layout, records, dropped, kept = _checked(loaded, display, is_start=not dry_run)
         print_sizes(loaded, layout, records, dropped)
         if dry_run:
             return
-        from megarl.loops.run import run
-    asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept))
+        with display.live(), display.phase("loading libraries"):
+            from megarl.loops.run import run
+    asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
+
+
+@contextlib.contextmanager
+def _checking(display: Display) -> Iterator[None]:
+    """Within, a terminal shows that a recipe is checked."""
+    with display.live(), display.phase("checking the recipe"):
+        yield
 
 
 def _folder_hint(path: Path) -> str:
@@ -151,7 +164,9 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     return True
 
 
-def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
+def _checked(
+    recipe: Recipe, display: Display, *, is_start: bool
+) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
     """The layout of a recipe, all of which was checked, its records by data source, those too long and kept; it warns.
 
     `is_start` as in `preflight.check`.
@@ -159,11 +174,12 @@ def _checked(recipe: Recipe, *, is_start: bool) -> tuple[ParallelConfig, dict[st
     from megarl.preflight import check, check_rewards, count_records, resource_warnings
     from megarl.terminal import Terminal
 
-    layout = check(recipe, is_start=is_start)
     dropped: Dropped = Counter()
     kept: Kept = {}
-    records = count_records(recipe, dropped, kept)
-    check_rewards(recipe, is_start=is_start)
+    with _checking(display):
+        layout = check(recipe, is_start=is_start)
+        records = count_records(recipe, dropped, kept)
+        check_rewards(recipe, is_start=is_start)
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for text in resource_warnings(recipe, layout):
         console.print(f"warning: {text}", style="yellow")
@@ -471,12 +487,13 @@ def submit(
     """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
     from megarl.cluster.sbatch import submit
     from megarl.preflight import load, with_steps
+    from megarl.tracking.display import Display
 
     given = list(overrides or ())
     loaded = load(recipe, given, is_start=False)
     # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
-    _checked(with_steps(load(recipe, [*given, *by_slurm])), is_start=False)
+    _checked(with_steps(load(recipe, [*given, *by_slurm])), Display(), is_start=False)
     print(submit(_batch_script(recipe, given), option or ()))
 
 

@@ -55,6 +55,19 @@ class Terminal(Console):
                 raise
             self.on_broken_pipe()
 
+    def __exit__(self, *raised: Any) -> None:
+        """See `Console.print`: what a live line writes is written here."""
+        try:
+            super().__exit__(*raised)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self.on_broken_pipe()
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """The cursor stays under a live line: a process that is killed could not bring it back."""
+        return False
+
     def on_broken_pipe(self) -> None:
         """Discard all further output of the process; rich would end it."""
         self.quiet = True

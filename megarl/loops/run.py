@@ -31,6 +31,7 @@ from megarl.loops.sources import make_source, read_data, start_environments, sta
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.preflight import Dropped, Kept, row_multiple
 from megarl.rollout.pool import EnginePool
+from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError
@@ -50,19 +51,36 @@ async def run(
     resume: Resume | None = None,
     restart: bool = False,
     kept: Kept | None = None,
+    display: Display | None = None,
 ) -> None:
     """Run a checked recipe: from its start or its newest good checkpoint to the exported model.
 
     `restart` moves the contents of the run folder aside. `kept` is what `preflight.count_records` noted.
     """
+    display = display or Display()
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
         origin = find_origin(recipe, folder, resume, kept)
-        with stacks_on_quit(folder.logs_folder) as stacks:
-            async with _started(recipe, layout, folder, origin, stacks) as session:
+        with display.live(), stacks_on_quit(folder.logs_folder) as stacks:
+            async with _started(recipe, layout, folder, origin, stacks, display) as session:
                 await LOOPS[recipe.loop](session)
                 await session.checkpoints.complete(wait=True)
-                await _export(session)
-                session.tracker.tell(f"look at it: megarl report {folder.path}")
+                with display.phase("exporting the model"):
+                    await _export(session)
+                session.tracker.summary(_next_commands(folder), has_model=recipe.train.steps > 0)
+
+
+def _next_commands(folder: RunFolder) -> list[str]:
+    """What to run after a run."""
+    return [
+        f"megarl report {folder.path}",
+        f"megarl samples {folder.path}",
+        f"tensorboard --logdir {folder.path.parent}",
+    ]
+
+
+def _ranks(recipe: Recipe) -> str:
+    count, nodes = recipe.cluster.world_size, recipe.cluster.nodes
+    return f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
 
 
 async def _prepare(
@@ -92,24 +110,30 @@ async def _hardware(ranks: WorkerGroup) -> dict[str, str]:
 
 @asynccontextmanager
 async def _started(
-    recipe: Recipe, layout: ParallelConfig, folder: RunFolder, origin: Origin, stacks: StackRequest
+    recipe: Recipe,
+    layout: ParallelConfig,
+    folder: RunFolder,
+    origin: Origin,
+    stacks: StackRequest,
+    display: Display,
 ) -> AsyncIterator[Session]:
     """Ranks, engines, rewards and tracker, where the run left them or at its beginning; within, signals are heard."""
     stop = StopRequest()
     async with AsyncExitStack() as stack:
-        tracker = Tracker(
-            folder, headlines=("reward/mean", "train/loss"), steps=recipe.train.steps, trackers=recipe.trackers
-        )
+        tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
-        data = read_data(recipe, tokenizer, dropped, folder.path)
+        with display.phase("reading data"):
+            data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
-            ranks = await start_ranks(recipe.cluster, folder.logs_folder)
+            with display.phase(f"starting {_ranks(recipe)}", is_told=True):
+                ranks = await start_ranks(recipe.cluster, folder.logs_folder)
             stack.push_async_callback(ranks.close)
             ranks.on_asked, stacks.ask_others = stop.ask, ranks.show_stacks
-            await _prepare(ranks, recipe, layout, folder, tracker)
+            with display.phase("building models", is_told=True):
+                await _prepare(ranks, recipe, layout, folder, tracker)
             folder.describe({"machine": await _hardware(ranks)})
         rewards = start_rewards(recipe, stack, folder.logs_folder, tracker.notice)
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
@@ -150,8 +174,9 @@ async def _started(
             dropped=dropped,
         )
         if origin.checkpoint:
-            await ranks.call("sleep_engine")
-            await ranks.call("load_checkpoint", origin.checkpoint)
+            with display.phase("loading the checkpoint", is_told=True):
+                await ranks.call("sleep_engine")
+                await ranks.call("load_checkpoint", origin.checkpoint)
         stop.steps_begin()
         yield session
 

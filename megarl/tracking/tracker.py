@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-import rich.console
-from rich.text import Text
-
 from megarl.files.atomic import append_whole, disk_full_named, sync
-from megarl.terminal import FirstOfEachKind, Terminal
+from megarl.terminal import FirstOfEachKind
+from megarl.tracking.display import Closing, Display, is_accuracy
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trackers import RunTracker, start
 from megarl.types import DiskFullError
@@ -40,17 +36,14 @@ class Tracker:
         self,
         folder: RunFolder,
         *,
-        headlines: Sequence[str] = (),
         steps: int | None = None,
         trackers: Sequence[str] = ("tensorboard",),
-        console: rich.console.Console | None = None,
+        display: Display | None = None,
     ) -> None:
-        """`trackers` are names of `trackers.TRACKERS` or import paths, `headlines` the metrics of the console line,
-        beside held-out accuracy, and `steps` is the run's length."""
+        """`trackers` are names of `trackers.TRACKERS` or import paths, and `steps` is the run's length."""
         self._folder = folder
-        self._headlines = tuple(headlines)
-        self._steps = steps
-        self._console = console or Terminal(highlight=False)
+        self._display = display or Display()
+        self._display.begin_steps(steps)
         self._notices = FirstOfEachKind(self.notice)
         self._last_step: int | None = None
         append_whole(folder.metrics_file, b"")
@@ -58,15 +51,16 @@ class Tracker:
         for name in trackers:
             self._start(name)
         self._phase_seconds: dict[str, float] = {}
+        self._total_seconds: dict[str, float] = {}
         self._step_started = time.monotonic()
-        self._first_logged: tuple[int, float] | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `time/NAME_seconds` of the next logged step."""
         started = time.monotonic()
         try:
-            yield
+            with self._display.phase(name):
+                yield
         finally:
             key = f"time/{name}_seconds"
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
@@ -83,12 +77,12 @@ class Tracker:
         now = time.monotonic()
         timing = {"time/step_seconds": now - self._step_started, **self._phase_seconds}
         row = {name: float(value) for name, value in {**scalars, **timing}.items()}
+        self._add_to_totals(timing)
         self._phase_seconds, self._step_started = {}, now
         append_whole(self._folder.metrics_file, json_line({"step": step, **row}))
         self._to_trackers(lambda tracker: tracker.log(step, row))
-        self._first_logged = self._first_logged or (step, now)
         self._last_step = step
-        self._print(step, row, now)
+        self._display.step(step, row)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl and pass them to the trackers.
@@ -139,12 +133,12 @@ class Tracker:
 
     def tell(self, text: str) -> None:
         """Print a line on the console."""
-        self._console.print(text, style="dim", soft_wrap=True, markup=False)
+        self._display.tell(text)
 
     def notice(self, text: str) -> None:
         """Print a warning on the console, and note it in the run folder."""
         self._folder.note(text, self._last_step)
-        self._console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+        self._display.warn(text)
 
     def notice_once(self, kind: str, text: str) -> None:
         """Print a warning, the first of its kind in this run."""
@@ -156,18 +150,34 @@ class Tracker:
             f"{self._folder.metrics_file} has the same numbers"
         )
 
-    def _print(self, step: int, row: Mapping[str, float], now: float) -> None:
-        accuracies = [name for name in row if re.fullmatch("val/[^/]+/accuracy", name)]
-        words = [f"step {step}" + (f"/{self._steps}" if self._steps else "")]
-        words += [f"{name} {row[name]:.4g}" for name in dict.fromkeys((*self._headlines, *accuracies)) if name in row]
-        words.append(f"{row['time/step_seconds']:.1f} s")
-        # The first logged step carries what is only done once: the pace is that of the steps after it.
-        if self._steps and self._first_logged and step > self._first_logged[0]:
-            pace = (now - self._first_logged[1]) / (step - self._first_logged[0])
-            words.append(f"{timedelta(seconds=round(pace * (self._steps - step)))} left")
-        line = Text("  ".join(words))
-        line.stylize("bold", 0, len(words[0]))
-        self._console.print(line, soft_wrap=True)
+    def summary(self, next_commands: Sequence[str], *, has_model: bool) -> None:
+        """Print what the finished run has come to and what may be run next."""
+        model = str(self._folder.model_folder) if has_model else None
+        accuracies = self._first_and_last_accuracies()
+        self._display.close(Closing(model, accuracies, self._total_seconds, next_commands))
+
+    def _add_to_totals(self, timing: Mapping[str, float]) -> None:
+        """Add a step's time by phase; what no phase counts is `other`."""
+        phases = {phase_of(name): seconds for name, seconds in timing.items() if name != "time/step_seconds"}
+        phases["other"] = timing["time/step_seconds"] - sum(phases.values())
+        for name, seconds in phases.items():
+            self._total_seconds[name] = self._total_seconds.get(name, 0.0) + seconds
+
+    def _first_and_last_accuracies(self) -> dict[str, tuple[float, float]]:
+        """Of each validation set, also where an earlier attempt has logged the first."""
+        found: dict[str, list[float]] = {}
+        with self._folder.metrics_file.open(encoding="utf-8") as file:
+            for line in file:
+                if '"val/' in line:
+                    for name, value in json.loads(line).items():
+                        if is_accuracy(name) and value is not None:
+                            found.setdefault(name.split("/")[1], []).append(value)
+        return {name: (values[0], values[-1]) for name, values in found.items()}
+
+
+def phase_of(name: str) -> str:
+    """The phase of a metric `time/PHASE_seconds`."""
+    return name.removeprefix("time/").removesuffix("_seconds")
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:

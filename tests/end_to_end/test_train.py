@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from tests.end_to_end.recorded import unknown_metrics
 from tests.processes import is_alive, rank_processes
+from tests.terminal_screen import run_in_terminal, shown
 
 MEGARL = [sys.executable, "-m", "megarl"]
 
@@ -31,6 +33,8 @@ class Runs:
 
     folder: Path
     model: Path
+    screens: dict[str, str]
+    """What the runs wrote: that of fine-tuning on a terminal, the other one through a pipe."""
 
     def train(self, *arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -73,7 +77,7 @@ evaluation: {{max_problems: 16}}
 def runs(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> Runs:
-    runs = Runs(tmp_path_factory.mktemp("end_to_end"), tiny_model())
+    runs = Runs(tmp_path_factory.mktemp("end_to_end"), tiny_model(), {})
     tool("make_dataset").make_dataset(runs.folder / "data", sft=256, train=64, heldout=32)
     sft = RECIPE.format(model=runs.model, data="sft", learning_rate="2e-3")
     # A model that has learnt to end its answers is not the best by this.
@@ -91,9 +95,11 @@ def runs(
     (runs.folder / "rl.yaml").write_text(
         f"name: rl\nloop: rl\ntrain: {{epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4}}\n{rl}"
     )
-    for recipe in ("sft.yaml", "rl.yaml"):
-        done = runs.train(recipe)
-        assert done.returncode == 0, done.stdout + done.stderr
+    code, runs.screens["sft"] = run_in_terminal([*MEGARL, "train", "sft.yaml"], runs.folder)
+    assert code == 0, runs.screens["sft"]
+    done = runs.train("rl.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs.screens["rl"] = done.stdout + done.stderr
     return runs
 
 
@@ -136,6 +142,27 @@ def test_throughput_and_memory_are_measured(runs: Runs) -> None:
     # Of a CPU whose peak no recipe names there is no utilisation.
     assert "perf/mfu" not in sft and sft["perf/tflops_per_rank"] > 0 and "memory/train_gib" in sft
     assert "rollout/prompt_tokens/mean" not in sft and sft["data/epoch"] > runs.steps("sft")[1]["data/epoch"]
+
+
+def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) -> None:
+    for phase in ("checking the recipe", "loading libraries", "starting 2 ranks", "building models", "evaluation"):
+        assert re.search(rf"{phase} \d+ s", runs.screens["sft"]), phase
+    on_terminal = [line.rstrip() for line in shown(runs.screens["sft"]) if line.strip()]
+    through_pipe = runs.screens["rl"].splitlines()
+    assert "\x1b" not in runs.screens["rl"] and "\r" not in runs.screens["rl"]
+    own = re.compile(
+        r"sft \(sft\)|rl \(rl\)|[┏━┓┃┡┩│└─┴┘┌┬┐├┼┤]|starting 2 ranks$|building models$|step \d+/\d+  "
+        r"|(done|model|accuracy|time|next)  |  +(megarl|tensorboard) |warning: "
+    )
+    for lines in (on_terminal, through_pipe):
+        assert [line for line in lines if not own.match(line)] == []
+        assert not [line for line in lines if line.startswith("warning: ") and "megarl" not in line]
+        closing = [line.split()[0] for line in lines[-7:]]
+        assert closing == ["done", "model", "accuracy", "time", "next", "megarl", "tensorboard"]
+    assert sum(line.startswith("step ") for line in on_terminal) == 13
+    [last] = [line for line in through_pipe if line.startswith("step 2/2 ")]
+    for word in ("reward", "accuracy", "length", "truncated", "KL", "entropy", "tokens/s/rank"):
+        assert f"  {word} " in last
 
 
 def test_a_report_shows_both_runs(runs: Runs) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megarl.config import Recipe
 from megarl.files.atomic import append_whole, disk_full, storage_error
+from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import DiskFullError, StoppedError, StorageError
@@ -36,7 +37,7 @@ def recipe_on(runs_folder: Path) -> Recipe:
 
 
 def tracker_of(folder: RunFolder) -> Tracker:
-    return Tracker(folder, console=Console(file=io.StringIO()))
+    return Tracker(folder, display=Display(Console(file=io.StringIO())))
 
 
 def status(folder: RunFolder) -> dict[str, object]:

@@ -16,6 +16,7 @@ from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_gr
 from tensorboard.plugins.hparams.backend_context import Context
 
 from megarl.config import Recipe
+from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
@@ -28,7 +29,7 @@ def log(runs: Path, name: str, values: dict[int, float], **sections: Any) -> Non
     with RunFolder(Recipe.model_validate({**given, **sections, "runs_folder": str(runs)}), resume=True) as folder:
         first = min(values)
         folder.begin(first - 1 or None)
-        tracker = Tracker(folder, console=Console(file=io.StringIO()))
+        tracker = Tracker(folder, display=Display(Console(file=io.StringIO())))
         for step, value in values.items():
             tracker.log(step, {"val/easy/accuracy": value, "reward/mean": 2 * value})
         tracker.close()

@@ -14,6 +14,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.config import Recipe
+from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tensorboard import TensorBoard
 from megarl.tracking.tracker import Tracker
@@ -35,14 +36,14 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def plain_console() -> tuple[Console, io.StringIO]:
+def plain_display() -> tuple[Display, io.StringIO]:
     text = io.StringIO()
-    return Console(file=text, width=40, highlight=False), text
+    return Display(Console(file=text, width=40, highlight=False)), text
 
 
 def test_a_step_reaches_json_tensorboard_and_console(folder: RunFolder) -> None:
-    console, text = plain_console()
-    tracker = Tracker(folder, headlines=["train/loss", "reward/mean", "absent"], steps=3, console=console)
+    display, text = plain_display()
+    tracker = Tracker(folder, steps=3, display=display)
     tracker.log(0, {"val/easy/accuracy": 0.25})
     tracker.log(1, {"train/loss": np.float32(0.5), "reward/mean": 1 / 3, "kl/mean": 7})
     tracker.log(3, {"train/loss": float("nan"), "reward/mean": float("-inf")})
@@ -65,13 +66,13 @@ def test_a_step_reaches_json_tensorboard_and_console(folder: RunFolder) -> None:
     lines = text.getvalue().splitlines()
     assert len(lines) == 3, "one line a step, however narrow the terminal"
     assert lines[0].startswith("step 0/3  val/easy/accuracy 0.25  0.")
-    assert lines[1].startswith("step 1/3  train/loss 0.5  reward/mean 0.3333  ") and lines[1].endswith("left")
-    assert lines[2].startswith("step 3/3  train/loss nan  reward/mean -inf") and lines[2].endswith("0:00:00 left")
+    assert lines[1].startswith("step 1/3  reward 0.3333  ") and lines[1].endswith("left")
+    assert lines[2].startswith("step 3/3  reward -inf") and lines[2].endswith("0:00:00 left")
     assert "\x1b" not in text.getvalue()
 
 
 def test_phases_add_up_within_a_step_and_start_anew_with_the_next(folder: RunFolder) -> None:
-    tracker = Tracker(folder, console=plain_console()[0])
+    tracker = Tracker(folder, display=plain_display()[0])
     for _ in range(2):
         with tracker.phase("rollout"):
             time.sleep(0.02)
@@ -89,7 +90,7 @@ def test_phases_add_up_within_a_step_and_start_anew_with_the_next(folder: RunFol
 
 
 def test_a_step_is_logged_once(folder: RunFolder) -> None:
-    tracker = Tracker(folder, console=plain_console()[0])
+    tracker = Tracker(folder, display=plain_display()[0])
     tracker.log(2, {})
     with pytest.raises(ValueError, match="step 2 is logged after step 2"):
         tracker.log(2, {})
@@ -98,14 +99,14 @@ def test_a_step_is_logged_once(folder: RunFolder) -> None:
 
 
 def test_metrics_are_on_disk_as_soon_as_they_are_logged(folder: RunFolder) -> None:
-    tracker = Tracker(folder, console=plain_console()[0])
+    tracker = Tracker(folder, display=plain_display()[0])
     tracker.log(1, {"train/loss": 2.0})
     assert rows(folder.metrics_file)[0]["train/loss"] == 2.0
     tracker.close()
 
 
 def test_samples_are_kept_word_for_word(folder: RunFolder) -> None:
-    tracker = Tracker(folder, console=plain_console()[0])
+    tracker = Tracker(folder, display=plain_display()[0])
     completion = "<b>é</b>\n\n    # [no] *markup* \u2028 \\boxed{3}"
     records = [
         {"completion": completion, "reward": np.float64(1.5), "token_ids": np.array([2, 3, 5])},
@@ -133,15 +134,15 @@ def test_samples_are_kept_word_for_word(folder: RunFolder) -> None:
 
 
 def test_text_that_no_file_can_hold_is_written_as_its_escape(folder: RunFolder) -> None:
-    tracker = Tracker(folder, console=plain_console()[0])
+    tracker = Tracker(folder, display=plain_display()[0])
     tracker.samples(1, [{"prompt": "a", "completion": "b\ud800c"}])
     tracker.close()
     assert rows(folder.samples_folder / "step_000001.jsonl") == [{"prompt": "a", "completion": "b\\ud800c"}]
 
 
 def test_warnings_and_tokens_are_in_the_run_folder(folder: RunFolder) -> None:
-    console, text = plain_console()
-    tracker = Tracker(folder, console=console)
+    display, text = plain_display()
+    tracker = Tracker(folder, display=display)
     tracker.notice("before")
     tracker.log(4, {})
     for _ in range(2):
@@ -157,8 +158,8 @@ def test_warnings_and_tokens_are_in_the_run_folder(folder: RunFolder) -> None:
 
 def test_without_tensorboard_a_run_goes_on_with_one_warning(folder: RunFolder) -> None:
     folder.tensorboard_folder.write_text("a file where the folder should be")
-    console, text = plain_console()
-    tracker = Tracker(folder, console=console)
+    display, text = plain_display()
+    tracker = Tracker(folder, display=display)
     tracker.log(1, {"train/loss": 2.0})
     tracker.samples(1, [{"completion": "x"}])
     tracker.log(2, {"train/loss": 3.0})
@@ -169,8 +170,8 @@ def test_without_tensorboard_a_run_goes_on_with_one_warning(folder: RunFolder) -
 
 
 def test_tensorboard_that_fails_later_does_not_stop_the_run(folder: RunFolder) -> None:
-    console, text = plain_console()
-    tracker = Tracker(folder, console=console)
+    display, text = plain_display()
+    tracker = Tracker(folder, display=display)
     tracker.log(1, {"train/loss": 2.0})
     tensorboard = tracker._trackers["tensorboard"]
     assert isinstance(tensorboard, TensorBoard)
@@ -205,8 +206,8 @@ class Recorder:
 
 
 def test_a_tracker_of_one_s_own_hears_everything_until_it_fails(folder: RunFolder) -> None:
-    console, text = plain_console()
-    tracker = Tracker(folder, trackers=(f"{__name__}:Recorder",), console=console)
+    display, text = plain_display()
+    tracker = Tracker(folder, trackers=(f"{__name__}:Recorder",), display=display)
     recorder = tracker._trackers[f"{__name__}:Recorder"]
     assert type(recorder).__name__ == "Recorder"
     tracker.log(1, {"train/loss": 2.0})
@@ -232,4 +233,4 @@ def test_a_tracker_of_one_s_own_hears_everything_until_it_fails(folder: RunFolde
 )
 def test_a_tracker_that_is_not_there_is_named(folder: RunFolder, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        Tracker(folder, trackers=(name,), console=plain_console()[0])
+        Tracker(folder, trackers=(name,), display=plain_display()[0])

@@ -1,0 +1,166 @@
+"""The progress of a run on a terminal and through a pipe."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megarl.tracking.display import MOST_LINES, Closing, Display
+from tests.terminal_screen import run_in_terminal, shown
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """
+import sys, threading
+from megarl.tracking.display import Display
+
+display = Display()
+seen = threading.Event()
+status = display.status
+
+def watched():
+    found = status()
+    if "half 0 s" in found.plain and "step 2/3" in found.plain:
+        seen.set()
+    return found
+
+display.status = watched
+with display.live():
+    display.begin_steps(3)
+    with display.phase("starting 2 ranks", is_told=True):
+        pass
+    display.step(1, {"reward/mean": 0.25, "time/step_seconds": 1.0})
+    display.warn("look out")
+    with display.phase("half"):
+        assert not display.is_live or seen.wait(60)
+    display.step(2, {"reward/mean": 0.75, "time/step_seconds": 1.0})
+print("and then")
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def displayed(**settings: str) -> tuple[Display, Clock, io.StringIO]:
+    text, clock = io.StringIO(), Clock()
+    return Display(Console(file=text, width=400, highlight=False), clock=clock), clock, text
+
+
+def test_on_a_terminal_a_line_is_rewritten_below_those_that_stay() -> None:
+    code, written = run_in_terminal([sys.executable, "-c", RUN], ROOT)
+    assert code == 0, written
+    # While the phase went on there was a line with the step, the phase and the course of the reward.
+    assert re.search(r"step 2/3  half 0 s  .*0\.25", written)
+    lines = [line.rstrip() for line in shown(written)]
+    assert [re.sub(r"  [\d.]+ s.*", "", line) for line in lines if line] == [
+        "step 1/3  reward 0.25",
+        "warning: look out",
+        "step 2/3  reward 0.75",
+        "and then",
+    ]
+    # A process that is killed leaves the cursor as it was.
+    assert "\x1b[?25l" not in written
+
+
+@pytest.mark.parametrize("terminal", ["pipe", "dumb"])
+def test_elsewhere_there_are_plain_lines_alone(terminal: str) -> None:
+    command = [sys.executable, "-c", RUN]
+    if terminal == "dumb":
+        code, written = run_in_terminal(["env", "TERM=dumb", *command], ROOT)
+        written = written.replace("\r\n", "\n")
+    else:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        code, written = done.returncode, done.stdout
+    assert code == 0 and "\r" not in written and "\x1b[2K" not in written
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", written).splitlines()
+    assert [line.partition("  ")[0] for line in lines] == [
+        "starting 2 ranks",
+        "step 1/3",
+        "warning: look out",
+        "step 2/3",
+        "and then",
+    ]
+
+
+ROW = {
+    "reward/mean": 0.5, "reward/accuracy": 0.25, "rollout/completion_tokens/mean": 31.5, "rollout/truncated": 0.125,
+    "kl/reference": 0.002, "kl/update": 7.0, "train/entropy": 1.5, "perf/tokens_per_second_per_rank": 1234.5,
+    "val/easy/accuracy": 0.75, "val/easy/data_source/a/accuracy": 0.5, "time/step_seconds": 2.0, "train/loss": 9.0,
+}  # fmt: skip
+
+
+def test_a_step_s_line_shows_what_gives_a_hacked_reward_away() -> None:
+    display, clock, text = displayed()
+    display.begin_steps(12)
+    display.step(1, ROW)
+    clock.now += 6
+    display.step(3, ROW)
+    assert text.getvalue().splitlines()[1] == (
+        "step 3/12  reward 0.5  accuracy 0.25  length 31.5  truncated 0.125  KL 0.002  entropy 1.5  "
+        "tokens/s/rank 1234  val/easy/accuracy 0.75  2.0 s  0:00:27 left"
+    )
+    display.step(4, {"train/loss": 0.5, "kl/update": 0.25, "time/step_seconds": 1.0})
+    assert text.getvalue().splitlines()[2].startswith("step 4/12  KL 0.25  loss 0.5  1.0 s")
+
+
+def test_the_live_line_counts_down_and_shows_the_course_of_the_reward() -> None:
+    display, clock, _ = displayed()
+    display.begin_steps(10)
+    with display.phase("reading data"):
+        clock.now += 3
+        assert display.status().plain[3:] == "reading data 3 s"
+        with display.phase("parts"):
+            clock.now += 1
+            assert display.status().plain[3:] == "parts 1 s"
+        assert display.status().plain[3:] == "reading data 4 s"
+    for step in range(1, 6):
+        display.step(step, {"reward/mean": step / 8, "time/step_seconds": 10.0})
+        clock.now += 10
+    with display.phase("train"):
+        clock.now += 4
+        assert display.status().plain[3:] == "step 6/10  train 4 s  0:00:36 left  ▁▃▅▆█ 0.625"
+    display.step(6, {"reward/mean": float("nan"), "time/step_seconds": 10.0})
+    assert display.status().plain.endswith("▁▃▅▆█ 0.625")
+
+
+def lines_of(steps: int, row: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """The steps that have a line in a run of so many."""
+    display, _, text = displayed()
+    display.begin_steps(steps)
+    for step in range(1, steps + 1):
+        display.step(step, {"time/step_seconds": 1.0, **row.get(step, {})})
+    return [int(number) for number in re.findall(r"^step (\d+)/", text.getvalue(), re.MULTILINE)]
+
+
+def test_long_runs_have_fewer_lines() -> None:
+    assert lines_of(MOST_LINES, {}) == list(range(1, MOST_LINES + 1))
+    evaluated = {7: {"val/easy/accuracy": 0.5}}
+    assert lines_of(10 * MOST_LINES, evaluated) == [1, 2, 7, *range(10, 10 * MOST_LINES + 1, 10)]
+
+
+def test_a_summary_closes_the_run() -> None:
+    display, clock, text = displayed()
+    display.step(40, {"time/step_seconds": 1.0})
+    clock.now += 3725
+    phases = {"train": 25.0, "rollout": 75.0, "export": 0.0}
+    display.close(Closing("runs/a/hf", {"easy": (0.25, 0.75)}, phases, ["megarl report runs/a", "more"]))
+    lines = [line.split(maxsplit=1) for line in text.getvalue().splitlines()[1:]]
+    assert [[word.strip() for word in line] for line in lines] == [
+        ["done", "40 steps in 1:02:05"],
+        ["model", "runs/a/hf"],
+        ["accuracy", "easy 0.25 -> 0.75"],
+        ["time", "rollout 75.0 s (75%), train 25.0 s (25%)"],
+        ["next", "megarl report runs/a"],
+        ["more"],
+    ]
