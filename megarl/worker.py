@@ -24,6 +24,7 @@ from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shap
 from megarl.files.atomic import disk_full_named
 from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.platform import device
+from megarl.platform.spans import span
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.live import GatheredReshard, Reshard, record
@@ -127,7 +128,8 @@ class Worker:
         assert self.engine is not None and self.resharding is not None
         trainer_logprobs = None
         with self._reshard_memory(self.engine):
-            report = self.resharding.run()
+            with span("move weights"):
+                report = self.resharding.run()
             started = time.perf_counter()
             if verify and isinstance(self.resharding, Reshard):
                 self.resharding.verify()

@@ -22,6 +22,7 @@ from megarl.cluster.activity import Activity
 from megarl.files.atomic import disk_full
 from megarl.platform import rendezvous
 from megarl.platform.imports import uncollected
+from megarl.platform.spans import Span, record, span
 from megarl.types import MegarlError
 
 HEAD = struct.Struct("<Q")
@@ -94,17 +95,27 @@ class _Host:
         """The call of a command: a method of the worker, or `part.method`, with its arguments.
 
         `__init__` makes the worker, `__settle__` tells where the ranks meet, `__activity__` takes what was noted of the
-        calls before.
+        calls before, `__spans__` begins or ends the recording of spans.
         """
         method, args, kwargs = pickle.loads(command)
-        own = {"__init__": self.construct, "__settle__": rendezvous.settle, "__activity__": self.activity.take}
+        own = {
+            "__init__": self.construct,
+            "__settle__": rendezvous.settle,
+            "__activity__": self.activity.take,
+            "__spans__": _record_spans,
+        }
         found = own[method] if method in own else operator.attrgetter(method)(self.worker)
         call = partial(found, *args, **kwargs)
-        return call if method == "__activity__" else partial(self._noted, method, call)
+        return call if method in ("__activity__", "__spans__") else partial(self._noted, method, call)
 
     def _noted(self, method: str, call: Callable[[], Any]) -> Any:
-        with self.activity.during(method):
+        with self.activity.during(method), span(method):
             return call()
+
+
+def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
+    """This process's clock, and the spans that were recorded before."""
+    return time.monotonic(), record(is_on)
 
 
 def note_signals() -> None:

@@ -346,6 +346,9 @@ class TrainConfig(Section):
     epochs_per_step: PositiveInt = 1
     """Epochs over the samples of an rl step, each of `updates_per_step` minibatches, shuffled from the second epoch on.
     Those of the critic: `critic.updates_per_step`."""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Steps whose time is recorded, by the spans of driver and ranks, in the run's profiles/step_NNNNNN.json: a Chrome
+    trace, which ui.perfetto.dev opens."""
     max_logprob_gap: PositiveFloat | None = None
     """Largest mean distance of the trainer's log-probs from the engine's in nats (logprob_gap/mean) that the policy is
     updated with (rl). Beyond it the step's further updates are left out, all of them where the gap is known before

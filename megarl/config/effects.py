@@ -350,6 +350,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "train.samples_per_prompt": (_RL,),
     "train.updates_per_step": (_RL,),
     "train.epochs_per_step": (_RL,),
+    "train.profile_steps": _ALWAYS,
     "train.max_logprob_gap": (_RL,),
     "train.on_logprob_gap": (_RL, _given("train.max_logprob_gap")),
     "evaluation.every_steps": _ALWAYS,

@@ -349,6 +349,8 @@ COUNTERPARTS = (
     Counterpart(("val_before_train", "val_at_start", "eval_on_start"), ("evaluation.at_start",)),
     Counterpart(("resume_mode", "resume_from_checkpoint", "load_checkpoint"),
                 note="a run goes on with: megarl train RECIPE --resume"),
+    Counterpart(("global_profiler.steps", "profile_steps", "profile_step_start", "enable_profiling"),
+                ("train.profile_steps",)),
     Counterpart(("log_completions", "rollout_data_dir", "log_val_generations"), ("samples_every_steps",)),
     Counterpart(("logger", "report_to", "use_wandb", "wandb_project", "project_name", "logging_steps"),
                 note="every step goes to TensorBoard and to metrics.jsonl in the run folder"),

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from megarl.config import RolloutConfig
 from megarl.config.decided_fields import ENGINE_FIELDS
 from megarl.platform import device, vllm_on_cpu
+from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Metric, Sum
 from megarl.types import Completion, ConfigError, ExpertsHandle, FinishReason, KeptSets, Request
 
@@ -227,7 +228,9 @@ class RolloutEngine:
         for request in new_requests:
             completions += self._add(engine, request)
         while engine.has_unfinished_requests():
-            completions += (self._finish(output) for output in engine.step())
+            with span("engine step"):
+                outputs = engine.step()
+            completions += (self._finish(output) for output in outputs)
             if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
         return completions

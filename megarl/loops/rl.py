@@ -8,6 +8,7 @@ from contextlib import aclosing
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session, Step
+from megarl.platform.spans import span
 from megarl.preflight import read_conversations
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.batch import RLBatch
@@ -55,10 +56,11 @@ async def train(session: Session) -> None:
                         step.log(scored)
                 if session.stop:
                     raise AbandonedError
-                step.log(compute_advantages(batch, recipe, state.kl_coefficient))
-                step.log(compute_importance_weights(batch, algorithm))
-                if recipe.rollout.stragglers == "park":
-                    batch.forget_stale_logprobs(weight_version=number)
+                with phase("advantages"):
+                    step.log(compute_advantages(batch, recipe, state.kl_coefficient))
+                    step.log(compute_importance_weights(batch, algorithm))
+                    if recipe.rollout.stragglers == "park":
+                        batch.forget_stale_logprobs(weight_version=number)
 
                 of_tokens = await session.token_records(number, groups, batch)
 
@@ -71,11 +73,12 @@ async def train(session: Session) -> None:
                         updates.append(await policy.update(minibatch, state.kl_coefficient))
                         if is_gap_exceeded(updates[-1]):
                             break
-                step.log(gap | update_metrics(updates))
-                _judge_gap(session, step)
-                step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
-                step.log(served_metrics(session.sources))
-                step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
+                with span("metrics"):
+                    step.log(gap | update_metrics(updates))
+                    _judge_gap(session, step)
+                    step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
+                    step.log(served_metrics(session.sources))
+                    step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
                 step.log(await session.retain_experts(state))
 
                 await session.checkpoints.begin(number, state.save)

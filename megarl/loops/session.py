@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance
+from megarl.loops.profile import profiled
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
+from megarl.platform.spans import span
 from megarl.preflight import Dropped
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.evaluate import evaluate
@@ -111,14 +113,18 @@ class Session:
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
         """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run."""
         step = Step(number)
+        is_profiled = number in self.recipe.train.profile_steps
+        recorded = profiled(self.ranks, self.folder, self.tracker, number) if is_profiled else nullcontext()
         if self.dropped:
             step.log({"data/dropped": float(self.dropped.total())})
-        async with self.leaving_in_order(step, state):
-            yield step
-        step.log(await self.performance.of_step(self.tracker.seconds, step.metrics))
-        self.log(step)
-        self.folder.set_status(step=number)
-        await self.checkpoints.complete()
+        async with recorded:
+            async with self.leaving_in_order(step, state):
+                yield step
+            with span("log"):
+                step.log(await self.performance.of_step(self.tracker.seconds, step.metrics))
+                self.log(step)
+                self.folder.set_status(step=number)
+            await self.checkpoints.complete()
         if step.fault is not None:
             await self._save(number, state and state.save)
             raise step.fault
@@ -219,11 +225,12 @@ class Session:
     async def _write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Write records to samples/ in a thread: of thousands that takes seconds, in which the driver hears others."""
         writing = asyncio.ensure_future(asyncio.to_thread(self.tracker.samples, step, records))
-        try:
-            await asyncio.shield(writing)
-        finally:
-            # Where the run ends meanwhile, its files are closed after this.
-            await asyncio.wait([writing])
+        with span("samples"):
+            try:
+                await asyncio.shield(writing)
+            finally:
+                # Where the run ends meanwhile, its files are closed after this.
+                await asyncio.wait([writing])
 
     async def token_records(self, step: int, groups: Sequence[Group], batch: RLBatch) -> list[dict[str, Any]]:
         """Records of a few of a step's samples token by token, before its update, if samples of this step are due."""

@@ -9,6 +9,7 @@ import numpy as np
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session, Step
+from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import values
@@ -38,8 +39,9 @@ async def train(session: Session) -> None:
     for number in session.steps:
         async with session.step(number) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
-            batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
-            assign_token_weights(batch, recipe.algorithm)
+            with span("batch"):
+                batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
+                assign_token_weights(batch, recipe.algorithm)
             step.is_trained = True
             with session.tracker.phase("train"):
                 step.log(values(await session.models["policy"].update(batch)))

@@ -129,7 +129,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
-    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe)]
+    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *learning.profiles(recipe)]
     wrong += [*learning.evaluation(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
     wrong += [*learning.stragglers(recipe), *learning.trackers(recipe)]

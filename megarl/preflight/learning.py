@@ -103,6 +103,14 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
     return None
 
 
+def profiles(recipe: Recipe) -> Iterator[str]:
+    """A step that is profiled must be one of the run's."""
+    train = recipe.train
+    if beyond := [step for step in train.profile_steps if step > train.steps]:
+        given = list(train.profile_steps)
+        yield f"train.profile_steps = {given}: the run ends with step {train.steps}; leave out {beyond}"
+
+
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:
     """Of each warm-up that is longer than the run: what it is held to, so that the peak is reached at the end."""
     train = recipe.train

@@ -38,10 +38,10 @@ _STATUS_BYTES = 512
 class RunFolder:
     """`RUNS_FOLDER/NAME/`, owned by this process until it closes the folder or dies.
 
-    Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets hidden),
-    `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `tokens/` (a few samples token by token),
-    `checkpoints/`, `hf/` (the trained model), `hf_best/` (that of the best evaluation), `logs/` (for each attempt a
-    folder with its recipe, its ranks' output, `attempt.json`: when and where it began, with how many steps before it,
+    Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets
+    hidden), `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `tokens/` (a few samples token by token),
+    `profiles/` (Chrome traces of steps), `checkpoints/`, `hf/` (the trained model), `hf_best/` (that of the best
+    evaluation), `logs/` (for each attempt a folder with its recipe, its ranks' output, `attempt.json`: when and where it began, with how many steps before it,
     and how it ended, and `notices.jsonl`, its warnings; and a link to the latest) and, of runs that were begun anew,
     `earlier/`. As a context manager it writes how the run ended. `resumed_step` is the step of the checkpoint that it
     was resumed from, 0 for a new run.
@@ -58,6 +58,7 @@ class RunFolder:
         self.tensorboard_folder = self.path / "tensorboard"
         self.samples_folder = self.path / "samples"
         self.tokens_folder = self.path / "tokens"
+        self.profiles_folder = self.path / "profiles"
         self.model_folder = self.path / "hf"
         self.checkpoints_folder = self.path / "checkpoints"
         self.resumed_step = 0

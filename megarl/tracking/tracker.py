@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl.files.atomic import append_whole, disk_full_named, sync
+from megarl.platform.spans import span
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Closing, Display, is_accuracy
 from megarl.tracking.run_folder import RunFolder
@@ -59,7 +60,7 @@ class Tracker:
         """Add the time of the block to `time/NAME_seconds` of the next logged step."""
         started = time.monotonic()
         try:
-            with self._display.phase(name):
+            with self._display.phase(name), span(name):
                 yield
         finally:
             key = f"time/{name}_seconds"

@@ -22,6 +22,7 @@ from megarl.families.adapters import LINEARS
 from megarl.families.shape import ModelShape
 from megarl.models import adapters
 from megarl.models.policy import PackedModel
+from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
 from megarl.training.merged import MergedWeights
 from megarl.training.model import LoadWeights, ModelShard
@@ -231,9 +232,10 @@ class TrainingEngine(ModelShard):
             for model in self.models:
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            with adapters.running(self.chunks, on=True, drops=True), torch.enable_grad():
+            with adapters.running(self.chunks, on=True, drops=True), torch.enable_grad(), span("forward and backward"):
                 losses = get_forward_backward_func()(**self.passes(own, objective))
-            return self._step(losses)
+            with span("optimizer"):
+                return self._step(losses)
 
     def _step(self, losses: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
         """The optimizer's step on the gradients of these microbatches; see `update`."""

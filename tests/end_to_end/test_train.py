@@ -93,7 +93,8 @@ def runs(
     rl = rl.replace("{max_problems: 16}", "{max_problems: 8, samples_per_prompt: 2, k: [1, 2]}")
     rl = rl.replace("ranks_per_node: 2", "ranks_per_node: 2, peak_tflops: 0.5")
     (runs.folder / "rl.yaml").write_text(
-        f"name: rl\nloop: rl\ntrain: {{epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4}}\n{rl}"
+        "name: rl\nloop: rl\n"
+        f"train: {{epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4, profile_steps: [2]}}\n{rl}"
     )
     code, runs.screens["sft"] = run_in_terminal([*MEGARL, "train", "sft.yaml"], runs.folder)
     assert code == 0, runs.screens["sft"]
@@ -152,7 +153,7 @@ def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) ->
     assert "\x1b" not in runs.screens["rl"] and "\r" not in runs.screens["rl"]
     own = re.compile(
         r"sft \(sft\)|rl \(rl\)|[┏━┓┃┡┩│└─┴┘┌┬┐├┼┤]|starting 2 ranks$|building models$|step \d+/\d+  "
-        r"|(done|model|accuracy|time|next)  |  +(megarl|tensorboard) |warning: "
+        r"|(done|model|accuracy|time|next)  |  +(megarl|tensorboard) |warning: |profile of step 2: "
     )
     for lines in (on_terminal, through_pipe):
         assert [line for line in lines if not own.match(line)] == []
@@ -163,6 +164,64 @@ def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) ->
     [last] = [line for line in through_pipe if line.startswith("step 2/2 ")]
     for word in ("reward", "accuracy", "length", "truncated", "KL", "entropy", "tokens/s/rank"):
         assert f"  {word} " in last
+
+
+def test_a_profile_has_the_time_of_driver_and_ranks(runs: Runs) -> None:
+    [path] = (runs.folder / "runs/rl/profiles").iterdir()
+    assert path.name == "step_000002.json"
+    trace = json.loads(path.read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert [names[process].split(" on ")[0] for process in sorted(names)] == ["driver", "rank 0", "rank 1"]
+    [whole] = [event for event in events if event["name"] == "step 2"]
+    assert (whole["pid"], whole["ts"]) == (0, 0)
+    wall_seconds = whole["dur"] / 1e6
+    assert wall_seconds == pytest.approx(runs.steps("rl")[2]["time/step_seconds"], rel=0.2, abs=0.2)
+    by_process = {process: [e for e in events if e["pid"] == process and e is not whole] for process in names}
+    phases = {"rollout", "logprobs", "advantages", "train", "metrics", "reshard", "samples", "evaluation", "log"}
+    assert phases <= {event["name"] for event in by_process[0]}
+    for process in (1, 2):
+        found = {event["name"] for event in by_process[process]}
+        assert found >= {"advance", "policy.update", "forward and backward", "optimizer", "reshard", "move weights"}
+        # On one axis: a rank's updates are within the driver's phase.
+        [phase] = [event for event in by_process[0] if event["name"] == "train"]
+        [update] = [event for event in by_process[process] if event["name"] == "policy.update"]
+        assert phase["ts"] <= update["ts"] and update["ts"] + update["dur"] <= phase["ts"] + phase["dur"] + 1
+    for spans in by_process.values():
+        assert_nested(spans)
+    reached, seconds = 0.0, 0.0
+    for event in sorted((e for e in events if e is not whole), key=lambda e: e["ts"]):
+        end = min(event["ts"] + event["dur"], whole["dur"])
+        seconds += max(0.0, end - max(reached, event["ts"])) / 1e6
+        reached = max(reached, end)
+    assert trace["otherData"]["covered"] == pytest.approx(seconds / wall_seconds, abs=1e-3)
+    assert seconds >= 0.98 * wall_seconds
+    assert len(events) * seconds_of_a_span() <= 0.01 * wall_seconds
+
+
+def assert_nested(spans: list[dict[str, Any]]) -> None:
+    """Spans of a process are within each other or apart, as viewers want them; times are rounded to nanoseconds."""
+    is_open: list[float] = []
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        end = span["ts"] + span["dur"]
+        while is_open and is_open[-1] <= span["ts"] + 0.01:
+            is_open.pop()
+        assert not is_open or end <= is_open[-1] + 0.01, span
+        is_open.append(end)
+
+
+def seconds_of_a_span() -> float:
+    """CPU time of recording a span."""
+    from megarl.platform.spans import record, span
+
+    record(True)
+    began = time.process_time()
+    for _ in range(20_000):
+        with span("one of many"):
+            pass
+    ended = time.process_time()
+    assert len(record(False)) == 20_000
+    return (ended - began) / 20_000
 
 
 def test_a_report_shows_both_runs(runs: Runs) -> None:

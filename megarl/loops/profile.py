@@ -1,0 +1,50 @@
+"""Profiles of steps (`train.profile_steps`): the spans of driver and ranks, on one time axis, in a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.files.atomic import replace_text
+from megarl.platform.spans import record
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.trace import Track, chrome_trace, covered
+from megarl.tracking.tracker import Tracker
+
+_SAME_CLOCK_SECONDS = 0.1
+"""Clocks that seem to differ by less may be one: machines that differ were not started within so short a time."""
+
+
+@asynccontextmanager
+async def profiled(ranks: WorkerGroup, folder: RunFolder, tracker: Tracker, number: int) -> AsyncIterator[None]:
+    """Within, a step is recorded; its trace is in profiles/ afterwards, unless it failed."""
+    offsets = await _begin(ranks)
+    record(True)
+    began = time.monotonic()
+    try:
+        yield
+        whole = (f"step {number}", began, time.monotonic())
+    finally:
+        own = record(False)
+    of_ranks = await ranks.call("__spans__", False)
+    tracks = [Track("driver", own)] + [
+        Track(f"rank {rank} on {ranks.topology[rank][0]}", spans).moved(offset)
+        for rank, ((_, spans), offset) in enumerate(zip(of_ranks, offsets, strict=True))
+    ]
+    share = covered(tracks, whole)
+    path = folder.profiles_folder / f"step_{number:06d}.json"
+    path.parent.mkdir(exist_ok=True)
+    replace_text(path, json.dumps(chrome_trace(tracks, whole, {"step": number, "covered": share})))
+    tracker.tell(f"profile of step {number}: {path}, {share:.1%} of its time in spans; open it in ui.perfetto.dev")
+
+
+async def _begin(ranks: WorkerGroup) -> list[float]:
+    """Have the ranks record. Returns by how many seconds the driver's clock is ahead of each rank's."""
+    asked = time.monotonic()
+    clocks = [clock for clock, _ in await ranks.call("__spans__", True)]
+    answered = time.monotonic()
+    found = [(asked + answered) / 2 - clock for clock in clocks]
+    return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, answered - asked) else offset for offset in found]

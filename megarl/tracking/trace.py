@@ -1,0 +1,61 @@
+"""A Chrome trace, as Perfetto and chrome://tracing open it: spans of several processes on one time axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.platform.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """The spans of a process, nested in each other or apart; times are in seconds on the axis of all tracks."""
+
+    name: str
+    spans: Sequence[Span]
+
+    def moved(self, seconds: float) -> Track:
+        """The track, later by so much."""
+        return Track(self.name, [(name, start + seconds, end + seconds) for name, start, end in self.spans])
+
+
+def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The trace of what happened within `whole`, which is a span of the first track itself; times in microseconds.
+
+    `facts` are kept beside the events (`otherData`).
+    """
+    _, began, _ = whole
+    events: list[dict[str, Any]] = []
+    for process, track in enumerate(tracks):
+        spans = [whole, *track.spans] if process == 0 else track.spans
+        events += [
+            {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": track.name}},
+            {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}},
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": name,
+                "cat": track.name.split()[0],
+                "pid": process,
+                "tid": 0,
+                "ts": round((start - began) * 1e6, 3),
+                "dur": round((end - start) * 1e6, 3),
+            }
+            for name, start, end in sorted(spans, key=lambda span: (span[1], -span[2]))
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(facts)}
+
+
+def covered(tracks: Sequence[Track], whole: Span) -> float:
+    """The share of `whole` in which at least one span of some track was open."""
+    _, began, ended = whole
+    seconds, reached = 0.0, began
+    for start, end in sorted((start, end) for track in tracks for _, start, end in track.spans):
+        start, end = max(start, reached), min(end, ended)
+        if end > start:
+            seconds += end - start
+            reached = end
+    return seconds / (ended - began)
