@@ -49,6 +49,7 @@ CHARTS = (
           ("logprob_gap/mean",), upper="logprob_gap/max"),
     Chart("Tokens per second", "of a whole step and rank",
           ("perf/tokens_per_second_per_rank", "derived/tokens_per_second")),
+    Chart("Utilisation", "share of the device's peak that the trainer's passes reach", ("perf/mfu",)),
     Chart("Loss", "of training", ("train/loss",)),
     Chart("Gradient norm", "before clipping", ("train/grad_norm",)),
     Chart("Clipped", "share of tokens whose ratio was clipped", ("train/clip_fraction",)),

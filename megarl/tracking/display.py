@@ -65,6 +65,7 @@ class Display:
         self._phases: list[tuple[str, float]] = []
         self._steps: int | None = None
         self._step: int | None = None
+        self._current: int | None = None
         self._first_logged: tuple[int, float] | None = None
         self._last_logged = 0.0
         self._began = clock()
@@ -106,6 +107,10 @@ class Display:
     def begin_steps(self, steps: int | None) -> None:
         """Set the run's number of steps."""
         self._steps = steps
+
+    def begin_step(self, step: int) -> None:
+        """The run is at this step now."""
+        self._current = step
 
     def tell(self, text: str) -> None:
         """Print a line."""
@@ -150,8 +155,8 @@ class Display:
         """The live line, as it is now."""
         now, phases = self._clock(), tuple(self._phases)
         words = [_WHEEL[int(now * _REFRESHES_PER_SECOND) % len(_WHEEL)]]
-        if self._step is not None and self._steps:
-            words.append(f"step {min(self._step + 1, self._steps)}/{self._steps}")
+        if self._current is not None:
+            words.append(f"step {self._current}" + (f"/{self._steps}" if self._steps else ""))
         if phases:
             name, began = phases[-1]
             words.append(f"{name} {now - began:.0f} s")

@@ -66,6 +66,10 @@ class Tracker:
             key = f"time/{name}_seconds"
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
 
+    def begin(self, step: int) -> None:
+        """Show that a step begins."""
+        self._display.begin_step(step)
+
     @property
     def seconds(self) -> dict[str, float]:
         """The times of the step so far, by the names of their metrics."""

@@ -199,6 +199,11 @@ WRONG = [
         id="too few conversations",
     ),
     pytest.param(
+        {"train": {"steps": 10, "profile_steps": [2, 11, 30]}},
+        ["train.profile_steps = [2, 11, 30]: the run ends with step 10; leave out [11, 30]"],
+        id="a profile of no step",
+    ),
+    pytest.param(
         {"algorithm": PPO, "critic": {"warmup_steps": 10}, "train": {"steps": 10}},
         ["critic.warmup_steps = 10: leaves none of train.steps 10"],
         id="nothing but warm-up",

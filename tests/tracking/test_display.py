@@ -37,6 +37,7 @@ with display.live():
         pass
     display.step(1, {"reward/mean": 0.25, "time/step_seconds": 1.0})
     display.warn("look out")
+    display.begin_step(2)
     with display.phase("half"):
         assert not display.is_live or seen.wait(60)
     display.step(2, {"reward/mean": 0.75, "time/step_seconds": 1.0})
@@ -127,6 +128,7 @@ def test_the_live_line_counts_down_and_shows_the_course_of_the_reward() -> None:
     for step in range(1, 6):
         display.step(step, {"reward/mean": step / 8, "time/step_seconds": 10.0})
         clock.now += 10
+    display.begin_step(6)
     with display.phase("train"):
         clock.now += 4
         assert display.status().plain[3:] == "step 6/10  train 4 s  0:00:36 left  ▁▃▅▆█ 0.625"
