@@ -14,7 +14,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -91,8 +91,8 @@ class _Host:
             imported = importlib.import_module(module)
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
-    def bound(self, command: bytes) -> Callable[[], Any]:
-        """The call of a command: a method of the worker, or `part.method`, with its arguments.
+    def bound(self, command: bytes) -> tuple[str, Callable[[], Any]]:
+        """The method and the call of a command: a method of the worker, or `part.method`, with its arguments.
 
         `__init__` makes the worker, `__settle__` tells where the ranks meet, `__activity__` takes what was noted of the
         calls before, `__spans__` begins or ends the recording of spans.
@@ -105,12 +105,16 @@ class _Host:
             "__spans__": _record_spans,
         }
         found = own[method] if method in own else operator.attrgetter(method)(self.worker)
-        call = partial(found, *args, **kwargs)
-        return call if method in ("__activity__", "__spans__") else partial(self._noted, method, call)
+        return method, partial(found, *args, **kwargs)
 
-    def _noted(self, method: str, call: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def noted(self, method: str) -> Iterator[None]:
+        """Note a call, unless it asks for what was noted."""
+        if method in ("__activity__", "__spans__"):
+            yield
+            return
         with self.activity.during(method), span(method):
-            return call()
+            yield
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
@@ -145,11 +149,13 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
                 break
             command = stream.read(*HEAD.unpack(head))
             try:
-                call = host.bound(command)
-                answer = pack((True, call(), _asked))
+                method, call = host.bound(command)
+                with host.noted(method):
+                    result = call()
+                answer = pack((True, result, _asked))
             except Exception as error:
                 answer = pack((False, _report(error), _asked))
-            command = call = None  # a batch is not held until the next command has come
+            command = call = result = None  # a batch is not held until the next command has come
     if hasattr(host.worker, "close"):
         host.worker.close()
 

@@ -16,6 +16,14 @@ from megarl.rollout.course import History
 from megarl.rollout.pool import EnginePool, Generates, gather_unless_abandoned
 from megarl.types import Problem, SamplingSettings, Trajectory
 
+METRICS = {
+    "environment/process_killed": (
+        "count",
+        "how often an environment's process was killed for its time, mean over attempts",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
