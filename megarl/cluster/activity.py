@@ -20,18 +20,16 @@ class Activity:
 
     @contextmanager
     def during(self, method: str) -> Iterator[None]:
-        """Note a call."""
+        """Note a call that ends well: after a fault the device may not be asked anything."""
         began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.busy_seconds += time.monotonic() - began
-            # A rank that has no torch has no model whose memory would be of interest.
-            if "torch" in sys.modules:
-                from megarl.platform import memory
+        yield
+        self.busy_seconds += time.monotonic() - began
+        # A rank that has no torch has no model whose memory would be of interest.
+        if "torch" in sys.modules:
+            from megarl.platform import memory
 
-                self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), memory.peak_bytes())
-                memory.reset_peak()
+            self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), memory.peak_bytes())
+            memory.reset_peak()
 
     def take(self) -> Activity:
         """What was noted, which is then forgotten."""
