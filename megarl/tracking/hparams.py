@@ -1,7 +1,8 @@
 """A run's settings of learning as TensorBoard's HPARAMS tab takes them: two summaries beside the scalars.
 
 The first declares columns, the same in all runs, so that runs of any loop stand in one table; the second has this run's
-values, of the fields that have an effect in it.
+values, of the fields that have an effect in it. Of a run that was resumed with others TensorBoard shows those of its
+beginning.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ class TensorBoard:
         self._last_step = resumed_step
         # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
         self.events = EventFile(folder / "tensorboard", purge_step=resumed_step + 1 if resumed_step else None)
+        # Of a resumed run too: an earlier start may have ended before it wrote them.
         for summary in hparams.summaries(read(folder / "config.yaml", is_of_run=True).recipe):
             self.events.add(summary, resumed_step)
 

@@ -83,9 +83,9 @@ def test_the_tab_compares_runs_by_settings_and_metrics(tmp_path: Path) -> None:
     assert measured == {"val/easy/accuracy": (0.75, 2), "reward/mean": (1.5, 2)}
 
 
-def test_a_resumed_run_is_one_row(tmp_path: Path) -> None:
-    log(tmp_path, "run", {1: 0.25, 2: 0.5})
-    log(tmp_path, "run", {2: 0.75, 3: 1.0}, optimizer={"learning_rate": 3e-6})
+def test_a_resumed_run_is_one_row_with_the_settings_of_its_beginning(tmp_path: Path) -> None:
+    log(tmp_path, "run", {1: 0.25, 2: 0.5}, optimizer={"learning_rate": 3e-6})
+    log(tmp_path, "run", {2: 0.75, 3: 1.0}, optimizer={"learning_rate": 5e-6})
     _, [row] = tab(tmp_path)
     assert values(row)["optimizer.learning_rate"] == pytest.approx(3e-6)
     assert {metric.training_step for metric in row.metric_values} == {3}

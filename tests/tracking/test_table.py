@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from collections import Counter
 from functools import cache
 
 import pytest
 
-from megarl.tracking.table import TABLE, Row, find, rows
+from megarl.tracking.table import PACKAGE, TABLE, Row, find, rows
 
 
 @cache
 def written_texts(module: str) -> tuple[str, ...]:
     """The strings in a module's code, docstrings and its table left out."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None
-    with open(spec.origin, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
+    path = PACKAGE.parent.joinpath(*module.split(".")).with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [
         node for node in tree.body if not (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == TABLE)
     ]
