@@ -191,6 +191,7 @@ def make_tiny_model(
     model = draw_weights(model_class, config, seed)
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return Path(out)

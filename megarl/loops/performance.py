@@ -60,6 +60,15 @@ class Performance:
         self._work = models["policy"].work
         self._peak_tflops = recipe.cluster.peak_tflops
         self._knows_peak = self._peak_tflops is not None
+        self._has_begun = False
+
+    async def begin(self) -> None:
+        """A step begins: what was before the first, the start and its evaluation, is no step's."""
+        if not self._has_begun:
+            self._has_begun = True
+            await self._ranks.call("__activity__")
+            await self._ranks.call("engine_metrics")
+            self._work.take()
 
     async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Of the time since the call before; `seconds` are the step's times and `scalars` its metrics."""

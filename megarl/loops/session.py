@@ -114,6 +114,7 @@ class Session:
         """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run."""
         step = Step(number)
         self.tracker.begin(number)
+        await self.performance.begin()
         is_profiled = number in self.recipe.train.profile_steps
         recorded = profiled(self.ranks, self.folder, self.tracker, number) if is_profiled else nullcontext()
         if self.dropped:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import rich.console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from megarl.terminal import Terminal
@@ -137,19 +136,16 @@ class Display:
         """Print the summary of a finished run."""
         seconds = round(self._clock() - self._began)
         steps = f"{self._step} steps" if self._step else "evaluation"
-        table = Table(box=None, show_header=False, pad_edge=False, title_justify="left")
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        table.add_row("done", f"{steps} in {timedelta(seconds=seconds)}")
+        rows = [("done", f"{steps} in {timedelta(seconds=seconds)}")]
         if closing.model is not None:
-            table.add_row("model", closing.model)
+            rows.append(("model", closing.model))
         for name, (before, after) in closing.accuracies.items():
-            table.add_row("accuracy", f"{name} {before:.4g} -> {after:.4g}")
+            rows.append(("accuracy", f"{name} {before:.4g} -> {after:.4g}"))
         if told := _shares(closing.phase_seconds):
-            table.add_row("time", told)
-        for number, command in enumerate(closing.next_commands):
-            table.add_row("next" if number == 0 else "", command)
-        self.console.print(table, soft_wrap=True)
+            rows.append(("time", told))
+        rows += [("" if number else "next", command) for number, command in enumerate(closing.next_commands)]
+        for label, text in rows:
+            self.console.print(Text.assemble((f"{label:<10}", "bold"), text), soft_wrap=True)
 
     def status(self) -> Text:
         """The live line, as it is now."""
@@ -209,8 +205,8 @@ class Display:
 
 def is_accuracy(name: str) -> bool:
     """Whether a metric is the accuracy of a whole validation set."""
-    group, *_, last = name.split("/")
-    return group == "val" and last == "accuracy" and name.count("/") == 2
+    parts = name.split("/")
+    return len(parts) == 3 and parts[0] == "val" and parts[2] == "accuracy"
 
 
 def _shares(phase_seconds: Mapping[str, float]) -> str:

@@ -133,7 +133,7 @@ def test_throughput_and_memory_are_measured(runs: Runs) -> None:
             16 * (step["rollout/prompt_tokens/mean"] + step["rollout/completion_tokens/mean"]), rel=0.05
         )
         assert step["rollout/sampled_tokens"] == pytest.approx(16 * step["rollout/completion_tokens/mean"])
-        assert 0 < step["perf/mfu"] == pytest.approx(2 * step["perf/tflops_per_rank"]) < 1
+        assert 0 < step["perf/mfu"] < 1 and step["perf/mfu"] == pytest.approx(2 * step["perf/tflops_per_rank"])
         assert 0 <= step["time/ranks_idle"] < 1 and 0 < step["memory/kv_usage"] <= 1
         assert step["perf/preemptions"] == 0 and step["kl/update"] == pytest.approx(0, abs=1e-6)
         assert step["reward/min"] <= step["reward/mean"] <= step["reward/max"]

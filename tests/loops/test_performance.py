@@ -107,6 +107,17 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, peak: float | None) -
     assert peak_tflops("float32") is None
 
 
+def test_what_was_before_the_first_step_is_no_step_s() -> None:
+    recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
+    ranks, work = Ranks((None, None)), Work(update_tokens=600, flops=16e12)
+    performance = Performance(recipe, ranks, {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
+    asyncio.run(performance.begin())
+    assert work == Work() and ranks.asked == ["__activity__", "engine_metrics"]
+    work.update_tokens = 60
+    asyncio.run(performance.begin())
+    assert work.update_tokens == 60 and len(ranks.asked) == 2
+
+
 def test_calls_are_noted_with_the_memory_that_they_took() -> None:
     import torch  # noqa: F401  (a process without it has no memory of interest)
 

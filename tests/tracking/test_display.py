@@ -157,12 +157,11 @@ def test_a_summary_closes_the_run() -> None:
     clock.now += 3725
     phases = {"train": 25.0, "rollout": 75.0, "export": 0.0}
     display.close(Closing("runs/a/hf", {"easy": (0.25, 0.75)}, phases, ["megarl report runs/a", "more"]))
-    lines = [line.split(maxsplit=1) for line in text.getvalue().splitlines()[1:]]
-    assert [[word.strip() for word in line] for line in lines] == [
-        ["done", "40 steps in 1:02:05"],
-        ["model", "runs/a/hf"],
-        ["accuracy", "easy 0.25 -> 0.75"],
-        ["time", "rollout 75.0 s (75%), train 25.0 s (25%)"],
-        ["next", "megarl report runs/a"],
-        ["more"],
+    assert text.getvalue().splitlines()[1:] == [
+        "done      40 steps in 1:02:05",
+        "model     runs/a/hf",
+        "accuracy  easy 0.25 -> 0.75",
+        "time      rollout 75.0 s (75%), train 25.0 s (25%)",
+        "next      megarl report runs/a",
+        "          more",
     ]

@@ -71,6 +71,23 @@ def test_a_step_reaches_json_tensorboard_and_console(folder: RunFolder) -> None:
     assert "\x1b" not in text.getvalue()
 
 
+def test_a_summary_has_the_first_and_the_last_accuracy_and_the_time_of_phases(folder: RunFolder) -> None:
+    display, text = plain_display()
+    tracker = Tracker(folder, steps=2, display=display)
+    with tracker.phase("rollout"):
+        time.sleep(0.06)
+    tracker.log(0, {"val/easy/accuracy": 0.25, "val/easy/accuracy/low": 0.1})
+    tracker.log(1, {"reward/mean": 1.0})
+    tracker.log(2, {"val/easy/accuracy": 0.5, "val/hard/accuracy": float("nan")})
+    tracker.close()
+    text.truncate(0)
+    tracker.summary(["megarl report small"], has_model=True)
+    done, model, accuracy, phases, then = text.getvalue().replace("\0", "").splitlines()
+    assert done.startswith("done      2 steps in 0:00:0") and model == f"model     {folder.model_folder}"
+    assert accuracy == "accuracy  easy 0.25 -> 0.5" and phases.startswith("time      rollout 0.")
+    assert then == "next      megarl report small"
+
+
 def test_phases_add_up_within_a_step_and_start_anew_with_the_next(folder: RunFolder) -> None:
     tracker = Tracker(folder, display=plain_display()[0])
     for _ in range(2):
