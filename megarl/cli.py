@@ -116,7 +116,7 @@ def train(
         print_sizes(loaded, layout, records, dropped)
         if dry_run:
             return
-        with display.live(), display.phase("loading libraries"):
+        with display.phase("loading libraries"), display.live():
             from megarl.loops.run import run
     asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
 
@@ -124,7 +124,7 @@ def train(
 @contextlib.contextmanager
 def _checking(display: Display) -> Iterator[None]:
     """Within, a terminal shows that a recipe is checked."""
-    with display.live(), display.phase("checking the recipe"):
+    with display.phase("checking the recipe"), display.live():
         yield
 
 

@@ -89,7 +89,8 @@ class Display:
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
-        ):
+        ) as live:
+            live.refresh()
             yield
 
     @contextmanager
