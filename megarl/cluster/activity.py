@@ -32,7 +32,7 @@ class Activity:
             memory.reset_peak()
 
     def take(self) -> Activity:
-        """What was noted, which is then forgotten."""
+        """The activity so far, which is then forgotten."""
         taken = Activity(self.busy_seconds, self.peak_bytes)
         self.busy_seconds, self.peak_bytes = 0.0, {}
         return taken

@@ -70,7 +70,7 @@ async def run(
 
 
 def _next_commands(folder: RunFolder) -> list[str]:
-    """What to run after a run."""
+    """The commands that look at a run."""
     return [
         f"megarl report {folder.path}",
         f"megarl samples {folder.path}",

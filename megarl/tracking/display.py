@@ -42,7 +42,7 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Closing(NamedTuple):
-    """What a finished run leaves its user with."""
+    """The facts that a finished run leaves its user with."""
 
     model: str | None
     """The folder of the trained model."""
@@ -53,7 +53,7 @@ class Closing(NamedTuple):
 
 
 class Display:
-    """What one run shows. Prints from any thread; `live` refreshes from one of its own."""
+    """The screen of one run. Prints from any thread; `live` refreshes from one of its own."""
 
     def __init__(
         self, console: rich.console.Console | None = None, *, clock: Callable[[], float] = time.monotonic
