@@ -46,6 +46,14 @@ _PATTERN_SECONDS = 0.1
 """A recipe's pattern may take for ever on what a judge writes, and the event loop would wait for it."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
 
+METRICS = {
+    "reward/NAME/prompt_tokens": ("tokens", "prompts of a judge's answers"),
+    "reward/NAME/completion_tokens": ("tokens", "a judge's answers"),
+    "reward/NAME/dollars": ("dollars", "cost of a judge's answers, by the function's dollars_per_million"),
+    "reward/NAME/unmetered": ("count", "answers of a judge that said nothing of their tokens"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 
 class Judge(ServedReward[JudgeConfig]):
     """A judge: chat completions of a prompt with question, gold answer and completion, read as one of the choices.

@@ -31,6 +31,11 @@ METRICS = {
     "reward/NAME/max": ("score", "largest score of a reward function"),
     "reward/NAME/unscored": ("share", "samples of which the function has no opinion"),
     "reward/unscored": ("count", "samples of which no function has an opinion"),
+    "reward/source/SOURCE/count": ("count", "scored samples of a data source (reward.source_field)"),
+    "reward/source/SOURCE/mean": ("score", "reward of a data source's samples, mean"),
+    "reward/source/SOURCE/accuracy": ("share", "right answers of a data source"),
+    "reward/source/SOURCE/format_valid": ("share", "answers of a data source whose format is valid"),
+    "reward/source/SOURCE/FUNCTION": ("score", "score of a reward function in a data source, mean"),
     "reward/NAME/OWN": ("own", "a number of the function's own, mean over the samples that have it"),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -190,10 +195,7 @@ def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
 
 
 def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
-    """Metrics of each data source's rewards, by its name.
-
-    `reward/source/NAME/count`, `/mean`, `/accuracy`, `/format_valid`, and the mean score of each function, `/FUNCTION`.
-    """
+    """Metrics of each data source's rewards, `reward/source/...`, by its name."""
     metrics: dict[str, float] = {}
     for name, found in rewards.items():
         own = {

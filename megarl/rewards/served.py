@@ -33,6 +33,17 @@ MAX_ANSWER_BYTES = 4 << 20
 _MAX_PAUSE_SECONDS = 60.0
 _SHOWN_CHARACTERS = 300
 _BUSY = (408, 425, 429)
+METRICS = {
+    "reward/NAME/calls": ("count", "HTTP requests to a server that scores"),
+    "reward/NAME/retries": ("count", "requests that repeat one"),
+    "reward/NAME/errors": ("count", "requests that ended with an error"),
+    "reward/NAME/timeouts": ("count", "requests that were not answered in time"),
+    "reward/NAME/parse_errors": ("count", "answers without a score that could be read"),
+    "reward/NAME/cancelled": ("count", "requests that were given up because the sample was"),
+    "reward/NAME/substituted": ("count", "samples that got the function's parse_error_score"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
 _COUNTED = ("calls", "errors", "timeouts", "parse_errors", "retries", "cancelled", "substituted")
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
 """Whom calls are counted for: attempts of training may go on during an evaluation."""
@@ -194,11 +205,9 @@ class ServedReward(Generic[Config]):
         self._counts.setdefault(COUNTED_FOR.get(), Counter())[name] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last time of what was scored for the caller (`COUNTED_FOR`), as reward/NAME/...
+        """Counts since the last time of what was scored for the caller (`COUNTED_FOR`): METRICS.
 
-        `calls`: HTTP requests; `retries`: those that repeat one; `errors`, `timeouts`, `parse_errors`, `cancelled`: how
-        they ended but for those that gave a score; `substituted`: completions that got `parse_error_score`; and the
-        amounts of the kind of server.
+        The amounts of the kind of server are among them.
         """
         counts = self._counts.pop(COUNTED_FOR.get(), Counter())
         names = (*_COUNTED, *self.amount_names)

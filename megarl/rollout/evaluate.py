@@ -17,14 +17,22 @@ from megarl.types import MegarlError, Trajectory
 
 METRICS = {
     "val/SET/accuracy": ("share", "correct answers of a validation set; of preferences: pairs that are won"),
+    "val/SET/pass_at_K": ("share", "problems that one of K attempts solves, without bias from all sets of K"),
+    "val/SET/majority_at_K": ("share", "problems whose most frequent final answer of K attempts is right"),
+    "val/SET/MEASURE/low": ("share", "lower bound of the 95 % interval of accuracy, pass_at_K or majority_at_K"),
+    "val/SET/MEASURE/high": ("share", "upper bound of that interval"),
+    "val/SET/data_source/NAME/MEASURE": ("share", "accuracy, pass_at_K or majority_at_K of one data source of a set"),
+    "val/SET/data_source/NAME/MEASURE/BOUND": ("share", "a bound of that measure's 95 % interval"),
     "val/SET/format_valid": ("share", "answers of a validation set whose format is valid"),
     "val/SET/completion_tokens/mean": ("tokens", "length of an answer, mean"),
     "val/SET/reward_FAULT": (
         "count",
-        "answers whose scoring raised or gave no proper reward (errors), or took too long (timeouts)",
+        "answers whose scoring raised or gave no proper reward (errors) or took too long (timeouts), or of which a "
+        "server said nothing that could be read (parse_errors)",
     ),
     "reward/errors": ("count", "samples whose scoring raised or gave no proper reward"),
     "reward/timeouts": ("count", "samples whose scoring took too long"),
+    "reward/parse_errors": ("count", "samples of which a server that scores said nothing that could be read"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -160,6 +168,7 @@ def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: flo
     metrics = {
         f"{prefix}errors": float(failures.count("error")),
         f"{prefix}timeouts": float(failures.count("timeout")),
+        f"{prefix}parse_errors": float(failures.count("parse_error")),
     }
     failed = sum(failure is not None for failure in failures)
     if failed > max_failed_fraction * len(trajectories):

@@ -41,10 +41,10 @@ class RunFolder:
     Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets
     hidden), `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `tokens/` (a few samples token by token),
     `profiles/` (Chrome traces of steps), `checkpoints/`, `hf/` (the trained model), `hf_best/` (that of the best
-    evaluation), `logs/` (for each attempt a folder with its recipe, its ranks' output, `attempt.json`: when and where it began, with how many steps before it,
-    and how it ended, and `notices.jsonl`, its warnings; and a link to the latest) and, of runs that were begun anew,
-    `earlier/`. As a context manager it writes how the run ended. `resumed_step` is the step of the checkpoint that it
-    was resumed from, 0 for a new run.
+    evaluation), `logs/` (for each attempt a folder with its recipe, its ranks' output, `attempt.json`: when and where
+    it began, with how many steps before it, and how it ended, and `notices.jsonl`, its warnings; and a link to the
+    latest) and, of runs that were begun anew, `earlier/`. As a context manager it writes how the run ended.
+    `resumed_step` is the step of the checkpoint that it was resumed from, 0 for a new run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
