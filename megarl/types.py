@@ -93,12 +93,18 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """Sampling parameters of a completion. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 disable truncation."""
+    """Sampling parameters of a completion.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. A `repetition_penalty` other than
+    1 is for completions that are not trained on.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
@@ -127,7 +133,7 @@ class ExpertsHandle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """The tokens that top-p and top-k left to sample from, for each of the tokens of a completion, sequence or batch.
+    """The tokens that top-p, top-k and min-p left to sample from, for each token of a completion, sequence or batch.
 
     `counts` int32 [tokens] are the sizes of the sets, 0 where nothing was cut off or nothing was sampled; `token_ids`
     int32 [sum of counts] the sets, one after the other.
@@ -146,12 +152,12 @@ class Completion:
     """The completion of a request.
 
     Shapes: `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]; log-probs, in nats, are those of the
-    sampled tokens under the sampling distribution (after temperature, top-p and top-k). The end-of-sequence token, if
-    sampled, is the last token. `weight_versions` are the numbers of reshards before a token was sampled; they differ
-    where the completion was parked over a reshard. `kept_sets`, where top-p or top-k cut anything off in training, are
-    those of the new tokens. `routed_experts`, if requested, are those of
-    every token that the model read: prompt and new tokens but the last. A refused request has no tokens, the finish
-    reason `error`, and the engine's message in `error`.
+    sampled tokens under the sampling distribution (after temperature, min-p, top-p and top-k). The end-of-sequence
+    token, if sampled, is the last token. `weight_versions` are the numbers of reshards before a token was sampled; they
+    differ where the completion was parked over a reshard. `kept_sets`, where these cut anything off in training, are
+    those of the new tokens. `routed_experts`, if requested, are those of every token that the model read: prompt and
+    new tokens but the last. A refused request has no tokens, the finish reason `error`, and the engine's message in
+    `error`.
     """
 
     request_id: str
@@ -218,7 +224,7 @@ class Segment:
     routed_experts: ExpertsHandle | None = None
     """Those of the segment's last completion, whose prompt is the rest of the segment: so of all tokens."""
     kept_sets: KeptSets | None = None
-    """The sets that the tokens were sampled from, where top-p or top-k cut anything off."""
+    """The sets that the tokens were sampled from, where top-p, top-k or min-p cut anything off."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -580,8 +580,9 @@ class Recipe(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """`evaluation.sampling`, and from `rollout.sampling` what it leaves out."""
-        own = self.evaluation.sampling.model_dump(exclude_none=True) | {"temperature_schedule": "constant"}
+        """`evaluation.sampling` without its repetition penalty, and from `rollout.sampling` what it leaves out."""
+        own = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
+        own["temperature_schedule"] = "constant"
         if self.evaluation.samples_per_prompt == 1:
             own.setdefault("temperature", 0.0)
         return self.rollout.sampling.model_copy(update=own)

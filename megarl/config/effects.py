@@ -250,6 +250,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.sampling.temperature_steps": (_RL, _MOVING_TEMPERATURE),
     "rollout.sampling.top_p": (_RL,),
     "rollout.sampling.top_k": (_RL,),
+    "rollout.sampling.min_p": (_RL,),
     "rollout.sampling.stop": _ENGINE,
     "rollout.sampling.stop_token_ids": _ENGINE,
     "rollout.environment": _ENGINE,

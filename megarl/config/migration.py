@@ -256,6 +256,15 @@ COUNTERPARTS = (
     Counterpart(("temp_scheduler.total_steps",), ("rollout.sampling.temperature_steps",)),
     Counterpart(("rollout_top_p",), ("rollout.sampling.top_p",)),
     Counterpart(("rollout_top_k",), ("rollout.sampling.top_k",)),
+    Counterpart(("rollout_min_p",), ("rollout.sampling.min_p",)),
+    Counterpart(
+        ("rollout.sampling.repetition_penalty", "rollout.sampling.frequency_penalty",
+         "rollout.sampling.presence_penalty"),
+        note="the trainer could not repeat a distribution that depends on the tokens before; "
+        "evaluation.sampling.repetition_penalty is that of evaluations",
+    ),
+    Counterpart(("repetition_penalty",), ("evaluation.sampling.repetition_penalty",),
+                "of evaluations alone: the trainer could not repeat a distribution that depends on the tokens before"),
     Counterpart(("rollout_stop", "stop_strings"), ("rollout.sampling.stop",)),
     Counterpart(("rollout_stop_token_ids",), ("rollout.sampling.stop_token_ids",)),
     Counterpart(("val_kwargs", "eval_temperature", "val_kwargs.temperature"), ("evaluation.sampling",)),

@@ -31,6 +31,9 @@ class SamplingConfig(Section):
     reference's too: renormalised alone, the policy would have a KL to an equal reference.)"""
     top_k: NonNegativeInt = 0
     """Top-k sampling; 0 keeps all tokens. In loop rl it is replayed as top_p is."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Min-p sampling: keeps the tokens at least min_p times as probable as the most probable one, before top-p and
+    top-k; 0 keeps all tokens. In loop rl it is replayed as top_p is."""
     stop: tuple[StopString, ...] = ()
     """Stop strings; they stay part of the completion."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
@@ -38,8 +41,8 @@ class SamplingConfig(Section):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top-p or top-k cuts tokens off."""
-        return self.top_p < 1 or self.top_k > 0
+        """Whether top-p, top-k or min-p cuts tokens off."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def temperature_at(self, step: int, num_steps: int) -> float:
         """The temperature of a step, from 1, of a run of so many."""
@@ -62,6 +65,12 @@ class EvaluationSamplingConfig(Section):
     """Nucleus sampling (top-p); 1 keeps all tokens."""
     top_k: NonNegativeInt = 0
     """Top-k sampling; 0 keeps all tokens."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Min-p sampling: keeps the tokens at least min_p times as probable as the most probable one; 0 keeps all."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divides the logits above zero of tokens that prompt or completion have already, and multiplies those below; 1:
+    no penalty. In evaluation alone: it makes the distribution depend on the tokens before, which the trainer could not
+    repeat."""
     stop: tuple[StopString, ...] | None = None
     """Stop strings; default: those of `rollout.sampling`."""
     stop_token_ids: tuple[NonNegativeInt, ...] | None = None

@@ -72,7 +72,7 @@ class RolloutEngine:
     ) -> None:
         """`keep_experts` takes the experts [tokens, layers, top_k] of each completion that has them.
 
-        With top-p or top-k in `config.sampling`, completions come with the sets of tokens that these kept.
+        With top-p, top-k or min-p in `config.sampling`, completions come with the sets of tokens that these kept.
         """
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
@@ -362,6 +362,8 @@ def sampling_params(request: Request) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         seed=request.seed,

@@ -1,4 +1,4 @@
-"""The tokens that top-p and top-k left to sample from: as vLLM's model runner records them, or as we do beside it."""
+"""The tokens that top-p, top-k and min-p left to sample from: recorded by vLLM's model runner, or by us beside it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.types import KeptSets
 class KeptSetRecorder:
     """Adds to the outputs of vLLM's V1 model runner the masks that its V2 gives with `return_sampling_mask`.
 
-    A token is kept if its processed log-prob, renormalised over what top-p and top-k left, is finite. They are read
-    from the sampler, on the device: as a request's own log-probs they would be a Python number for each token of the
-    vocabulary. Rows that neither cuts have empty masks.
+    A token is kept if its processed log-prob, renormalised over what min-p, top-p and top-k left, is finite. They are
+    read from the sampler, on the device: as a request's own log-probs they would be a Python number for each token of
+    the vocabulary. Rows that none of them cuts have empty masks.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -32,12 +32,9 @@ class KeptSetRecorder:
 
     def _sample(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
         sampled, logprobs = self._forward(logits, generators, k, p)
-        is_cut = torch.zeros(len(logprobs), dtype=torch.bool, device=logprobs.device)
-        if k is not None:
-            is_cut |= k < logprobs.shape[1]
-        if p is not None:
-            is_cut |= p < 1
-        self._kept = logprobs.isfinite() & is_cut[:, None]
+        # What min-p cuts off is minus infinity in the logits already.
+        is_kept = logprobs.isfinite()
+        self._kept = is_kept & ~is_kept.all(1, keepdim=True)
         return sampled, logprobs
 
     def complete(self, output: Any) -> Any:

@@ -189,10 +189,15 @@ def rewards(recipe: Recipe) -> Iterator[str]:
 
 
 def sampling(recipe: Recipe) -> Iterator[str]:
-    """The trainer repeats temperature, top-p and top-k of the distribution that sampled, and nothing else."""
+    """The trainer repeats temperature, top-p, top-k and min-p of the distribution that sampled, and nothing else."""
+    vllm = recipe.rollout.vllm
+    if recipe.has_engine and recipe.evaluation.sampling.min_p > 0 and vllm.get("speculative_config"):
+        yield (
+            f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM has no min-p under speculative "
+            "decoding; leave it out, or evaluation.sampling.min_p"
+        )
     if recipe.loop != "rl":
         return
-    vllm = recipe.rollout.vllm
     if vllm.get("logits_processors"):
         yield (
             f"rollout.vllm.logits_processors = {vllm['logits_processors']}: the engine would sample from another "
@@ -201,7 +206,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
     if recipe.rollout.sampling.is_truncated and vllm.get("speculative_config"):
         yield (
             f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM does not record the tokens that "
-            "rollout.sampling.top_p or top_k kept under speculative decoding; leave it out, or top_p and top_k"
+            "rollout.sampling.top_p, top_k or min_p kept under speculative decoding; leave it out, or all of these"
         )
     if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield (

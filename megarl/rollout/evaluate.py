@@ -92,7 +92,9 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
     for source, name, problems in sets:
         recipe = source.recipe
         settings = recipe.evaluation
-        sampling = sampling_settings(recipe.evaluation_sampling)
+        sampling = sampling_settings(
+            recipe.evaluation_sampling, repetition_penalty=settings.sampling.repetition_penalty
+        )
         token = COUNTED_FOR.set("evaluation")
         try:
             found = await source.sampler.sample(

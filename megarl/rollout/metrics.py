@@ -42,13 +42,13 @@ METRICS = {
     "rollout/errors/KIND": ("count", "attempts that an error of this kind ended"),
     "rollout/kept_tokens/mean": (
         "tokens",
-        "tokens that top-p and top-k left to sample from, where they cut any off, mean",
+        "tokens that top-p, top-k and min-p left to sample from, where they cut any off, mean",
     ),
     "rollout/kept_tokens/max": (
         "tokens",
-        "tokens that top-p and top-k left to sample from, where they cut any off, the most",
+        "tokens that top-p, top-k and min-p left to sample from, where they cut any off, the most",
     ),
-    "rollout/kept_tokens_bytes": ("bytes", "size of the sets of tokens that top-p and top-k left"),
+    "rollout/kept_tokens_bytes": ("bytes", "size of the sets of tokens that top-p, top-k and min-p left"),
     "time/engine_wait_seconds/mean": (
         "seconds",
         "how long an attempt waited for completions (after a resume, since then), mean",

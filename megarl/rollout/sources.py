@@ -57,13 +57,17 @@ def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
     return Mixture(streams, seed)
 
 
-def sampling_settings(config: SamplingConfig, temperature: float | None = None) -> SamplingSettings:
+def sampling_settings(
+    config: SamplingConfig, temperature: float | None = None, *, repetition_penalty: float = 1.0
+) -> SamplingSettings:
     """The sampling parameters of requests, from a section of the recipe; at another temperature, if one is given."""
     return SamplingSettings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature if temperature is None else temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
+        repetition_penalty=repetition_penalty,
         stop=config.stop,
         stop_token_ids=config.stop_token_ids,
     )

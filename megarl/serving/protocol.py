@@ -22,9 +22,7 @@ _CHUNK_CHARACTERS = 256
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "response_format": ({"type": "text"},),
@@ -41,6 +39,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
 }
 """Fields that would change what is sampled, or ask for more answers than one, and their values that do not."""
+
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 10**9),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 2.0),
+}
+"""The numbers that a request may give where the recipe's do not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def _sampling(
 ) -> tuple[SamplingSettings, tuple[str, ...]]:
     """The sampling parameters of a request: limits of length and stops are the client's own, within the recipe's."""
     found, overridden = recipe, []
-    for name, low, high in (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("top_k", -1, 10**9)):
+    for name, (low, high) in _RANGES.items():
         if (value := body.get(name)) is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:

@@ -33,11 +33,17 @@ def test_evaluation_has_its_own_temperature_and_training_s_stops() -> None:
             "rollout": {
                 "sampling": {"temperature": 1.5, "temperature_schedule": "linear", "stop": ["a"], "stop_token_ids": [7]}
             },
-            "evaluation": {"sampling": {"temperature": 0.5, "stop": ["b"]}},
+            "evaluation": {"sampling": {"temperature": 0.5, "stop": ["b"], "min_p": 0.1, "repetition_penalty": 1.2}},
         }
     )  # fmt: skip
     found = recipe.evaluation_sampling
-    assert (found.temperature, found.stop, found.stop_token_ids) == (0.5, ("b",), (7,))
+    assert (found.temperature, found.stop, found.stop_token_ids, found.min_p) == (0.5, ("b",), (7,), 0.1)
+    assert found.model_dump().keys() == SamplingConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_what_cuts_tokens_off(cut: dict[str, Any]) -> None:
+    assert SamplingConfig.model_validate(cut).is_truncated is bool(cut)
 
 
 @pytest.mark.parametrize(("samples_per_prompt", "temperature", "ks"), [(1, 0.0, ()), (4, 1.5, (4,))])

@@ -29,6 +29,11 @@ LAYOUTS = [
 GREEDY = SamplingSettings(NEW_TOKENS, temperature=0.0)
 SAMPLED = SamplingSettings(NEW_TOKENS, temperature=0.7)
 NUCLEUS = SamplingSettings(NEW_TOKENS, temperature=1.3, top_p=0.9, top_k=20)
+MIN_P = SamplingSettings(NEW_TOKENS, temperature=1.3, min_p=0.3)
+ALL_CUTS = SamplingSettings(NEW_TOKENS, temperature=1.3, top_p=0.9, top_k=20, min_p=0.2)
+PENALISED = SamplingSettings(NEW_TOKENS, temperature=0.7, repetition_penalty=1.5)
+TAGS = {"g": GREEDY, "s": SAMPLED, "n": NUCLEUS, "m": MIN_P, "c": ALL_CUTS, "p": PENALISED}
+"""Sampling of the requests that run together, by the first letter of their names."""
 
 
 def request(name: str, prompt: Sequence[int], sampling: SamplingSettings, seed: int = 0) -> Request:
@@ -77,9 +82,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
         return {completion.request_id: completion for completion in done}
 
     result: dict[str, Any] = {"replica": engine.replica, "is_leader": engine.is_leader}
-    together = [
-        r for tag, s in zip("gsn", (GREEDY, SAMPLED, NUCLEUS), strict=True) for r in requests(engine.replica, tag, s)
-    ]
+    together = [r for tag, sampling in TAGS.items() for r in requests(engine.replica, tag, sampling)]
     result["together"] = run(together)
     result["metrics"] = [values(engine.metrics()), values(engine.metrics())]
 
@@ -224,6 +227,7 @@ def reference_logprobs(reference_logits: Callable[..., torch.Tensor]) -> Callabl
         if greedy:
             assert logits.argmax(-1).tolist() == token_ids.tolist()
             return _taken(logits.log_softmax(-1), token_ids)
+        logits = _penalised(logits, [*request.prompt_token_ids], token_ids, request.sampling.repetition_penalty)
         return _taken(_kept(logits / request.sampling.temperature, request.sampling).log_softmax(-1), token_ids)
 
     return logprobs
@@ -244,10 +248,23 @@ def _taken(logprobs: torch.Tensor, token_ids: np.ndarray) -> np.ndarray:
     return logprobs[torch.arange(len(token_ids)), torch.from_numpy(token_ids)].numpy()
 
 
+def _penalised(logits: torch.Tensor, prompt: list[int], token_ids: np.ndarray, penalty: float) -> torch.Tensor:
+    """Logits of which those of tokens that came before are divided by the penalty above 0, and multiplied below."""
+    logits = logits.clone()
+    for place, row in enumerate(logits):
+        seen = sorted({*prompt, *token_ids[:place].tolist()})
+        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    return logits
+
+
 def _kept(logits: torch.Tensor, sampling: SamplingSettings) -> torch.Tensor:
-    """Logits with minus infinity outside top-k, then outside the nucleus of what is left."""
+    """Logits with minus infinity where min-p cuts, then outside top-k, then outside the nucleus of what is left."""
+    least = sampling.min_p * logits.softmax(-1).amax(-1, keepdim=True)
+    logits = logits.masked_fill(logits.softmax(-1) < least, -torch.inf)
     if sampling.top_k:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
+    if sampling.top_p == 1:
+        return logits
     ordered, order = logits.softmax(-1).sort(descending=True)
     outside = ordered.cumsum(-1) - ordered >= sampling.top_p
     return logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
@@ -260,7 +277,7 @@ def test_logprobs_are_hugging_faces(world_size, tp, outcome, reference_logprobs)
         if not result["is_leader"]:
             assert result["together"] == {}
             continue
-        for tag, sampling in zip("gsn", (GREEDY, SAMPLED, NUCLEUS), strict=True):
+        for tag, sampling in TAGS.items():
             for request in requests(result["replica"], tag, sampling):
                 completion = result["together"][request.request_id]
                 expected = reference_logprobs(request, completion.token_ids, greedy=tag == "g")
@@ -270,18 +287,19 @@ def test_logprobs_are_hugging_faces(world_size, tp, outcome, reference_logprobs)
 
 
 @pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
-def test_what_top_p_and_top_k_kept_is_recorded(world_size, tp, outcome, reference_kept) -> None:
+def test_what_the_cuts_kept_is_recorded(world_size, tp, outcome, reference_kept) -> None:
     for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
-        for tag in "gs":
+        for tag in "gsp":
             assert all(result["together"][r.request_id].kept_sets is None for r in requests(0, tag, GREEDY))
-        sizes = set()
-        for request in requests(result["replica"], "n", NUCLEUS):
-            completion = result["together"][request.request_id]
-            expected = reference_kept(request, completion.token_ids)
-            assert completion.kept_sets.counts.tolist() == [len(kept) for kept in expected]
-            assert completion.kept_sets.token_ids.tolist() == [token for kept in expected for token in kept]
-            sizes.update(completion.kept_sets.counts.tolist())
-        assert len(sizes) > 1 and max(sizes) < 20
+        for tag in "nmc":
+            sizes = set()
+            for request in requests(result["replica"], tag, TAGS[tag]):
+                completion = result["together"][request.request_id]
+                expected = reference_kept(request, completion.token_ids)
+                assert completion.kept_sets.counts.tolist() == [len(kept) for kept in expected]
+                assert completion.kept_sets.token_ids.tolist() == [token for kept in expected for token in kept]
+                sizes.update(completion.kept_sets.counts.tolist())
+            assert len(sizes) > 1 and (max(sizes) < 20 or tag == "m")
         # An aborted one has those of the tokens that it has.
         whole, part = result["together"]["n0"].kept_sets, result["aborted"]["b0"].kept_sets
         assert part.counts.tolist() == whole.counts[: len(result["aborted"]["b0"].token_ids)].tolist()

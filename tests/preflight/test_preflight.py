@@ -246,8 +246,21 @@ WRONG = [
         id="nucleus under speculative decoding",
     ),
     pytest.param(
+        {"rollout": {"sampling": {"max_new_tokens": 24, "min_p": 0.1}, "vllm": {"speculative_config": {"model": "m"}}}},
+        ["rollout.vllm.speculative_config = {'model': 'm'}", "top_k or min_p", "leave it out"],
+        id="min-p under speculative decoding",
+    ),
+    pytest.param(
+        {"evaluation": {"sampling": {"min_p": 0.1}}, "rollout": {"vllm": {"speculative_config": {"model": "m"}}}},
+        ["rollout.vllm.speculative_config = {'model': 'm'}", "evaluation.sampling.min_p"],
+        id="evaluation's min-p under speculative decoding",
+    ),
+    pytest.param(
         {"rollout": {"vllm": {"return_sampling_mask": True}}},
-        ["rollout.vllm.return_sampling_mask", "rollout.sampling.top_p and rollout.sampling.top_k"],
+        [
+            "rollout.vllm.return_sampling_mask",
+            "rollout.sampling.top_p, rollout.sampling.top_k and rollout.sampling.min_p",
+        ],
         id="sampling masks",
     ),
     pytest.param(

@@ -293,6 +293,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required", "tools": [ADD]}, "tool_choice"),
     ({"n": 2}, "n"),
     ({"temperature": "hot"}, "temperature"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "."}]}, "messages.0.role"),
@@ -327,13 +329,14 @@ def test_the_recipe_s_sampling_holds_and_what_a_client_sets_is_counted(served: A
     async def test(s: Served) -> None:
         session, plain = s.open(), s.open()
         asked: Any = {"messages": [QUESTION]}
-        for client_of, more in ((session, {"temperature": 0.1, "top_p": 0.5, "seed": 7}), (plain, {})):
+        own: Any = {"temperature": 0.1, "top_p": 0.5, "seed": 7, "extra_body": {"min_p": 0.2, "repetition_penalty": 2}}
+        for client_of, more in ((session, own), (plain, {})):
             async with s.client(client_of) as client:
                 await client.chat.completions.create(model="gpt-x" if more else "policy", **asked, **more)
         one, two = session.answers[0].call.completion, plain.answers[0].call.completion
         assert one.token_ids.tolist() == two.token_ids.tolist()
-        assert session.counts["overridden_fields"] == 4 and plain.counts["overridden_fields"] == 0
-        assert len(s.told) == 4 and all("recipe's value holds" in text for text in s.told)
+        assert session.counts["overridden_fields"] == 6 and plain.counts["overridden_fields"] == 0
+        assert len(s.told) == 6 and all("recipe's value holds" in text for text in s.told)
 
     served(test)
 
