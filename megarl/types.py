@@ -221,6 +221,8 @@ class Segment:
     """-1 where not trained."""
     old_logprobs: NDArray[np.float32] | None = None
     """The trainer's log-probs under the weights that sampled, in nats; 0 where not sampled; None: not computed."""
+    entropies: NDArray[np.float32] | None = None
+    """The trainer's entropies under the weights that sampled, in nats; 0 where not sampled; None: not computed."""
     routed_experts: ExpertsHandle | None = None
     """Those of the segment's last completion, whose prompt is the rest of the segment: so of all tokens."""
     kept_sets: KeptSets | None = None
@@ -348,7 +350,8 @@ class TrainingSequence:
     """The engine's log-probs. NaN where the trainer's log-probs under the same weights are not available."""
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
-    """Importance-sampling weights between trainer and engine (`algorithms.importance`), factors of the policy loss."""
+    """Factors of the policy loss: importance-sampling weights between trainer and engine (`algorithms.importance`);
+    zero where only tokens of higher entropy learn from the reward (`algorithms.entropy_share`)."""
     values: NDArray[np.float32] | None = None
     """The critic's values before the update, of the state before each token."""
     returns: NDArray[np.float32] | None = None

@@ -77,6 +77,14 @@ class RankModel:
 
         Entry t belongs to predicting token t; it is zero on the sequences' first tokens.
         """
+        return await self._gather("forward", batch)
+
+    async def forward_with_entropies(self, batch: TokenBatch) -> NDArray[np.float32]:
+        """As `forward` of a policy, but float32 [2, tokens]: log-probs and entropies, in nats."""
+        return await self._gather("forward_with_entropies", batch)
+
+    async def _gather(self, method: str, batch: TokenBatch) -> NDArray[np.float32]:
+        """The values of every token by a method of the model: float32 [..., tokens]."""
         batch = batch.with_arrays({})
         self._count(batch, 1.0)
         # So many that every rank has as many rows, none of them empty.
@@ -86,14 +94,18 @@ class RankModel:
         sent = np.concatenate([np.arange(batch.num_sequences), np.tile(last, missing // self.together)])
         packed = self._pack(batch.lengths[sent], self.together)
         rows = [[batch.select(sent[row]) for row in replica] for replica in packed]
-        results = await self.group.scatter(f"{self.name}.forward", self._by_rank(rows))
-        values = np.zeros(len(batch.token_ids), np.float32)
-        for replica, (reporting, *_) in zip(packed, self._reporting_ranks(), strict=True):
-            for row, row_values in zip(replica, results[reporting], strict=True):
-                # Repeated sequences only fill rows.
-                is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
-                values[batch.tokens_of(sent[row])[is_asked]] = row_values[is_asked]
-        return values
+        results = await self.group.scatter(f"{self.name}.{method}", self._by_rank(rows))
+        found = [
+            (row, values)
+            for replica, (reporting, *_) in zip(packed, self._reporting_ranks(), strict=True)
+            for row, values in zip(replica, results[reporting], strict=True)
+        ]
+        gathered = np.zeros((*found[0][1].shape[:-1], len(batch.token_ids)), np.float32)
+        for row, values in found:
+            # Repeated sequences only fill rows.
+            is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
+            gathered[..., batch.tokens_of(sent[row])[is_asked]] = values[..., is_asked]
+        return gathered
 
     def _count(self, batch: TokenBatch, passes: float) -> None:
         if self.shape is not None:

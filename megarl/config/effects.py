@@ -308,6 +308,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.policy_loss_kwargs": (_RL,),
     "algorithm.skip_ratio": (_RL,),
     "algorithm.entropy_coefficient": (_RL,),
+    "algorithm.entropy_top_share": (_RL,),
     "algorithm.kl_coefficient": (_RL,),
     "algorithm.kl_placement": _KL,
     "algorithm.kl_estimator": _KL,

@@ -187,6 +187,10 @@ class AlgorithmConfig(Section):
     """Skip an update whose mean ratio over tokens is above this (ColossalRL's skip_threshold: 20)."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus."""
+    entropy_top_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of a step's trained tokens that have a policy loss, those of the highest entropy (Wang et al. 2025: 0.2);
+    default: all. Denominators, KL and entropy bonus keep all tokens. The entropies are the sampling distribution's, by
+    the trainer before the step's update; they need old_logprobs trainer. Metrics: entropy/threshold, entropy/kept."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Coefficient of the KL penalty to the reference; 0: no reference model is loaded."""
     kl_placement: Literal["loss", "reward", "return", "advantage"] = "loss"

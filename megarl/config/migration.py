@@ -195,6 +195,7 @@ COUNTERPARTS = (
         "in tokens",
     ),
     Counterpart(("overlong_buffer.penalty_factor", "overlong_buffer_penalty"), ("algorithm.overlong_penalty",)),
+    Counterpart(("top_entropy_quantile",), ("algorithm.entropy_top_share",)),
     Counterpart(("mask_truncated_completions", "filter_truncated_response", "overlong_filtering"),
                 ("algorithm.mask_truncated",)),
     Counterpart(

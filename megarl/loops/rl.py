@@ -10,7 +10,7 @@ from megarl.data.sampler import DataOrder
 from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
 from megarl.preflight import read_conversations
-from megarl.rollout.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.critic import update_critic
@@ -36,6 +36,7 @@ async def train(session: Session) -> None:
     state = RLState(algorithm, has_stragglers=has_stragglers)
     make_buffer = PartialBuffer if has_stragglers else Buffer
     conversations_of = _conversations(session)
+    forward = policy.forward if algorithm.entropy_top_share is None else policy.forward_with_entropies
 
     async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:
         await _resume_or_evaluate(session, state)
@@ -48,7 +49,7 @@ async def train(session: Session) -> None:
                 await session.sleep_engines()
 
                 with phase("logprobs"):
-                    groups = await buffer.add_old_logprobs(groups, policy.forward)
+                    groups = await buffer.add_old_logprobs(groups, forward)
                     batch = RLBatch.from_groups(groups, mask_truncated=algorithm.mask_truncated)
                     await score_tokens(batch, models, recipe, weight_version=number)
                     if "reward_model" in models:
@@ -59,6 +60,7 @@ async def train(session: Session) -> None:
                 with phase("advantages"):
                     step.log(compute_advantages(batch, recipe, state.kl_coefficient))
                     step.log(compute_importance_weights(batch, algorithm))
+                    step.log(keep_highest_entropies(batch, algorithm))
                     if recipe.rollout.stragglers == "park":
                         batch.forget_stale_logprobs(weight_version=number)
 

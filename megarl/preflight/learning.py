@@ -251,6 +251,11 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
     if recipe.loop != "rl":
         return
+    if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
+        yield (
+            f"algorithm.entropy_top_share = {algorithm.entropy_top_share}: the entropies are those of the trainer's "
+            "pass before the update, which algorithm.old_logprobs = rollout saves; set algorithm.old_logprobs=trainer"
+        )
     if algorithm.importance_sampling and algorithm.old_logprobs == "rollout":
         yield (
             f"algorithm.importance_sampling = {algorithm.importance_sampling}: corrects the engine to the trainer, "

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, gae, whiten
+from megarl.algorithms.entropy_share import of_highest_entropy
 from megarl.algorithms.importance import importance_weights, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
@@ -94,6 +96,23 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
     batch.per_token["importance_weights"] = weights.numpy()
     found = weight_metrics(weights, old, rollout, mask)
     return {f"importance/{name}": value for name, value in found.items()}
+
+
+def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Take the policy loss of all tokens but those of the highest entropy, if a recipe wants so.
+
+    Call it after `compute_importance_weights`, whose weights it sets to zero: they are the policy loss's factors.
+    Metrics: `entropy/threshold`, the lowest entropy of a token that is kept, in nats; `entropy/kept`, the share of the
+    trained tokens that are, above algorithm.entropy_top_share where tokens tie.
+    """
+    share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
+    if share is None or not mask.any():
+        return {}
+    assert batch.entropies is not None
+    is_kept, threshold = of_highest_entropy(torch.from_numpy(batch.entropies), mask, share=share)
+    weights = batch.per_token.get("importance_weights", batch.loss_mask.astype(np.float32))
+    batch.per_token["importance_weights"] = np.where(is_kept.numpy(), weights, np.float32(0))
+    return {"entropy/threshold": float(threshold), "entropy/kept": float(is_kept.sum() / mask.sum())}
 
 
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:

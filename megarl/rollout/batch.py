@@ -39,6 +39,8 @@ class RLBatch(TokenBatch):
     is_scored: NDArray[np.bool_]
     environments: tuple[str, ...] = ()
     """[samples]: the names of their environments."""
+    entropies: NDArray[np.float32] | None = None
+    """[tokens]: the trainer's entropies before the update, in nats; 0 where not sampled; None: not computed."""
 
     @classmethod
     def from_groups(cls, groups: Sequence[Sequence[Trajectory]], *, mask_truncated: bool = False) -> RLBatch:
@@ -80,6 +82,7 @@ class RLBatch(TokenBatch):
             is_correct=np.array([reward is not None and reward.answer_correct for reward in rewards]),
             is_scored=is_scored,
             environments=tuple(trajectory.environment for trajectory in trajectories),
+            entropies=_entropies(segments),
         )
 
     def start_from_rollout(self, weight_version: int) -> None:
@@ -155,6 +158,11 @@ def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
     if segment.old_logprobs is not None:
         return segment.old_logprobs
     return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
+
+
+def _entropies(segments: Sequence[Segment]) -> NDArray[np.float32] | None:
+    found = [segment.entropies for segment in segments if segment.entropies is not None]
+    return np.concatenate(found) if len(found) == len(segments) else None
 
 
 def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:

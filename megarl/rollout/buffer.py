@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import ceil
 
 import numpy as np
@@ -13,7 +14,16 @@ from megarl.data.batch import TokenBatch
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.groups import Draw, sample_groups
 from megarl.rollout.sources import Source, mixture_of
-from megarl.rollout.state import Group, RLState, in_groups, in_one, lacks_old_logprobs, with_old_logprobs
+from megarl.rollout.state import (
+    Group,
+    RLState,
+    in_groups,
+    in_one,
+    lacks_entropies,
+    lacks_old_logprobs,
+    with_entropies,
+    with_old_logprobs,
+)
 from megarl.types import MegarlError, Problem, Trajectory
 
 METRICS = {
@@ -142,19 +152,25 @@ class Buffer:
         """The groups, with the trainer's `old_logprobs` where needed. Call it before the step's update.
 
         Trajectories that wait for a later step get theirs now, while the trainer has the weights that sampled them.
-        Fresh ones that one update trains on need none: their ratio starts at that update's own pass. `forward` computes
-        log-probs, float32 [tokens]; it is called at most once.
+        Fresh ones that one update trains on need none: their ratio starts at that update's own pass. With
+        algorithm.entropy_top_share all get their `entropies`. `forward` computes log-probs, float32 [tokens], or with
+        that share [2, tokens], log-probs and entropies; it is called at most once.
         """
         if self._recipe.algorithm.old_logprobs == "rollout":
             return list(groups)
         everything = in_one([*groups, *self._state.waiting])
         first = 0 if self._needs_old_logprobs else sum(len(group) for group in groups)
-        lacking = [place for place in range(first, len(everything)) if lacks_old_logprobs(everything[place])]
-        if lacking:
-            batch = RLBatch.from_groups([[everything[place] for place in lacking]])
-            found = iter(np.split(await forward(batch), batch.cu_seqlens[1:-1]))
-            for place in lacking:
-                everything[place] = with_old_logprobs(everything[place], found)
+        lacking = [number >= first and lacks_old_logprobs(one) for number, one in enumerate(everything)]
+        wanting = [self._needs_entropies and lacks_entropies(one) for one in everything]
+        if asked := [place for place, wanted in enumerate(zip(lacking, wanting, strict=True)) if any(wanted)]:
+            batch = RLBatch.from_groups([[everything[place] for place in asked]])
+            found = [iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))]
+            for place in asked:
+                logprobs, *entropies = (list(islice(values, len(everything[place].segments))) for values in found)
+                if lacking[place]:
+                    everything[place] = with_old_logprobs(everything[place], logprobs)
+                if wanting[place]:
+                    everything[place] = with_entropies(everything[place], *entropies)
         completed = iter(everything)
         taken = [[next(completed) for _ in group] for group in groups]
         self._state.waiting = [[next(completed) for _ in group] for group in self._state.waiting]
@@ -166,6 +182,11 @@ class Buffer:
         algorithm = self._recipe.algorithm
         is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
         return self._recipe.train.num_updates > 1 or algorithm.importance_sampling is not None or is_kl_before
+
+    @property
+    def _needs_entropies(self) -> bool:
+        """Whether the trainer's entropies say which tokens learn from the reward."""
+        return self._recipe.algorithm.entropy_top_share is not None
 
 
 def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -129,7 +129,7 @@ class RLState:
             trajectory = _trajectory(plain, find, beside, f"{index}.")
             if is_old_kept and lacks_old_logprobs(trajectory):
                 logprobs = [segment.rollout_logprobs for segment in trajectory.segments]
-                trajectory = with_old_logprobs(trajectory, iter(logprobs))
+                trajectory = with_old_logprobs(trajectory, logprobs)
                 num_lacking += 1
             trajectories.append(trajectory)
         self.waiting = in_groups(trajectories)
@@ -174,13 +174,25 @@ def lacks_old_logprobs(trajectory: Trajectory) -> bool:
     return any(segment.old_logprobs is None for segment in trajectory.segments)
 
 
-def with_old_logprobs(trajectory: Trajectory, logprobs: Iterator[np.ndarray]) -> Trajectory:
-    """The trajectory with the next log-probs, float32 [tokens] a segment, where its tokens were sampled."""
-    segments = tuple(
-        replace(segment, old_logprobs=np.where(segment.loss_mask, next(logprobs), np.float32(0)))
-        for segment in trajectory.segments
-    )
-    return replace(trajectory, segments=segments)
+def lacks_entropies(trajectory: Trajectory) -> bool:
+    """Whether the trainer's entropies of a segment were not computed."""
+    return any(segment.entropies is None for segment in trajectory.segments)
+
+
+def with_old_logprobs(trajectory: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
+    """The trajectory with log-probs, float32 [tokens] of each segment, where its tokens were sampled."""
+    parts = zip(trajectory.segments, logprobs, strict=True)
+    return replace(trajectory, segments=tuple(replace(s, old_logprobs=_of_sampled(s, own)) for s, own in parts))
+
+
+def with_entropies(trajectory: Trajectory, entropies: Sequence[np.ndarray]) -> Trajectory:
+    """The trajectory with entropies, float32 [tokens] of each segment, where its tokens were sampled."""
+    parts = zip(trajectory.segments, entropies, strict=True)
+    return replace(trajectory, segments=tuple(replace(s, entropies=_of_sampled(s, own)) for s, own in parts))
+
+
+def _of_sampled(segment: Segment, values: np.ndarray) -> np.ndarray:
+    return np.where(segment.loss_mask, values, np.float32(0))
 
 
 def _stored(record: Segment | Completion, names: Sequence[str], prefix: str) -> dict[str, np.ndarray]:

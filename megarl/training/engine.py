@@ -208,6 +208,11 @@ class TrainingEngine(ModelShard):
         with self.in_memory():
             return super().forward(rows)
 
+    def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        """As `forward` of a policy, but float32 [2, tokens of the row] per row: log-probs and entropies, in nats."""
+        with self.in_memory():
+            return self._outputs(rows, 2)
+
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """`forward` of the model that training started from: without adapters, and choosing its experts itself."""
         with adapters.running(self.chunks, on=False, drops=False):

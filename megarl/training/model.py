@@ -112,12 +112,20 @@ class ModelShard:
         All ranks of the replica are given `rows`, or with `replica` the first of them, None the others. Returns, on the
         ranks that report, a float32 array [tokens of the row] per row; elsewhere None.
         """
+        found = self._outputs(rows, 1)
+        return None if found is None else [values for [values] in found]
+
+    def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
+        """The first `count` values that the model puts out of each token: as `forward`, but [count, tokens] per row."""
         own = self.shared(rows)
         with torch.no_grad():
-            outputs = get_forward_backward_func()(**self.passes(own, _kept, forward_only=True))
+            outputs = get_forward_backward_func()(**self.passes(own, partial(_kept, count=count), forward_only=True))
         if not self.reports:
             return None
-        return [unpack_row(whole_row(values, batch.row), batch.lengths, batch.padded) for values, batch in outputs]
+        return [
+            np.stack([unpack_row(whole_row(one, batch.row), batch.lengths, batch.padded) for one in values])
+            for values, batch in outputs
+        ]
 
     def shared(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
         """The rows that this rank's replica was given."""
@@ -253,6 +261,6 @@ def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _kept(output: Tensor, batch: Microbatch, non_loss_data: bool) -> tuple[Tensor, Microbatch]:
-    """The log-probs or values [tokens] of a row, as Megatron collects what is no loss."""
-    return output[0], batch
+def _kept(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
+    """The first values [count, tokens] of a row, as Megatron collects what is no loss."""
+    return output[:count], batch

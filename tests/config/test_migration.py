@@ -70,6 +70,7 @@ WRITTEN = {
     "train.max_completion_length": "rollout.sampling.max_new_tokens",
     "train.max_steps": "train.steps",
     "train.num_iterations": "train.epochs_per_step",
+    "train.top_entropy_quantile": "algorithm.entropy_top_share",
     "train.scale_rewards": "algorithm.normalize_by_std",
     "optimizer.max_grad_norm": "optimizer.clip_grad_norm",
     "optimizer.adam_beta2": "optimizer.betas",

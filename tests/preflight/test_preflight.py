@@ -256,6 +256,11 @@ WRONG = [
         id="evaluation's min-p under speculative decoding",
     ),
     pytest.param(
+        {"algorithm": {"entropy_top_share": 0.2, "old_logprobs": "rollout"}},
+        ["algorithm.entropy_top_share = 0.2", "set algorithm.old_logprobs=trainer"],
+        id="entropies of no pass",
+    ),
+    pytest.param(
         {"rollout": {"vllm": {"return_sampling_mask": True}}},
         [
             "rollout.vllm.return_sampling_mask",

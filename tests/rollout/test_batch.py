@@ -16,7 +16,7 @@ from megarl.algorithms.policy_losses import clipped
 from megarl.algorithms.turns import turn_returns
 from megarl.config import AlgorithmConfig, Recipe, TrainConfig
 from megarl.data.batch import TokenBatch
-from megarl.rollout.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.gap import gap_metrics_before, known_gap
 from megarl.rollout.metrics import data_source_metrics, reward_metrics, staleness_metrics, update_metrics
@@ -252,6 +252,27 @@ def test_corrections_weigh_tokens() -> None:
     metrics = compute_importance_weights(batch, AlgorithmConfig.model_validate({"importance_sampling": "tis"}))
     assert batch.per_token["importance_weights"].tolist() == pytest.approx([0, 0, 1.648721, 2])
     assert metrics == pytest.approx({"importance/mean": 1.824361, "importance/rejected": 0, "importance/cut": 0.5})
+
+
+@pytest.mark.parametrize("correction", [None, "tis"])
+def test_tokens_of_lower_entropy_have_no_policy_loss(correction: str | None) -> None:
+    batch = batch_of([attempt(0, 1.0, 2), attempt(0, 0.0, 3), attempt(0, 0.0, 5, "length")])
+    batch.loss_mask[-5:] = False
+    batch.entropies = np.array([9, 9, 0.5, 1.5, 9, 9, 0.25, 2.5, 1.0, 9, 9, 9, 9, 9, 9, 9], np.float32)
+    ratio = np.where(batch.loss_mask, np.float32(np.log(1.5)), np.float32(0))
+    batch.per_token["old_logprobs"] = batch.per_token["rollout_logprobs"] + ratio
+    algorithm = AlgorithmConfig.model_validate({"importance_sampling": correction, "entropy_top_share": 0.4})
+    compute_importance_weights(batch, algorithm)
+    # Two of five trained tokens; what is not trained does not count.
+    metrics = keep_highest_entropies(batch, algorithm)
+    assert metrics == pytest.approx({"entropy/threshold": 1.5, "entropy/kept": 0.4})
+    factor = 1.0 if correction is None else 1.5
+    kept = [[0, 0, 0, factor], [0, 0, 0, factor, 0], [0] * 7]
+    for got, wanted in zip(of_sequences(batch, "importance_weights"), kept, strict=True):
+        assert got == pytest.approx(wanted)
+    assert batch.per_token["importance_weights"].dtype == np.float32
+    batch.loss_mask[:] = False
+    assert keep_highest_entropies(batch, algorithm) == {}
 
 
 def test_case_16_tokens_of_earlier_weights_are_corrected_each_by_its_own_ratio() -> None:

@@ -95,7 +95,9 @@ class Collected:
         return asyncio.run(self.buffer.take(3, weight_version=3))
 
     def take_with_logprobs(self, trainer: Trainer) -> list[Group]:
-        return asyncio.run(self.buffer.add_old_logprobs(self.take(), trainer.forward))
+        wants_entropies = self.buffer._recipe.algorithm.entropy_top_share is not None
+        forward = trainer.forward_with_entropies if wants_entropies else trainer.forward
+        return asyncio.run(self.buffer.add_old_logprobs(self.take(), forward))
 
     def load(self, folder: Path) -> int:
         return self.state.load(folder, finder({n: source.problems for n, source in self.buffer._sources.items()}))
@@ -317,6 +319,10 @@ class Trainer:
         self.num_asked.append(batch.num_sequences)
         return (self.version + batch.token_ids / 1000).astype(np.float32)
 
+    async def forward_with_entropies(self, batch: TokenBatch) -> np.ndarray:
+        logprobs = await self.forward(batch)
+        return np.stack([logprobs, 10 + logprobs])
+
 
 def old_logprobs(trajectories: Sequence[Trajectory]) -> list[Any]:
     """The version that the old log-probs of each group name, None where it has none."""
@@ -378,6 +384,40 @@ def test_without_a_filter_nothing_is_asked_of_the_trainer() -> None:
     trainer, collected = Trainer(), collection(ALL_MIXED)
     assert old_logprobs(in_one(collected.take_with_logprobs(trainer))) == [None] * 3
     assert trainer.num_asked == []
+
+
+def entropies(trajectories: Sequence[Trajectory]) -> list[Any]:
+    """The version that the entropies of each group name, None where it has none."""
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    return [None if s.entropies is None else int(s.entropies[s.loss_mask][0]) - 10 for s in segments][::SAMPLES]
+
+
+def test_the_weights_that_sampled_give_the_entropies(tmp_path: Path) -> None:
+    trainer = Trainer()
+    settings: dict[str, Any] = {**FILTERED, "entropy_top_share": 0.2}
+    collected = collection(ALL_MIXED, **settings)
+    found = []
+    for _ in range(4):
+        kept = in_one(collected.take_with_logprobs(trainer))
+        # One update trains on fresh groups: their ratio starts at its own pass, as ever.
+        found.append((old_logprobs(kept), entropies(kept)))
+        collected.state.save(tmp_path)
+        collected = collection(ALL_MIXED, **settings)
+        assert collected.load(tmp_path) == 0
+        trainer.version += 1
+    assert found == [([None] * 3, [1] * 3), ([1] * 3, [1] * 3), ([None] * 3, [3] * 3), ([3] * 3, [3] * 3)]
+    assert trainer.num_asked == [24, 24]
+
+
+def test_groups_that_waited_without_entropies_get_those_of_now(tmp_path: Path) -> None:
+    trainer, first = Trainer(), collection(ALL_MIXED, **FILTERED)
+    first.take_with_logprobs(trainer)
+    first.state.save(tmp_path)
+    second = collection(ALL_MIXED, **FILTERED, entropy_top_share=0.2)
+    assert second.load(tmp_path) == 0
+    trainer.version = 2
+    kept = in_one(second.take_with_logprobs(trainer))
+    assert (old_logprobs(kept), entropies(kept)) == ([1] * 3, [2] * 3)
 
 
 def test_a_step_that_is_forgotten_leaves_what_waited() -> None:

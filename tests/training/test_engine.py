@@ -27,6 +27,7 @@ NUM_UPDATES = 3
 LEARNING_RATE, DECAY, BETAS, EPSILON, CLIP = 3e-3, 0.1, (0.9, 0.95), 1e-3, 0.02
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP, KL = 0.2, 0.3, 2.5, 0.3
 BETA = 0.05
+LOGPROBS = ("before", "after", "reference")
 
 
 def recipe_of(folder: Path, loop: str, **trainer: Any) -> Recipe:
@@ -144,6 +145,8 @@ def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSeq
     result["parameters"] = cut_out(pieces, engine.parameters)
     result["after"] = engine.forward(first)
     result["reference"] = reference.forward(first) if reference else None
+    both = engine.forward_with_entropies(first)
+    result["both"], result["entropies"] = (None if both is None else [row[place] for row in both] for place in (0, 1))
     return result
 
 
@@ -161,7 +164,7 @@ def trained(ranks: RankPool, recipe: Recipe, sizes: tuple[int, int, int]) -> dic
     reporting = [results[layout.rank(0, replica, pp - 1)] for replica in range(dp)]
     logprobs = {
         name: {i: value for r in reporting for i, value in by_sequence(updates[0], r["indices"], r[name]).items()}
-        for name in ("before", "after", "reference")
+        for name in (*LOGPROBS, "both", "entropies")
     }
     return {
         "metrics": [values(merge(r["metrics"][step] for r in results)) for step in range(NUM_UPDATES)],
@@ -228,10 +231,10 @@ def test_updates_do_not_depend_on_the_cut(
     if "gradient" in got:
         assert distance(got["gradient"], expected["gradient"]) <= 1e-5
     assert distance(got["parameters"], expected["parameters"]) <= 1e-5
-    for name in ("before", "after", "reference"):
+    for name in (*LOGPROBS, "entropies"):
         assert len(got[name]) == len(expected[name])
         for mine, theirs in zip(got[name], expected[name], strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4 if name == "after" else 1e-5)
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4 if name in ("after", "entropies") else 1e-5)
 
 
 def test_the_baseline_is_worth_comparing_with(baseline: dict[str, dict[str, Any]]) -> None:
@@ -280,6 +283,7 @@ def transformers_training(
         result.setdefault("gradient", {n: g.clone() for n, g in grads.items()})
         optimizer.step()
     result["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
+    result["model"] = model
     return result
 
 
@@ -307,6 +311,28 @@ def float64_loss(model: Any, s: TrainingSequence, recipe: Recipe) -> torch.Tenso
     surrogate = torch.where(advantages < 0, torch.maximum(surrogate, DUAL_CLIP * advantages), surrogate)
     k3 = (reference - logprobs).exp() - (reference - logprobs) - 1
     return (weights * (KL * k3 - surrogate)).sum()
+
+
+def test_entropies_are_those_of_what_was_sampled_from(
+    ranks: RankPool, folder: Callable[..., Path], baseline: dict[str, dict[str, Any]]
+) -> None:
+    """Of the last parameters, at each sequence's temperature, over the sets that its tokens were drawn from."""
+    got = baseline["rl"]
+    recipe = recipe_of(folder(), "rl")
+    model = transformers_training(recipe, make_updates(recipe, 431))["model"]
+    for s, found, logprobs, after in zip(
+        make_updates(recipe, 431)[0], got["entropies"], got["both"], got["after"], strict=True
+    ):
+        np.testing.assert_array_equal(logprobs, after)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(s.token_ids)[None]).logits[0, :-1] / s.temperature
+        assert s.kept_sets is not None
+        sets = torch.from_numpy(s.kept_sets.token_ids).long().split(s.kept_sets.counts.tolist())[1:]
+        rows = [row[ids] if len(ids) else row for row, ids in zip(logits, sets, strict=True)]
+        expected = [float(torch.distributions.Categorical(logits=row).entropy()) for row in rows]
+        assert found[0] == 0
+        np.testing.assert_allclose(found[1:], expected, rtol=0, atol=2e-4)
+        assert len(expected) < 5 or np.std(expected) > 0.1
 
 
 def float64_pair_loss(model: Any, chosen: TrainingSequence, rejected: TrainingSequence) -> torch.Tensor:

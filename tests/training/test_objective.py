@@ -10,9 +10,13 @@ import torch
 
 from megarl.config import AlgorithmConfig
 from megarl.data.batch import TokenBatch
+from megarl.rollout.advantages import keep_highest_entropies
 from megarl.rollout.weights import assign_token_weights
 from megarl.testing import RankPool
+from megarl.training.batch import pack_row
+from megarl.training.objective import StepNumbers, policy_objective
 from megarl.types import TrainingSequence
+from tests.rollout.test_batch import rl_batch
 
 LOG_RATIOS = [[0.3, 0.3, 0.0], [-0.1, 0.0], [-0.2, -0.2]]
 """Of the trained tokens of three segments; the first two are one trajectory, whose mean is a tenth."""
@@ -44,9 +48,6 @@ def loss_on_rank(cp: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.training.batch import pack_row
-    from megarl.training.objective import StepNumbers, policy_objective
-
     parallel_state.initialize_model_parallel(context_parallel_size=cp, create_gloo_process_groups=False)
     config = AlgorithmConfig.model_validate(algorithm)
     parts = zip(LOG_RATIOS, ADVANTAGES, (2, 5, 1), strict=True)
@@ -67,6 +68,38 @@ def loss_on_rank(cp: int, algorithm: dict[str, Any]) -> dict[str, Any]:
             zip(row.per_token["advantages"][row.mask].tolist(), policy_logprobs.grad[row.mask].tolist(), strict=True)
         ),
     }
+
+
+def test_tokens_of_lower_entropy_have_kl_and_entropy_bonus_alone() -> None:
+    """Against the formula in float64: the denominator is that of all tokens."""
+    random = np.random.default_rng(5)
+    lengths, prompt, share = (7, 4, 9), 2, 0.3
+    config = AlgorithmConfig(kl_coefficient=0.2, entropy_coefficient=0.05, entropy_top_share=share)
+    drawn = {name: random.normal(-2, 0.4, sum(lengths)).astype(np.float32) for name in ("policy", "old", "reference")}
+    drawn |= {name: random.gamma(1.0, 1.0, sum(lengths)).astype(np.float32) for name in ("entropies", "later")}
+    drawn["advantages"] = random.normal(0, 1, sum(lengths)).astype(np.float32)
+    parts = {name: np.split(values, np.cumsum(lengths)[:-1]) for name, values in drawn.items()}
+    batch = rl_batch(*["-" * prompt + "x" * (length - prompt) for length in lengths])
+    batch.entropies = drawn["entropies"]
+    batch.per_token |= {
+        "old_logprobs": drawn["old"], "reference_logprobs": drawn["reference"], "advantages": drawn["advantages"],
+        "values": drawn["policy"], "returns": drawn["later"],
+    }  # fmt: skip
+    metrics = keep_highest_entropies(batch, config)
+    assign_token_weights(batch, config)
+    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    # The entropies of the update's own pass are others than those before the step that chose.
+    output = torch.stack([row.per_token["values"].requires_grad_(), row.per_token["returns"]])
+    loss, _, _ = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
+    value = {name: np.concatenate([own[prompt:] for own in of]).astype(np.float64) for name, of in parts.items()}
+    count = len(value["policy"])
+    threshold = np.sort(value["entropies"])[count - int(np.ceil(share * count))]
+    ratio = np.exp(value["policy"] - value["old"])
+    clipped = np.minimum(ratio * value["advantages"], np.clip(ratio, 0.8, 1.2) * value["advantages"])
+    difference = value["reference"] - value["policy"]
+    expected = -clipped * (value["entropies"] >= threshold) + 0.2 * (np.exp(difference) - difference - 1)
+    assert loss.item() == pytest.approx((expected - 0.05 * value["later"]).sum() / count, rel=1e-5)
+    assert metrics == pytest.approx({"entropy/threshold": threshold, "entropy/kept": np.ceil(share * count) / count})
 
 
 @pytest.mark.parametrize("cp", [1, 2])
