@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -232,7 +232,7 @@ class Worker:
         `is_resharded`: the engine has these weights already; after a resume it gets them by one more reshard.
         """
         version = self.engine.weight_version - is_resharded if self.engine else 0
-        with self._everything_learning() as models:
+        with self._everything_saved() as models:
             self.held_experts.save(folder)
             self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
             self._save.write(asynchronous=asynchronous)
@@ -243,7 +243,7 @@ class Worker:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load a checkpoint that `check_harmless` has passed. Afterwards the engine needs a reshard."""
-        with self._everything_learning() as models:
+        with self._everything_saved() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
         if self.engine:
             self.engine.weight_version = driver["weight_version"]
@@ -256,15 +256,25 @@ class Worker:
         """Load the routed experts of trajectories that wait in a checkpoint; see `HeldExperts.load`."""
         self.held_experts.load(folder, handles)
 
+    def move_reference(self) -> None:
+        """Mix the policy's weights into the reference (algorithm.reference_mixing)."""
+        assert isinstance(self.reference, FrozenModel)
+        self.reference.move_towards(self.policy.parameters, self.recipe.algorithm.reference_mixing)
+
     @contextmanager
-    def _everything_learning(self) -> Iterator[dict[str, TrainingEngine]]:
+    def _everything_saved(self) -> Iterator[dict[str, checkpoint.Model]]:
         """The models of a checkpoint by prefix; the policy's is empty, so its tensors have Megatron's own names."""
-        if self.critic is None:
-            yield {"": self.policy}
-            return
-        self.critic.onload()
-        yield {"": self.policy, "critic": self.critic}
-        self.critic.offload()
+        models: dict[str, checkpoint.Model] = {"": self.policy}
+        with ExitStack() as stack:
+            if self.critic is not None:
+                self.critic.onload()
+                stack.callback(self.critic.offload)
+                models["critic"] = self.critic
+            if isinstance(self.reference, FrozenModel):
+                # Tensors on the device are copied before a save goes on in the background.
+                stack.enter_context(self.reference.in_memory())
+                models["reference"] = self.reference
+            yield models
 
     @property
     def _critic_source(self) -> str:

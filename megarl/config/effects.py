@@ -85,6 +85,14 @@ _SAMPLES = Needs(("data.validation",), "give data.validation", lambda recipe: re
 _ENGINE = (_RL_SFT, _SAMPLES)
 _GAE = (_RL, _one_of("algorithm.advantage", "gae"))
 _KL = (_RL, _above_zero("algorithm.kl_coefficient"))
+_REFERENCE = (
+    _one_of("loop", "rl", "preference"),
+    Needs(
+        ("algorithm.kl_coefficient", "preference.loss"),
+        "set algorithm.kl_coefficient above 0 in loop rl, preference.loss to dpo, ipo or kto in loop preference",
+        lambda recipe: recipe.has_reference,
+    ),
+)
 _LORA = (_LOGPROBS, _above_zero("lora.rank"))
 _FILTER = (_RL, _given("algorithm.dynamic_sampling"))
 _PARK = (_RL, _one_of("rollout.stragglers", "park"))
@@ -315,6 +323,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.k3_max": (*_KL, _one_of("algorithm.kl_estimator", "k3")),
     "algorithm.kl_target": _KL,
     "algorithm.kl_horizon": (*_KL, _given("algorithm.kl_target")),
+    "algorithm.reference_update_steps": _REFERENCE,
+    "algorithm.reference_mixing": (*_REFERENCE, _given("algorithm.reference_update_steps")),
     "algorithm.importance_sampling": (_RL,),
     "algorithm.importance_sampling_low": (*_CORRECTION, _takes("algorithm.importance_sampling", "low")),
     "algorithm.importance_sampling_high": (*_CORRECTION, _takes("algorithm.importance_sampling", "high")),

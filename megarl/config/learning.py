@@ -205,6 +205,12 @@ class AlgorithmConfig(Section):
     """Target KL in nats a token of the adaptive KL controller; default: a constant coefficient."""
     kl_horizon: PositiveFloat = 10000.0
     """Horizon of the adaptive KL controller: samples in which the coefficient changes by a fifth at most."""
+    reference_update_steps: PositiveInt | None = None
+    """Steps after which the reference, of the KL or of a preference loss, moves towards the policy (Gorbatovski et al.
+    2024); default: it stays the model that training starts from. Metric: kl/reference_moved."""
+    reference_mixing: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share alpha of the policy in the moved reference, alpha * policy + (1 - alpha) * reference, in model.dtype: 1 is
+    the policy. In bfloat16 a share below 0.01 is mostly lost to rounding."""
     importance_sampling: ImportanceSampling | None = None
     """Importance-sampling correction of the log-prob gap between trainer and engine (`algorithms.importance`); default:
     none."""

@@ -44,7 +44,10 @@ COUNTERPARTS = (
     ),
     Counterpart(("torch_dtype", "bf16", "param_dtype", "precision", "policy.dtype"), ("model.dtype",)),
     Counterpart(("trust_remote_code",), note="code of a model folder is never run; take a model that needs none"),
-    Counterpart(("ref_model", "sync_ref_model", "ref_update_steps"), note="the reference is model.path, unchanged"),
+    Counterpart(("ref_model", "reference_model"), note="the reference is what training starts from, model.path"),
+    Counterpart(("sync_ref_model", "ref_model_sync_steps", "ref_update_steps", "ref_update_interval"),
+                ("algorithm.reference_update_steps",)),
+    Counterpart(("ref_model_mixup_alpha",), ("algorithm.reference_mixing",)),
     # Data
     Counterpart(("train_files", "prompt_data", "dataset_name", "train_data_path"), ("data.train",)),
     Counterpart(

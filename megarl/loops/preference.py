@@ -42,6 +42,7 @@ async def train(session: Session) -> None:
                 step.log(values(await session.models["policy"].update(batch, kto_kl=kto_kl)))
                 if kto_kl is not None:
                     step.log({"kl/reference": kto_kl})
+            step.log(await session.move_reference(number))
             await session.checkpoints.begin(number)
             if session.evaluates_at(number):
                 step.log(await _evaluate(session, held_out))

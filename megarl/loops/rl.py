@@ -81,6 +81,7 @@ async def train(session: Session) -> None:
                     step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
                     step.log(served_metrics(session.sources))
                     step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
+                step.log(await session.move_reference(number))
                 step.log(await session.retain_experts(state))
 
                 await session.checkpoints.begin(number, state.save)

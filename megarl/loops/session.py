@@ -181,6 +181,19 @@ class Session:
         held = await self.ranks.call("retain_experts", state.waiting_experts)
         return {"rollout/routed_experts_bytes": float(sum(held))}
 
+    async def move_reference(self, step: int) -> dict[str, float]:
+        """Move the reference towards the policy after a step's updates, if it is due.
+
+        Metric: `kl/reference_moved`, 1 in these steps and 0 in others, where the reference moves at all.
+        """
+        every = self.recipe.algorithm.reference_update_steps
+        if every is None or not self.recipe.has_reference:
+            return {}
+        is_due = step % every == 0
+        if is_due:
+            await self.ranks.call("move_reference")
+        return {"kl/reference_moved": float(is_due)}
+
     async def reshard(self, step: int) -> dict[str, float]:
         """Reshard the trainer's weights into the engines. Returns the slowest rank's seconds and the bytes of all.
 

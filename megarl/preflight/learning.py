@@ -247,6 +247,11 @@ def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
 
 def algorithm(recipe: Recipe) -> Iterator[str]:
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
+    if algorithm.reference_update_steps is not None and recipe.lora.rank:
+        yield (
+            f"algorithm.reference_update_steps = {algorithm.reference_update_steps}: under lora.rank = "
+            f"{recipe.lora.rank} the reference is the policy without its adapters, which cannot move; leave one out"
+        )
     if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
         yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
     if recipe.loop != "rl":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.adapters import sharded_state
 from megarl.platform import device
 from megarl.training.engine import TrainingEngine
+from megarl.training.model import FrozenModel
+
+Model = TrainingEngine | FrozenModel
 
 _FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -106,15 +109,16 @@ class Save:
             self._results.put(written)
 
 
-def stage(folder: Path, engines: Mapping[str, TrainingEngine], layout: str, **driver: Any) -> Save:
-    """Plan the save of the engines' states, this rank's random numbers and `driver`'s values. A collective.
+def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any) -> Save:
+    """Plan the save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
-    Names of the `engines` stand before their tensors' names, an empty one leaves them Megatron's.
-    `layout` says in words how the ranks share the state: random numbers are read back where it is the same. Raises
-    DiskFullError.
+    Names of the `models` stand before their tensors' names, an empty one leaves them Megatron's. Of frozen models those
+    that have moved are saved. `layout` says in words how the ranks share the state: random numbers are read back where
+    it is the same. Raises DiskFullError.
     """
-    state = _sharded_states(engines, is_loading=False)
-    state |= {"random": _random_states(), "layout": layout, "driver": driver}
+    moved = [name for name, model in models.items() if isinstance(model, FrozenModel) and model.has_moved]
+    state = _sharded_states(_learnt(models, moved), is_loading=False)
+    state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
     # Megatron's own queue of results is a process of its own.
     filesystem_async._results_queue = queue.SimpleQueue()
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -131,26 +135,43 @@ def stage(folder: Path, engines: Mapping[str, TrainingEngine], layout: str, **dr
     return Save(folder, request)
 
 
-def restore(folder: Path, engines: Mapping[str, TrainingEngine], layout: str) -> dict[str, Any]:
-    """Read the states back into the engines, whatever their layout; returns the driver's values. A collective.
+def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str, Any]:
+    """Read the states back into the models, whatever their layout; returns the driver's values. A collective.
 
-    Megatron's loader unpickles: the folder must have passed `checkpoint.torch_dist_reader.check_harmless`.
+    A frozen model that had not moved stays as it is. Megatron's loader unpickles: the folder must have passed
+    `checkpoint.torch_dist_reader.check_harmless`.
     """
-    request = _sharded_states(engines, is_loading=True)
-    if dist_checkpointing.load_common_state_dict(str(folder))["layout"] == layout:
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    # Before references moved there was no list of them.
+    saved = _learnt(models, common.get("moved", ()))
+    request = _sharded_states(saved, is_loading=True)
+    if common["layout"] == layout:
         request["random"] = _random_states()
     state = dist_checkpointing.load(request, str(folder))
     assert isinstance(state, dict)
-    for name, engine in engines.items():
-        _restore_engine(engine, state[name] if name else state)
+    for name, model in saved.items():
+        _restore(model, state[name] if name else state)
     if "random" in state:
         _set_random_states(state["random"])
     return state["driver"]
 
 
-def _restore_engine(engine: TrainingEngine, state: dict[str, Any]) -> None:
-    for name, chunk in _named_chunks(engine).items():
-        chunk.load_state_dict(state[name], strict=not engine.is_adapted)
+def _learnt(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
+    """The models whose weights are not those of their folders: all that train, of frozen ones those that moved."""
+    return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
+
+
+def _restore(model: Model, state: dict[str, Any]) -> None:
+    is_adapted = isinstance(model, TrainingEngine) and model.is_adapted
+    for name, chunk in _named_chunks(model).items():
+        chunk.load_state_dict(state[name], strict=not is_adapted)
+    if isinstance(model, TrainingEngine):
+        _restore_training(model, state)
+    else:
+        model.has_moved = True
+
+
+def _restore_training(engine: TrainingEngine, state: dict[str, Any]) -> None:
     leaves = engine.optimizer.chained_optimizers
     saved = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
     for optimizer, optimizer_state in zip(leaves, saved, strict=True):
@@ -159,34 +180,37 @@ def _restore_engine(engine: TrainingEngine, state: dict[str, Any]) -> None:
     engine.schedule.step(increment=state["schedule"]["num_steps"])
 
 
-def _named_chunks(engine: TrainingEngine) -> dict[str, Any]:
-    if len(engine.chunks) == 1:
-        return {"model": engine.chunks[0]}
-    return {f"model{index}": chunk for index, chunk in enumerate(engine.chunks)}
+def _named_chunks(model: Model) -> dict[str, Any]:
+    if len(model.chunks) == 1:
+        return {"model": model.chunks[0]}
+    return {f"model{index}": chunk for index, chunk in enumerate(model.chunks)}
 
 
-def _sharded_states(engines: Mapping[str, TrainingEngine], *, is_loading: bool) -> dict[str, Any]:
+def _sharded_states(models: Mapping[str, Model], *, is_loading: bool) -> dict[str, Any]:
     states: dict[str, Any] = {}
-    for name, engine in engines.items():
-        state = _sharded_state(engine, is_loading=is_loading)
+    for name, model in models.items():
+        state = _sharded_state(model, is_loading=is_loading)
         if name:
             add_prefix_for_sharding(state, f"{name}.")
         states |= {name: state} if name else state
     return states
 
 
-def _sharded_state(engine: TrainingEngine, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(model: Model, *, is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = _FORMAT | {"dp_cp_group": group}
     # Of a model with adapters, only those are trained; the rest is in the model's folder.
-    models = {
-        name: sharded_state(chunk) if engine.is_adapted else chunk.sharded_state_dict(metadata=metadata)
-        for name, chunk in _named_chunks(engine).items()
+    is_adapted = isinstance(model, TrainingEngine) and model.is_adapted
+    chunks = {
+        name: sharded_state(chunk) if is_adapted else chunk.sharded_state_dict(metadata=metadata)
+        for name, chunk in _named_chunks(model).items()
     }
-    for optimizer in engine.optimizer.chained_optimizers:
+    if not isinstance(model, TrainingEngine):
+        return chunks
+    for optimizer in model.optimizer.chained_optimizers:
         _allocate_moments(optimizer)
-    optimizer_state = engine.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
-    return {**models, "optimizer": optimizer_state, "schedule": {"num_steps": engine.schedule.num_steps}}
+    optimizer_state = model.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+    return {**chunks, "optimizer": optimizer_state, "schedule": {"num_steps": model.schedule.num_steps}}
 
 
 def _is_torch(optimizer: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -215,7 +216,10 @@ class ModelShard:
 
 
 class FrozenModel(ModelShard):
-    """A model that is only asked, a reference or a reward model: between its passes it waits in host memory."""
+    """A model that is only asked, a reference or a reward model: between its passes it waits in host memory.
+
+    `has_moved`: its weights are not those that it was loaded with.
+    """
 
     def __init__(
         self,
@@ -227,17 +231,35 @@ class FrozenModel(ModelShard):
         replica: Replica | None = None,
     ) -> None:
         super().__init__(recipe, layout, shape, load_weights, replica=replica)
+        self.has_moved = False
+        for chunk in self.chunks:
+            chunk.cpu()
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Within, the model is on the device."""
+        for chunk in self.chunks:
+            chunk.to(self.device)
+        yield
         for chunk in self.chunks:
             chunk.cpu()
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """As of any model."""
-        for chunk in self.chunks:
-            chunk.to(self.device)
-        found = super().forward(rows)
-        for chunk in self.chunks:
-            chunk.cpu()
-        return found
+        with self.in_memory():
+            return super().forward(rows)
+
+    def move_towards(self, parameters: Mapping[str, Tensor], share: float) -> None:
+        """Set each parameter to share * the given one + (1 - share) * itself, summed in float32.
+
+        `parameters` are those of a model of the same shape and layout, by the same names. Source: TR-DPO (Gorbatovski
+        et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
+        """
+        with torch.no_grad():
+            for name, own in self.parameters.items():
+                other = parameters[name]
+                own.copy_(torch.lerp(own.to(other.device).float(), other.float(), share))
+        self.has_moved = True
 
 
 def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:

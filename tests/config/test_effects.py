@@ -26,6 +26,13 @@ from tests.config.refusals import faults
             ["preference.beta=0.2"], "preference.beta = 0.2", "under loop=rl", "loop to preference", id="beta"
         ),
         pytest.param(
+            ["algorithm.reference_update_steps=4"],
+            "algorithm.reference_update_steps = 4",
+            "under algorithm.kl_coefficient=0.0",
+            "algorithm.kl_coefficient above 0",
+            id="no reference to move",
+        ),
+        pytest.param(
             ["critic.optimizer.betas=[0.9,0.99]"],
             "critic.optimizer.betas = [0.9, 0.99]",
             "under algorithm.advantage=grpo",
@@ -175,7 +182,7 @@ def test_what_is_printed_has_an_effect_and_reads_back(small: Path) -> None:
     for overrides, kept, left_out in (
         ([], ("kl_coefficient", "clip_low", "normalize_by_std"), ("gamma", "kl_estimator", "critic", "preference")),
         (["algorithm.preset=ppo"], ("gamma", "kl_estimator", "critic"), ("normalize_by_std", "max_attempts")),
-        (["loop=preference"], ("beta", "label_smoothing"), ("desirable_weight", "rollout", "algorithm", "reward")),
+        (["loop=preference"], ("beta", "reference_update_steps"), ("desirable_weight", "rollout", "advantage", "reward")),
         (["loop=sft"], ("aggregation",), ("advantage", "rollout", "answer_field")),
     ):
         recipe = load(small, overrides)

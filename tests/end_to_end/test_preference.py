@@ -52,6 +52,19 @@ def test_judged_answers_are_learned(
     assert unknown_metrics(tmp_path / "runs/pairs") == set()
 
 
+def test_a_reference_that_moves_is_the_policy_again_also_after_a_resume(
+    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> None:
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
+    train(tmp_path, "algorithm.reference_update_steps=3", "train.steps=3")
+    train(tmp_path, "algorithm.reference_update_steps=3", "train.steps=4", "--resume")
+    steps = metrics(tmp_path / "runs/pairs")[1:]
+    assert [step["kl/reference_moved"] for step in steps] == [0, 0, 1, 0]
+    assert [step["preference/margin"] == 0 for step in steps] == [True, False, False, True]
+    assert steps[2]["train/loss"] < 0.69 and steps[3]["train/loss"] == pytest.approx(0.6931472, abs=1e-5)
+
+
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])
 def test_pairs_are_learned(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType], loss: str

@@ -43,7 +43,7 @@ rollout: {{tp: 2, kv_cache_gib: 0.25,
   sampling: {{max_new_tokens: 12, temperature: 1.6, temperature_schedule: cosine, end_temperature: 0.7}}}}
 reward: {{functions: ["letters:share_of_digits"]}}
 algorithm: {{dynamic_sampling: [0.0, 1.0], oversampling: 1.5, kl_coefficient: 0.05, kl_target: 0.01, kl_horizon: 100,
-  entropy_top_share: 0.4}}
+  entropy_top_share: 0.4, reference_update_steps: 3, reference_mixing: 0.5}}
 train: {{steps: {steps}, prompts_per_step: 4, samples_per_prompt: 4}}
 evaluation: {{max_problems: 4, every_steps: 5, sampling: {{max_new_tokens: 64}}}}
 checkpoint: {{every_steps: {every}, keep: 3}}
@@ -121,6 +121,7 @@ def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_s
     # One update a step: the ratio is 1 where all is fresh, and elsewhere is not.
     assert {step["train/ratio"] for step in steps if step not in waited} == {1.0}
     assert all(step["train/ratio"] != 1.0 for step in waited)
+    assert [step["step"] for step in steps if step["kl/reference_moved"]] == [3, 6, 9, 12]
     assert all(0.4 <= step["entropy/kept"] < 0.6 and step["entropy/threshold"] > 0 for step in steps)
     # At the temperature that each was sampled at, which moves meanwhile.
     assert all(step["logprob_gap/max"] <= 1e-5 and step["logprob_gap/measured"] == 1 for step in steps)

@@ -256,6 +256,11 @@ WRONG = [
         id="evaluation's min-p under speculative decoding",
     ),
     pytest.param(
+        {"algorithm": {"kl_coefficient": 0.1, "reference_update_steps": 4}, "lora": {"rank": 4}},
+        ["algorithm.reference_update_steps = 4", "without its adapters", "leave one out"],
+        id="a reference without adapters",
+    ),
+    pytest.param(
         {"algorithm": {"entropy_top_share": 0.2, "old_logprobs": "rollout"}},
         ["algorithm.entropy_top_share = 0.2", "set algorithm.old_logprobs=trainer"],
         id="entropies of no pass",

@@ -204,6 +204,84 @@ def test_a_checkpoint_is_read_at_any_layout(
             assert found == pytest.approx(expected[step], rel=1e-5), other
 
 
+def build_frozen(recipe: Recipe, layout: ParallelConfig, scale: float) -> Any:
+    """A frozen model whose weights are the folder's, times a number."""
+    from megarl.training.model import FrozenModel
+
+    policy = build(recipe, layout)
+    reference = FrozenModel(recipe, layout, policy.shape, lambda parameters: None)
+    with torch.no_grad():
+        for name, parameter in reference.parameters.items():
+            parameter.copy_(policy.parameters[name] * scale)
+    return policy, reference
+
+
+def mixed(before: torch.Tensor, policy: torch.Tensor, share: float) -> torch.Tensor:
+    return (share * policy.double() + (1 - share) * before.double()).to(before.dtype)
+
+
+def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """How far the moved parameters are from their formula; those that were saved, and of this rank's probe."""
+    from megarl.training import checkpoint
+
+    layout = layout_of(sizes)
+    policy, reference = build_frozen(recipe, layout, 0.5)
+    update(policy, layout, 1)
+    (folder / "unmoved").mkdir(exist_ok=True)
+    checkpoint_of = {"": policy, "reference": reference}
+    save = checkpoint.stage(folder / "unmoved", checkpoint_of, str(layout))
+    save.write(asynchronous=False)
+    save.finish()
+    before = {name: value.detach().clone() for name, value in reference.parameters.items()}
+    reference.move_towards(policy.parameters, 0.25)
+    errors = [
+        float((value - mixed(before[name], policy.parameters[name], 0.25)).abs().max())
+        for name, value in reference.parameters.items()
+    ]
+    (folder / "moved").mkdir(exist_ok=True)
+    with reference.in_memory():
+        save = checkpoint.stage(folder / "moved", checkpoint_of, str(layout))
+        save.write(asynchronous=True)
+    saved = {name: value.detach().clone() for name, value in reference.parameters.items()}
+    # A save under way must not see the next move.
+    reference.move_towards(policy.parameters, 1.0)
+    save.finish()
+    is_policy = all(torch.equal(value, policy.parameters[name]) for name, value in reference.parameters.items())
+    return {"before": before, "errors": errors, "saved": saved, "is_policy": is_policy}
+
+
+def load_moved(recipe: Recipe, sizes: Sizes, folder: Path) -> list[tuple[bool, dict[str, torch.Tensor]]]:
+    """Whether a reference has moved that is read from each folder, and its parameters."""
+    from megarl.training import checkpoint
+
+    layout = layout_of(sizes)
+    policy, reference = build_frozen(recipe, layout, 0.5)
+    found = []
+    for name in ("unmoved", "moved"):
+        with reference.in_memory():
+            checkpoint.restore(folder / name, {"": policy, "reference": reference}, str(layout))
+        parameters = {key: value.detach().clone() for key, value in reference.parameters.items()}
+        found.append((reference.has_moved, parameters))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), (2, 1, 1)], ids=["dp2", "tp2"])
+def test_a_reference_that_moved_is_saved_and_comes_back(
+    ranks: RankPool, model: Callable[..., Path], tmp_path: Path, sizes: Sizes, dtype: str
+) -> None:
+    recipe = recipe_of(model(), dtype=dtype)
+    saved = ranks.run(move_and_save, recipe, sizes, tmp_path, world_size=2)
+    check_harmless(tmp_path / "moved")
+    for of_rank, loaded in zip(saved, ranks.run(load_moved, recipe, sizes, tmp_path, world_size=2), strict=True):
+        # Summed in float32, then rounded once.
+        assert max(of_rank["errors"]) <= (1e-7 if dtype == "float32" else 2**-9) and of_rank["is_policy"]
+        (has_moved, unmoved), (has_moved_now, moved) = loaded
+        assert (has_moved, has_moved_now) == (False, True)
+        assert_equal(unmoved, of_rank["before"])
+        assert_equal(moved, of_rank["saved"])
+
+
 def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
     """What the rank hears, and how much it was going to write."""
     from megarl.training import checkpoint
