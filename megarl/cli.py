@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -497,15 +497,19 @@ def submit(
     print(submit(_batch_script(recipe, given), option or ()))
 
 
-def _model_of_run(checkpoint: Path) -> Path | None:
-    """The model folder that a run's recipe names, of a checkpoint in a run folder; None elsewhere."""
+def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
+    """The model folder that a run's recipe names and its model.override_config, of a checkpoint in a run folder.
+
+    None elsewhere.
+    """
     from megarl.config.recipe import load
 
     folder = checkpoint.absolute()
     home = folder if folder.name == "checkpoints" else folder.parent
     if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
         return None
-    return Path(load(home.parent / "config.yaml").model.folder)
+    model = load(home.parent / "config.yaml").model
+    return Path(model.folder), model.override_config
 
 
 def _batch_script(recipe: str, overrides: Sequence[str]) -> str:
@@ -573,8 +577,12 @@ def to_hf(
 
     cast = None if dtype is None else getattr(torch, dtype)
     size = None if shard_gb is None else int(shard_gb * 1e9)
-    hf = hf or _model_of_run(megatron)
-    print_conversion(convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify))
+    override: Mapping[str, Any] = {}
+    if hf is None and (of_run := _model_of_run(megatron)) is not None:
+        hf, override = of_run
+    print_conversion(
+        convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify, override=override)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

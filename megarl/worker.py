@@ -210,6 +210,7 @@ class Worker:
                     dtype=trained.dtype,
                     bucket_bytes=bucket_bytes,
                     others=self._own_template(),
+                    override=recipe.override_of(source),
                 )
             if trained.is_adapted and lora.export_adapter:
                 beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
@@ -302,12 +303,13 @@ class Worker:
             max_model_len=recipe.context_tokens,
             dtype=recipe.model.dtype,
             seed=recipe.seed,
+            override=recipe.model.override_config,
             keep_experts=self.held_experts.keep,
         )
 
     def _build(self, kind: Callable[..., Model], folder: str, *, has_value_head: bool = False) -> Model:
         """Build and load a folder's model; with `has_value_head`, under a new value head if it has none."""
-        shape = read_model_shape(folder)
+        shape = read_model_shape(folder, self.recipe.override_of(folder))
         shape = shape.with_value_head() if has_value_head else shape
         layouts = self._layouts(shape)
 

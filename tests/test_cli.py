@@ -353,7 +353,7 @@ def test_the_model_of_a_run_is_the_one_that_its_recipe_names(recipe: Path) -> No
     assert _model_of_run(checkpoint) is None
     (recipe.parent / "run/config.yaml").write_text(recipe.read_text())
     expected = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
-    assert _model_of_run(checkpoint) == _model_of_run(checkpoint.parent) == expected
+    assert _model_of_run(checkpoint) == _model_of_run(checkpoint.parent) == (expected, {})
 
 
 def test_plan_on_a_missing_folder_says_how_to_get_it(recipe: Path) -> None:

@@ -24,7 +24,7 @@ from megarl.checkpoint.manifest import MANIFEST, ManifestWriter, check_hashes, c
 from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
     FolderReader,
-    config_of_type,
+    changed_config,
     file_header,
     index_text,
     pack_files,
@@ -114,11 +114,13 @@ def to_hf(
     dtype: torch.dtype | None = None,
     shard_bytes: int | None = None,
     verify: bool = False,
+    override: Mapping[str, Any] | None = None,
 ) -> Conversion:
     """Convert a `torch_dist` checkpoint of any layout to a model folder.
 
-    `megatron` is the checkpoint or the folder above it; `hf` has config.json, tokenizer and the other files, and is
-    left out for a checkpoint that `to_megatron` made. Tensors go to the files that its index names, else to files of
+    `megatron` is the checkpoint or the folder above it; `hf` has config.json, in which the fields of `override` are
+    changed (`config.override`), tokenizer and the other files, and is left out for a checkpoint that `to_megatron`
+    made. Tensors go to the files that its index names, else to files of
     `shard_bytes`. Raises ConfigError if `out` exists, DataError naming a file that is cut short.
     """
     started = time.perf_counter()
@@ -146,7 +148,7 @@ def to_hf(
             if len(files) > 1:
                 manifest.append(INDEX, index_text(files, total).encode())
         _write_files(source, files, model, dtypes, manifest)
-        _copy_companions(beside, manifest, "", dtype)
+        _copy_companions(beside, manifest, "", dtype, override)
         manifest.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
@@ -305,11 +307,17 @@ def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[
     return {file: [name for name in tensors if where[name] == file] for file in sorted(files)}
 
 
-def _copy_companions(source: Path, manifest: ManifestWriter, folder: str, dtype: torch.dtype | None) -> None:
-    """Copy all files but the weights; with `dtype`, config.json states that type."""
+def _copy_companions(
+    source: Path,
+    manifest: ManifestWriter,
+    folder: str,
+    dtype: torch.dtype | None,
+    override: Mapping[str, Any] | None = None,
+) -> None:
+    """Copy all files but the weights; config.json states `dtype`, if that is given, and the fields of `override`."""
     for name, path in companions(source).items():
-        if name == "config.json" and dtype is not None:
-            manifest.append(folder + name, config_of_type(path, dtype))
+        if name == "config.json" and (dtype is not None or override):
+            manifest.append(folder + name, changed_config(path, dtype, override=override))
         else:
             manifest.copy(path, folder + name)
 

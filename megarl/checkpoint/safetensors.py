@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.checkpoint.stored import stored_tensors
+from megarl.config.override import overridden
 from megarl.families import hf_tensors
 from megarl.families.llama import VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
@@ -109,13 +110,14 @@ def export(
     bucket_bytes: int,
     shard_bytes: int = SHARD_BYTES,
     others: Mapping[str, str] | None = None,
+    override: Mapping[str, Any] | None = None,
 ) -> None:
     """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
 
     `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights are copied from the folder
-    `source`, but for `others`, texts by the names of their files. A rank stages at most `bucket_bytes`, a file has at
-    most `shard_bytes` unless one tensor is larger. The folder is replaced atomically. Raises OSError if the disk is
-    full.
+    `source`, config.json with the fields of `override` (`config.override`), but for `others`, texts by the names of
+    their files. A rank stages at most `bucket_bytes`, a file has at most `shard_bytes` unless one tensor is larger. The
+    folder is replaced atomically. Raises OSError if the disk is full.
     """
     files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
 
@@ -123,7 +125,8 @@ def export(
         for name, path in companions(source).items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             is_config = name == "config.json"
-            (partial / name).write_bytes(config_of_type(path, dtype, model) if is_config else path.read_bytes())
+            content = changed_config(path, dtype, model, override) if is_config else path.read_bytes()
+            (partial / name).write_bytes(content)
         for name, text in (others or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
         if len(files) > 1:
@@ -216,15 +219,22 @@ def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dty
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype, offset=len(header))
 
 
-def config_of_type(path: Path, dtype: torch.dtype, model: ModelShape | None = None) -> bytes:
+def changed_config(
+    path: Path,
+    dtype: torch.dtype | None,
+    model: ModelShape | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> bytes:
     """The config.json at `path` with the exported dtype, in which transformers loads the weights.
 
-    With `model`, the fields of its value head are added.
+    With `model`, the fields of its value head are added; those of `override` are changed (`config.override`).
     """
     content = path.read_bytes()
     fields = json.loads(content)
-    name, declared = "torch_dtype" if "torch_dtype" in fields else "dtype", str(dtype).removeprefix("torch.")
-    changed = fields | ({name: declared} if name in fields else {})
+    name = "torch_dtype" if "torch_dtype" in fields else "dtype"
+    changed = overridden(fields, override or {})
+    if dtype is not None and name in fields:
+        changed[name] = str(dtype).removeprefix("torch.")
     if model and model.has_value_head:
         changed |= value_head_fields(path.parent, model)
     if changed == fields:

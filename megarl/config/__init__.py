@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     JsonValue,
     ModelWrapValidatorHandler,
@@ -34,6 +35,7 @@ from megarl.config.learning import (
     PreferenceConfig,
 )
 from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
+from megarl.config.override import override_fault
 from megarl.config.sampling import EvaluationSamplingConfig, SamplingConfig
 from megarl.config.sandbox import SandboxConfig
 from megarl.config.secrets import Place
@@ -43,12 +45,26 @@ from megarl.files.model_folder import found_folder
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+def _overrides(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if fault := override_fault(given):
+        raise PydanticCustomError("override_config", "{fault}", {"fault": fault})
+    return given
+
+
+OverrideConfig = Annotated[dict[str, JsonValue], AfterValidator(_overrides)]
+
+
 class ModelConfig(Section):
     path: str
     """Folder of the Hugging Face model that training starts from: config.json, safetensors, tokenizer. Or its name on
     the Hub, OWNER/NAME, where its cache has it (hf download OWNER/NAME); nothing is downloaded by a run."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights and of the matrix products, in the trainer and in the engine alike."""
+    override_config: OverrideConfig = Field(default_factory=dict)
+    """Fields of config.json with other values, in trainer and engine alike and in the exported model's config.json:
+    rope_theta, rope_scaling or rope_parameters, max_position_embeddings, rms_norm_eps, num_experts_per_tok and
+    norm_topk_prob, which leave the weights' shapes alone. Of this folder's model; a critic's or reward model's own
+    folder has its own."""
     chat_template: str | None = None
     """Chat template instead of the tokenizer's: a Jinja file, or `plain`, which writes the messages' contents alone, as
     base models read them (the end-of-sequence token follows an assistant's). It is exported with the model."""
@@ -504,6 +520,10 @@ class Recipe(Section):
         copy = self.model_copy()
         copy._references = dict(references)
         return copy
+
+    def override_of(self, folder: str) -> Mapping[str, Any]:
+        """`model.override_config` where a folder is the model's; nothing for a model of another folder."""
+        return self.model.override_config if folder == self.model.folder else {}
 
     @property
     def has_reference(self) -> bool:

@@ -13,6 +13,7 @@ ENGINE_FIELDS = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "max_num_seqs": "rollout.max_concurrent_requests",
     "return_sampling_mask": "rollout.sampling.top_p, rollout.sampling.top_k and rollout.sampling.min_p",
+    "hf_overrides": "model.override_config",
     "max_model_len": "data.max_prompt_tokens and rollout.sampling.max_new_tokens",
 }
 """Of vLLM's EngineArgs."""

@@ -207,6 +207,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "trackers": _ALWAYS,
     "model.path": _ALWAYS,
     "model.dtype": _ALWAYS,
+    "model.override_config": _ALWAYS,
     "model.chat_template": _ALWAYS,
     "model.chat_template_kwargs": _ALWAYS,
     "data.train": _ALWAYS,

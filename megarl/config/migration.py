@@ -48,6 +48,11 @@ COUNTERPARTS = (
     Counterpart(("sync_ref_model", "ref_model_sync_steps", "ref_update_steps", "ref_update_interval"),
                 ("algorithm.reference_update_steps",)),
     Counterpart(("ref_model_mixup_alpha",), ("algorithm.reference_mixing",)),
+    Counterpart(
+        ("override_config", "hf_config_overrides", "hf_overrides", "rope_scaling", "rope_theta", "rotary_base"),
+        ("model.override_config",),
+        "what leaves the weights' shapes alone",
+    ),
     # Data
     Counterpart(("train_files", "prompt_data", "dataset_name", "train_data_path"), ("data.train",)),
     Counterpart(

@@ -8,8 +8,9 @@ import functools
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,8 @@ from pydantic import ValidationError
 
 from megarl.config import RolloutConfig
 from megarl.config.decided_fields import ENGINE_FIELDS
+from megarl.config.override import engine_overrides
+from megarl.files.model_folder import read_object
 from megarl.platform import device, vllm_on_cpu
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Metric, Sum
@@ -68,14 +71,18 @@ class RolloutEngine:
         max_model_len: int,
         dtype: str,
         seed: int,
+        override: Mapping[str, Any] | None = None,
         keep_experts: Callable[[NDArray[np.integer]], ExpertsHandle] | None = None,
     ) -> None:
         """`keep_experts` takes the experts [tokens, layers, top_k] of each completion that has them.
 
+        `override` are fields of the model's config.json with other values (`config.override`).
         With top-p, top-k or min-p in `config.sampling`, completions come with the sets of tokens that these kept.
         """
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
-            arguments = engine_arguments(model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed)
+            arguments = engine_arguments(
+                model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed, override=override
+            )
         rank = dist.get_rank()
         self.replica = rank // config.tp
         self.is_leader = rank % config.tp == 0
@@ -324,7 +331,13 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def engine_arguments(
-    model_path: str, config: RolloutConfig, *, max_model_len: int, dtype: str, seed: int
+    model_path: str,
+    config: RolloutConfig,
+    *,
+    max_model_len: int,
+    dtype: str,
+    seed: int,
+    override: Mapping[str, Any] | None = None,
 ) -> EngineArgs:
     """vLLM's arguments for this recipe; a field of `rollout.vllm` that vLLM does not know is a ConfigError."""
     known = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -351,6 +364,8 @@ def engine_arguments(
         "async_scheduling": False,
         "disable_log_stats": True,
     }
+    if override:
+        arguments["hf_overrides"] = engine_overrides(read_object(Path(model_path) / "config.json"), override)
     return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
 
 

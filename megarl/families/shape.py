@@ -8,6 +8,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.config.override import overridden
 from megarl.families import FAMILIES
 from megarl.files.model_folder import missing_folder, read_object
 from megarl.files.strict_json import shortened
@@ -63,18 +64,22 @@ class ModelShape:
         return replace(self, has_value_head=True, tie_word_embeddings=False)
 
 
-def read_model_shape(model_folder: str | Path) -> ModelShape:
-    """The shape of the model in a folder. Raises DataError for a missing, broken or unsupported config.json."""
+def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
+    """The shape of the model in a folder, with these fields of config.json changed (`config.override`).
+
+    Raises DataError for a missing, broken or unsupported config.json.
+    """
     path = Path(model_folder) / "config.json"
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
     config = read_object(path)
+    named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
-        shape = shape_from_config(config)
+        shape = shape_from_config(overridden(config, override or {}))
     except KeyError as error:
         raise DataError(f"{path}: field {error} is missing. {_COPY_AGAIN}") from None
     except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+        raise DataError(f"{named}: {error}") from None
     if (model_type := config.get("model_type", shape.family)) != shape.family:
         raise DataError(f'{path}: model_type is {_shown(model_type)}; its architecture has "{shape.family}".')
     return shape

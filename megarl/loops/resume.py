@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from megarl.checkpoint.manifest import canonical_sha256, file_record
 from megarl.config import Recipe
+from megarl.config.override import overridden
 from megarl.config.recipe import error_page, recipe_changes
 from megarl.data.chat import template_text
 from megarl.data.problems import num_made
@@ -51,7 +52,7 @@ class Inputs:
         Raises DataError for a broken config.json, ConfigError without the chat template's file, StorageError.
         """
         folders = {"model.path": recipe.model.folder, **recipe.further_models}
-        models = {field: _model_identity(Path(folder)) for field, folder in folders.items()}
+        models = {field: _model_identity(Path(folder), recipe.override_of(folder)) for field, folder in folders.items()}
         data = {}
         for field, path in data_paths(recipe).items():
             if num_made(path) is not None:
@@ -126,8 +127,9 @@ def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
     folders = {"model.path": recipe.model.folder, **recipe.further_models}
     before = earlier.get("models", {})
     wrong = [
-        f"{field} = {folders[field]}: is another model than the run began with (its config.json differs; then: "
-        f"{_value_at(earlier['recipe'], field)}). Give that one, choose another name=NAME, or begin anew with --restart"
+        f"{field} = {folders[field]}: is another model than the run began with (its config.json, or "
+        f"model.override_config, differs; then: {_value_at(earlier['recipe'], field)}). Give that one, choose another "
+        "name=NAME, or begin anew with --restart"
         for field, identity in inputs.models.items()
         if before.get(field, identity) != identity
     ]
@@ -191,8 +193,8 @@ def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Input
         raise DataError(error_page(f"data of recipe {recipe.name}", wrong))
 
 
-def _model_identity(folder: Path) -> str:
-    config = read_object(folder / "config.json")
+def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
+    config = overridden(read_object(folder / "config.json"), override)
     return canonical_sha256({name: value for name, value in config.items() if name not in _PASSING_FIELDS})
 
 

@@ -183,7 +183,7 @@ async def _started(
 
 def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
     """The models that a recipe has, by name."""
-    shape = read_model_shape(recipe.model.folder)
+    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
     policy = RankModel(
         ranks,
         layout,

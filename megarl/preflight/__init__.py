@@ -138,7 +138,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong += environment(recipe, has_model=not incomplete)
     if Path(recipe.model.folder).is_dir():
         try:
-            shape = read_model_shape(recipe.model.folder)
+            shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
             wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
             wrong += [
                 *sizes.expert_fit(recipe, shape),
@@ -163,7 +163,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
 
     Raises DataError for that file, or one ConfigError that lists all sizes that do not fit.
     """
-    shape = read_model_shape(recipe.model.folder)
+    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
     return shape, sizes.aligned(recipe, shape, sizes.layout_of(recipe))
@@ -176,7 +176,7 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
             yield from (DataError(f"{field}: {problem}") for problem in problems)
             continue
         try:
-            shape = read_model_shape(folder)
+            shape = read_model_shape(folder, recipe.override_of(folder))
             yield from (DataError(f"{field}: {fault}") for fault in tensor_faults(folder, shape))
         except DataError as error:
             yield error

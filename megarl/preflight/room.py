@@ -55,7 +55,7 @@ def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
 
 def _least_bytes(recipe: Recipe, layout: ParallelConfig) -> float:
     """Host memory of a rank on CPU, at least: libraries, the trainer's weights and gradients, the engine's weights."""
-    shape = read_model_shape(recipe.model.folder)
+    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
     numbers = sum(prod(size) for size in hf_tensors(shape).values())
     item_bytes = 4 if recipe.model.dtype == "float32" else 2
     gradient_bytes = 4

@@ -182,7 +182,11 @@ def test_what_is_printed_has_an_effect_and_reads_back(small: Path) -> None:
     for overrides, kept, left_out in (
         ([], ("kl_coefficient", "clip_low", "normalize_by_std"), ("gamma", "kl_estimator", "critic", "preference")),
         (["algorithm.preset=ppo"], ("gamma", "kl_estimator", "critic"), ("normalize_by_std", "max_attempts")),
-        (["loop=preference"], ("beta", "reference_update_steps"), ("desirable_weight", "rollout", "advantage", "reward")),
+        (
+            ["loop=preference"],
+            ("beta", "reference_update_steps"),
+            ("desirable_weight", "rollout", "advantage", "reward"),
+        ),
         (["loop=sft"], ("aggregation",), ("advantage", "rollout", "answer_field")),
     ):
         recipe = load(small, overrides)

@@ -15,6 +15,7 @@ WRITTEN = {
     # verl
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.rollout.n": "train.samples_per_prompt",
+    "actor_rollout_ref.model.override_config.rope_theta": "model.override_config",
     "rollout.n": "train.samples_per_prompt",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.kv_cache_gib",
     "gpu_memory_utilization": "rollout.kv_cache_gib",

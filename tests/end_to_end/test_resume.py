@@ -33,7 +33,7 @@ STEPS, EVERY = 12, 2
 RECIPE = """
 name: whole
 loop: rl
-model: {{path: {model}, dtype: float32}}
+model: {{path: {model}, dtype: float32, override_config: {{rope_theta: 400.0}}}}
 data: {{train: data/train.jsonl, validation: {{heldout: data/heldout.jsonl, again: data/heldout.jsonl}},
   max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 2}}
@@ -131,6 +131,12 @@ def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_s
     assert temperatures[0] == pytest.approx(1.6) and 0.7 - 1e-9 <= temperatures[-1] < 0.75
     assert all(later <= before + 1e-9 for before, later in pairwise(temperatures))
     assert len({round(temperature, 9) for temperature in temperatures}) > 6
+
+
+def test_the_exported_model_states_what_the_recipe_changes(runs: Runs) -> None:
+    from transformers import AutoConfig
+
+    assert AutoConfig.from_pretrained(runs.run("whole") / "hf").rope_parameters["rope_theta"] == 400.0
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kills: int) -> None:

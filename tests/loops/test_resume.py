@@ -155,9 +155,16 @@ def test_changes_are_named_and_another_model_is_refused(
         with pytest.raises(ConfigError, match=rf"model\.path = {other}: is another model .*then: {tmp_path}/model\)"):
             find_origin(changed, folder, "if-any")
         assert contents(home.parent) == before
-        # The same model in another place.
+        # The same model in another place, and the same fields by the recipe.
         (other / "config.json").write_text('{"_name_or_path": "there", "hidden_size": 8}')
         find_origin(changed, folder, "if-any")
+        (other / "config.json").write_text('{"hidden_size": 8, "rms_norm_eps": 1e-5}')
+        with pytest.raises(ConfigError, match=r"its config\.json, or model\.override_config, differs"):
+            find_origin(changed, folder, "if-any")
+        (other / "config.json").write_text('{"hidden_size": 8}')
+        overriding = changed.model.model_copy(update={"override_config": {"rms_norm_eps": 1e-5}})
+        with pytest.raises(ConfigError, match=r"its config\.json, or model\.override_config, differs"):
+            find_origin(changed.model_copy(update={"model": overriding}), folder, "if-any")
     told = capsys.readouterr().out
     assert "changed since then: seed: 0 -> 3\n" in told
     assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in told

@@ -1,0 +1,129 @@
+"""model.override_config: what may be changed, and what a config.json is then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.override import engine_overrides, overridden, override_fault
+from megarl.config.recipe import load
+from megarl.families.shape import read_model_shape
+from megarl.types import DataError
+from tests.config.refusals import faults
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+OLDER = {"hidden_size": 8, "rope_theta": 1e6, "rope_scaling": None}
+NEWER = {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "expected"),
+    [
+        pytest.param(OLDER, {}, OLDER, id="nothing"),
+        pytest.param(OLDER, {"rope_theta": 5e6}, {**OLDER, "rope_theta": 5e6}, id="theta, older"),
+        pytest.param(
+            NEWER,
+            {"rope_theta": 5e6},
+            {"hidden_size": 8, "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}},
+            id="theta, newer",
+        ),
+        pytest.param(
+            OLDER, {"rope_scaling": LLAMA3}, {**OLDER, "rope_scaling": LLAMA3}, id="scaling keeps theta, older"
+        ),
+        pytest.param(
+            NEWER,
+            {"rope_scaling": LLAMA3, "rope_theta": 2e6},
+            {"hidden_size": 8, "rope_parameters": {"rope_theta": 2e6, **LLAMA3}},
+            id="scaling and theta, newer",
+        ),
+        pytest.param(
+            OLDER,
+            {"rope_parameters": {"rope_theta": 7e6, **LLAMA3}},
+            {**OLDER, "rope_theta": 7e6, "rope_scaling": LLAMA3},
+            id="newer words for an older file",
+        ),
+        pytest.param(
+            {**OLDER, "rope_scaling": {"type": "llama3", **{k: v for k, v in LLAMA3.items() if k != "rope_type"}}},
+            {"rope_theta": 3e6},
+            {**OLDER, "rope_theta": 3e6, "rope_scaling": LLAMA3},
+            id="the oldest name of the type",
+        ),
+        pytest.param({**OLDER, "rope_scaling": LLAMA3}, {"rope_scaling": None}, OLDER, id="no scaling"),
+        pytest.param({"hidden_size": 8}, {"rms_norm_eps": 1e-5}, {"hidden_size": 8, "rms_norm_eps": 1e-5}, id="added"),
+    ],
+)
+def test_fields_are_changed_in_the_file_s_own_form(
+    config: dict[str, Any], override: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    before = json.dumps(config)
+    changed = overridden(config, override)
+    assert changed == expected and json.dumps(config) == before
+    # What is changed already is not changed again.
+    assert overridden(changed, override) == changed
+
+
+def test_the_engine_is_given_whole_fields() -> None:
+    override = {"rope_theta": 5e6, "max_position_embeddings": 99}
+    whole = {"max_position_embeddings": 99, "rope_parameters": {"rope_theta": 5e6, **LLAMA3}}
+    assert engine_overrides({**OLDER, "rope_scaling": LLAMA3}, override) == whole
+    assert engine_overrides(OLDER, {"rms_norm_eps": 1e-5}) == {"rms_norm_eps": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            {"hidden_size": 16},
+            "hidden_size cannot be changed: it says what shapes the folder's weights have; those are",
+        ),
+        ({"architectures": ["X"]}, "architectures cannot be changed: it says which model the folder's weights are of"),
+        ({"dtype": "float16"}, "dtype cannot be changed: set model.dtype instead"),
+        ({"rope_thta": 1e6}, "rope_thta cannot be changed: it is none of those"),
+        ({"rope_theta": "5e6"}, "rope_theta is '5e6'; give a number above 0"),
+        ({"rope_theta": True}, "rope_theta is True; give a number above 0"),
+        ({"rope_scaling": 8}, "rope_scaling is 8; give rope_type and its parameters, or null"),
+        ({"max_position_embeddings": 1.5}, "max_position_embeddings is 1.5; give a whole number above 0"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1; give true or false"),
+        ({"rope_scaling": None, "rope_parameters": None}, "two names of one thing"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_with_the_reason(override: dict[str, Any], words: str) -> None:
+    fault = override_fault(override)
+    assert fault is not None and words in fault
+
+
+def test_the_recipe_names_the_field(small: Path) -> None:
+    (line,) = faults(small, "model.override_config.hidden_size=16")
+    assert line.startswith("  model.override_config = {'hidden_size': 16}: hidden_size cannot be changed: it says what")
+    recipe = load(small, ["model.override_config.rope_theta=5.0e6"])
+    assert recipe.model.override_config == {"rope_theta": 5e6}
+    assert recipe.override_of(recipe.model.folder) == {"rope_theta": 5e6} and recipe.override_of("other") == {}
+
+
+def test_the_shape_is_that_of_the_changed_file(tiny_model: Any) -> None:
+    folder = tiny_model(num_layers=2)
+    shape = read_model_shape(folder, {"rope_theta": 5e5, "rope_scaling": LLAMA3, "max_position_embeddings": 4096})
+    plain = read_model_shape(folder)
+    assert (shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings) == (5e5, LLAMA3, 4096)
+    assert (plain.rope_theta, plain.rope_scaling) != (5e5, LLAMA3) and shape.hidden_size == plain.hidden_size
+    with pytest.raises(
+        DataError, match=r"config\.json with model\.override_config = .*rope_type yarn is not supported"
+    ):
+        read_model_shape(folder, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+
+
+def test_a_critic_of_another_folder_has_its_own_config() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "data": {"train": "t"}, "algorithm": {"preset": "ppo"},
+            "model": {"path": "m", "override_config": {"rope_theta": 5e5}}, "critic": {"path": "c"},
+        }
+    )  # fmt: skip
+    assert [bool(recipe.override_of(folder)) for folder in ("m", *recipe.further_models.values())] == [True, False]
