@@ -305,6 +305,15 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.gae_lambda": _advantage("gae_lambda"),
     "algorithm.turn_discount": _TURNS,
     "algorithm.normalize_by_std": _advantage("normalize_by_std"),
+    "algorithm.reward_order": (
+        _RL,
+        _one_of("algorithm.advantage", "grpo"),
+        Needs(
+            ("algorithm.normalize_by_std",),
+            "set algorithm.normalize_by_std to true: without the deviation both orders are one",
+            lambda recipe: recipe.algorithm.normalize_by_std,
+        ),
+    ),
     "algorithm.lone_sample": _advantage("lone_sample"),
     "algorithm.pass_k": _advantage("k"),
     "algorithm.advantage_kwargs": (_RL,),

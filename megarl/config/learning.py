@@ -162,6 +162,10 @@ class AlgorithmConfig(Section):
     sample have the sum of its rewards. Under gae rewards are discounted by gamma."""
     normalize_by_std: bool = True
     """Divide advantages by the standard deviation, as GRPO does; Dr. GRPO does not."""
+    reward_order: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Order in which scores of several reward functions become an advantage (grpo): their weighted sum is brought to
+    mean 0 and deviation 1 in the group, or each function's own scores are, and then their weighted sum over the step's
+    samples (GDPO), so that no function's scale or spread drowns another's."""
     lone_sample: Literal["zero", "reward"] = "zero"
     """Advantage of a sample alone in its group (grpo, rloo, opo, reinforce_plus_plus_baseline): zero, for it is its own
     baseline, or its reward (verl)."""

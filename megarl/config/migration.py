@@ -204,6 +204,7 @@ COUNTERPARTS = (
     ),
     Counterpart(("overlong_buffer.penalty_factor", "overlong_buffer_penalty"), ("algorithm.overlong_penalty",)),
     Counterpart(("top_entropy_quantile",), ("algorithm.entropy_top_share",)),
+    Counterpart(("multi_objective_aggregation",), ("algorithm.reward_order",)),
     Counterpart(("mask_truncated_completions", "filter_truncated_response", "overlong_filtering"),
                 ("algorithm.mask_truncated",)),
     Counterpart(

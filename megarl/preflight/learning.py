@@ -239,6 +239,27 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _reward_order(recipe: Recipe) -> Iterator[str]:
+    """Of scores that are normalised one by one: what is no function's score has no place in their sum."""
+    chosen = "algorithm.reward_order = normalize_then_sum"
+    algorithm = recipe.algorithm
+    if unmet(recipe, "algorithm.reward_order") is not None:
+        return  # told already
+    for source in recipe.sources:
+        names = [function.name for function in source.recipe.reward.functions]
+        if len(names) + (source.recipe.reward.model is not None) < 2:
+            yield f"{chosen}: there is one score alone, {', '.join(names)}; add to reward.functions, or leave it out"
+        if source.recipe.algorithm.overlong_buffer:
+            yield (
+                f"{chosen}: the penalty of algorithm.overlong_buffer is a part of the sum that it is not made of; put "
+                "the function length into reward.functions instead, or leave one out"
+            )
+    if algorithm.turn_discount is not None:
+        yield f"{chosen}: algorithm.turn_discount compares returns of turns, which no function scores; leave one out"
+    if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
+        yield f"{chosen}: the KL is in a reward that it does not sum; set algorithm.kl_placement to another"
+
+
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
     """Fields that the policy loss takes; of the user's own, which may take any, all."""
     name = recipe.algorithm.policy_loss
@@ -281,6 +302,8 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if (allowed := algorithm.dynamic_sampling) and not 0 <= allowed[0] < allowed[1] <= 1:
         yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+    if algorithm.reward_order == "normalize_then_sum":
+        yield from _reward_order(recipe)
     longest = recipe.rollout.sampling.max_new_tokens
     if algorithm.overlong_buffer and algorithm.overlong_buffer >= longest:
         yield (

@@ -21,7 +21,8 @@ from megarl.algorithms.value_losses import explained_variance
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.batch import TokenBatch
 from megarl.files.import_path import function_of
-from megarl.rollout.batch import RLBatch
+from megarl.rewards import metric_name
+from megarl.rollout.batch import ENVIRONMENT, MODEL, RLBatch
 
 METRICS = {
     "critic/value": ("score", "the critic's values, mean over tokens"),
@@ -60,7 +61,9 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
     else:
         if algorithm.kl_placement == "reward":
             scores = scores - sequence_sums(divergence, cu_samples, mask)
-        if algorithm.turn_discount is None:
+        if algorithm.reward_order == "normalize_then_sum":
+            advantages = on_tokens(_of_functions(batch, recipe), cu_samples, len(mask))
+        elif algorithm.turn_discount is None:
             advantages = on_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
         else:
             advantages = _of_turns(scores, batch, algorithm, algorithm.turn_discount)
@@ -125,9 +128,39 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
         longest = source.recipe.rollout.sampling.max_new_tokens
         factor = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score
         penalty = factor * soft_overlong(lengths, longest=longest, buffer=buffer)
-        is_of_source = torch.tensor([not recipe.mixture or name == source.name for name in batch.environments])
-        scores = torch.where(is_of_source, scores + penalty, scores)
+        scores = torch.where(_is_of_source(source.name, batch, recipe), scores + penalty, scores)
     return scores
+
+
+def _of_functions(batch: RLBatch, recipe: Recipe) -> Tensor:
+    """Advantages [samples]: of each function's scores in the group, their weighted sum, whitened over the step.
+
+    Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
+    """
+    total = torch.zeros(len(batch.rewards))
+    for name, scores in batch.scores.items():
+        weights = _weights_of_function(name, batch, recipe)
+        is_judged = torch.from_numpy(~np.isnan(scores))
+        own = _of_samples(torch.from_numpy(np.nan_to_num(scores)).float(), batch, recipe.algorithm, is_judged)
+        total += weights * own
+    return whiten(total, torch.from_numpy(batch.is_scored))
+
+
+def _weights_of_function(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
+    """The weight of a function's score in the reward of each sample: [samples], zero where its source has it not."""
+    weights = torch.zeros(len(batch.rewards))
+    for source in recipe.sources:
+        reward = source.recipe.reward
+        shrunk = 1.0 if reward.model is None else reward.function_weight
+        known = {metric_name(function.name): shrunk * function.weight for function in reward.functions}
+        known |= {ENVIRONMENT: shrunk, MODEL: reward.model_weight}
+        weights[_is_of_source(source.name, batch, recipe)] = known.get(name, 0.0)
+    return weights
+
+
+def _is_of_source(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
+    """bool [samples]: whether a sample is of the source of that name."""
+    return torch.tensor([not recipe.mixture or environment == name for environment in batch.environments])
 
 
 def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from megarl.config import Recipe
 from megarl.data.batch import TokenBatch, borders, concatenate, join_sets
 from megarl.rollout.weights import assign_token_weights
 from megarl.types import Segment, Trajectory
+
+ENVIRONMENT, MODEL = "an environment", "a reward model"
+"""Names of scores that are no function's; a function's has no blank."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +42,9 @@ class RLBatch(TokenBatch):
     is_scored: NDArray[np.bool_]
     environments: tuple[str, ...] = ()
     """[samples]: the names of their environments."""
+    scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """[samples] of each reward function by its name in metrics, without weight; NaN where it has no opinion.
+    ENVIRONMENT has the rewards that no function gave, MODEL those of a reward model."""
     entropies: NDArray[np.float32] | None = None
     """[tokens]: the trainer's entropies before the update, in nats; 0 where not sampled; None: not computed."""
 
@@ -82,6 +88,7 @@ class RLBatch(TokenBatch):
             is_correct=np.array([reward is not None and reward.answer_correct for reward in rewards]),
             is_scored=is_scored,
             environments=tuple(trajectory.environment for trajectory in trajectories),
+            scores=_scores_by_function(trajectories),
             entropies=_entropies(segments),
         )
 
@@ -152,6 +159,24 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
         for turn, reward in trajectory.turn_rewards:
             rewards[sample, turn] = reward
     return rewards
+
+
+def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[np.float64]]:
+    rewards = [trajectory.reward for trajectory in trajectories]
+    names = dict.fromkeys(name for reward in rewards if reward is not None for name in reward.scores)
+    found = {name: np.full(len(rewards), np.nan) for name in names}
+    for sample, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
+        if reward is None:
+            continue
+        if trajectory.turn_rewards:
+            found.setdefault(ENVIRONMENT, np.full(len(rewards), np.nan))[sample] = reward.score
+            continue
+        judged = any(score is not None for score in reward.scores.values())
+        for name in names:
+            # One that nothing judged, or whose functions failed, has a reward of zero: so it has from each.
+            score = reward.scores.get(name) if judged else 0.0
+            found[name][sample] = np.nan if score is None else score
+    return found
 
 
 def _old_logprobs(segment: Segment) -> NDArray[np.float32]:

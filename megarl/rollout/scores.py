@@ -10,7 +10,7 @@ import numpy as np
 from megarl.cluster.batching import RankModel
 from megarl.config import Recipe, RewardConfig
 from megarl.data.preferences import with_score_places
-from megarl.rollout.batch import RLBatch
+from megarl.rollout.batch import MODEL, RLBatch
 from megarl.rollout.state import Group
 from megarl.types import Trajectory
 
@@ -37,7 +37,7 @@ async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: 
 async def add_model_scores(
     groups: Sequence[Group], batch: RLBatch, reward_model: RankModel, config: RewardConfig
 ) -> tuple[list[Group], dict[str, float]]:
-    """Add a reward model's scores to the rewards of groups and of the batch that they make; the groups with them.
+    """Add a reward model's scores to the rewards and scores of groups and of the batch that they make; the groups.
 
     Metrics: `reward/model`, `reward/model_std`, of its bare scores.
     """
@@ -48,6 +48,7 @@ async def add_model_scores(
     added = iter((config.model_weight * clipped).tolist())
     rescored = [[_with_score(t, next(added), config.function_weight) for t in group] for group in groups]
     batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
+    batch.scores[MODEL] = clipped
     return rescored, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
 
 

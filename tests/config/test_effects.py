@@ -26,6 +26,13 @@ from tests.config.refusals import faults
             ["preference.beta=0.2"], "preference.beta = 0.2", "under loop=rl", "loop to preference", id="beta"
         ),
         pytest.param(
+            ["algorithm.reward_order=normalize_then_sum", "algorithm.advantage=rloo"],
+            "algorithm.reward_order = 'normalize_then_sum'",
+            "under algorithm.advantage=rloo",
+            "algorithm.advantage to grpo",
+            id="order of rewards without a deviation",
+        ),
+        pytest.param(
             ["algorithm.reference_update_steps=4"],
             "algorithm.reference_update_steps = 4",
             "under algorithm.kl_coefficient=0.0",
@@ -208,6 +215,7 @@ def test_a_field_that_begins_to_count_has_not_changed(small: Path) -> None:
         "algorithm.advantage: grpo -> gae",
         "algorithm.gamma: 1.0 -> 0.9",
         "algorithm.normalize_by_std: True -> (not set)",
+        "algorithm.reward_order: sum_then_normalize -> (not set)",
         "algorithm.lone_sample: zero -> (not set)",
     ]
 

@@ -72,6 +72,7 @@ WRITTEN = {
     "train.max_steps": "train.steps",
     "train.num_iterations": "train.epochs_per_step",
     "train.top_entropy_quantile": "algorithm.entropy_top_share",
+    "train.multi_objective_aggregation": "algorithm.reward_order",
     "train.sync_ref_model": "algorithm.reference_update_steps",
     "train.ref_model_mixup_alpha": "algorithm.reference_mixing",
     "train.scale_rewards": "algorithm.normalize_by_std",

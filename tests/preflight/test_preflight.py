@@ -256,6 +256,19 @@ WRONG = [
         id="evaluation's min-p under speculative decoding",
     ),
     pytest.param(
+        {"algorithm": {"reward_order": "normalize_then_sum"}},
+        ["algorithm.reward_order = normalize_then_sum", "one score alone, boxed", "leave it out"],
+        id="one function to normalise",
+    ),
+    pytest.param(
+        {
+            "algorithm": {"reward_order": "normalize_then_sum", "overlong_buffer": 4},
+            "reward": {"functions": ["boxed", "format"]},
+        },
+        ["algorithm.reward_order = normalize_then_sum", "algorithm.overlong_buffer", "function length"],
+        id="a penalty beside normalised scores",
+    ),
+    pytest.param(
         {"algorithm": {"kl_coefficient": 0.1, "reference_update_steps": 4}, "lora": {"rank": 4}},
         ["algorithm.reference_update_steps = 4", "without its adapters", "leave one out"],
         id="a reference without adapters",

@@ -17,7 +17,7 @@ from megarl.algorithms.turns import turn_returns
 from megarl.config import AlgorithmConfig, Recipe, TrainConfig
 from megarl.data.batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
-from megarl.rollout.batch import RLBatch
+from megarl.rollout.batch import MODEL, RLBatch
 from megarl.rollout.gap import gap_metrics_before, known_gap
 from megarl.rollout.metrics import data_source_metrics, reward_metrics, staleness_metrics, update_metrics
 from megarl.rollout.stitch import ModelCall, stitch
@@ -252,6 +252,77 @@ def test_corrections_weigh_tokens() -> None:
     metrics = compute_importance_weights(batch, AlgorithmConfig.model_validate({"importance_sampling": "tis"}))
     assert batch.per_token["importance_weights"].tolist() == pytest.approx([0, 0, 1.648721, 2])
     assert metrics == pytest.approx({"importance/mean": 1.824361, "importance/rejected": 0, "importance/cut": 0.5})
+
+
+def judged(group: int, scores: dict[str, float | None], total: float) -> Trajectory:
+    return replace(attempt(group, 1.0, 2), reward=Reward(total, True, True, scores=scores))
+
+
+def test_scores_are_normalised_one_by_one_and_then_summed() -> None:
+    """Against the formula in float64; a function that has no opinion of a sample is left out of its group there."""
+    table = {
+        "boxed": [[1.0, 0.0, 0.0, 1.0], [10.0, 10.0, 10.0, 10.0], [0.0, 1.0, 0.0, 0.0]],
+        "own.py:length": [[-100.0, -300.0, -250.0, -50.0], [-7.0, -9.0, -8.0, -1.0], [-5.0, None, -6.0, -8.0]],
+    }
+    weights = {"boxed": 1.0, "length": 0.25}
+    changed = recipe(
+        algorithm={"reward_order": "normalize_then_sum"},
+        reward={"functions": ["boxed", {"name": "own.py:length", "weight": 0.25}]},
+    )
+    trajectories = []
+    for group in range(3):
+        for sample in range(4):
+            scores = {name.partition(":")[2] or name: columns[group][sample] for name, columns in table.items()}
+            total = sum(weights[name] * score for name, score in scores.items() if score is not None)
+            trajectories.append(judged(group, scores, total))
+    # One whose functions failed has zero from each, one that was not scored takes no part.
+    trajectories[3] = replace(trajectories[3], reward=Reward(0.0, False, False), failure="error")
+    trajectories[7] = replace(trajectories[7], reward=None, failure="timeout")
+    table["boxed"][0][3] = table["own.py:length"][0][3] = 0.0
+    summed = np.zeros((3, 4))
+    is_scored = np.ones((3, 4), bool)
+    is_scored[1, 3] = False
+    for columns, weight in zip(table.values(), weights.values(), strict=True):
+        for group, column in enumerate(columns):
+            taken = np.array([score is not None for score in column]) & is_scored[group]
+            values = np.array([score or 0.0 for score in column])[taken]
+            summed[group, taken] += weight * (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+    kept = summed[is_scored]
+    expected = np.where(is_scored, (summed - kept.mean()) / kept.std(ddof=1), 0.0).ravel()
+    found = [own[2] for own in of_sequences(_with_advantages(trajectories, changed), "advantages")]
+    assert found == pytest.approx(expected.tolist(), abs=1e-5)
+    # Summed first, the length's spread is all that is left of the first group.
+    other = [own[2] for own in of_sequences(_with_advantages(trajectories, recipe()), "advantages")]
+    assert np.abs(np.array(other) - expected).max() > 0.5
+
+
+def test_a_reward_model_s_score_is_normalised_as_a_function_s() -> None:
+    changed = recipe(
+        algorithm={"reward_order": "normalize_then_sum"},
+        reward={"functions": ["boxed"], "function_weight": 0.5, "model": "m", "model_weight": 2.0},
+    )
+    batch = batch_of([judged(0, {"boxed": score}, score) for score in (1.0, 0.0, 1.0)])
+    batch.scores[MODEL] = np.array([3.0, 1.0, -1.0])
+    compute_advantages(batch, changed, 0.0)
+    own = np.array([1.0, -2.0, 1.0]) / 3 / np.std([1, 0, 1], ddof=1)
+    summed = 0.5 * own + 2.0 * np.array([1.0, 0.0, -1.0])
+    expected = (summed - summed.mean()) / summed.std(ddof=1)
+    assert [found[2] for found in of_sequences(batch, "advantages")] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_rewards_of_an_environment_are_normalised_as_they_are() -> None:
+    changed = recipe(
+        algorithm={"reward_order": "normalize_then_sum"}, reward={"functions": ["boxed", "format"]}, **SEVERAL_TURNS
+    )
+    batch = _with_advantages([turns(0, [0.0, 1.0]), turns(0, [0.0, 0.0])], changed)
+    # Of one group with one score nothing is changed by the second normalisation.
+    assert [found[1] for found in of_sequences(batch, "advantages")] == pytest.approx([0.70710, -0.70710], abs=1e-4)
+
+
+def _with_advantages(trajectories: list[Trajectory], changed: Recipe) -> RLBatch:
+    batch = batch_of(trajectories)
+    compute_advantages(batch, changed, 0.0)
+    return batch
 
 
 @pytest.mark.parametrize("correction", [None, "tis"])
