@@ -160,6 +160,7 @@ async def _sources(evaluation: Evaluation, stack: AsyncExitStack) -> list[Source
         "context_tokens": recipe.context_tokens,
         "dtype": recipe.model.dtype,
         "seed": recipe.seed,
+        "override": recipe.model.override_config,
     }
     await ranks.construct("megarl.serving.local_model:EngineRank", engines)
     rewards = start_rewards(recipe, stack, logs, screen.notice)

@@ -41,6 +41,10 @@ METRICS = {
         "seconds",
         "a stage of the reshard on the slowest rank: pack, wire, local, unpack, total, verify",
     ),
+    "kl/reference_moved": (
+        "count",
+        "1 in steps that move the reference, where algorithm.reference_update_steps is given",
+    ),
     "reshard/KIND_bytes": ("bytes", "bytes of all ranks that the reshard moved so"),
     "reshard/probe_gap": (
         "nats",
@@ -182,10 +186,7 @@ class Session:
         return {"rollout/routed_experts_bytes": float(sum(held))}
 
     async def move_reference(self, step: int) -> dict[str, float]:
-        """Move the reference towards the policy after a step's updates, if it is due.
-
-        Metric: `kl/reference_moved`, 1 in these steps and 0 in others, where the reference moves at all.
-        """
+        """Move the reference towards the policy after a step's updates, if it is due. Metric: `kl/reference_moved`."""
         every = self.recipe.algorithm.reference_update_steps
         if every is None or not self.recipe.has_reference:
             return {}

@@ -28,6 +28,8 @@ METRICS = {
     "critic/value": ("score", "the critic's values, mean over tokens"),
     "critic/return": ("score", "the returns that it learns, mean over tokens"),
     "critic/explained": ("share", "variance of the returns that the values explain"),
+    "entropy/threshold": ("nats", "lowest entropy of a token that algorithm.entropy_top_share keeps"),
+    "entropy/kept": ("share", "trained tokens that algorithm.entropy_top_share keeps, more than that where they tie"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -35,7 +37,7 @@ METRICS = {
 def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
     """Set the batch's `advantages`, and with a critic its `returns`; both are those of whole trajectories.
 
-    Metrics: `kl/reference` where the KL is in them, with algorithm.k3_max `kl/capped`; with a critic METRICS.
+    Metrics: `kl/reference` where the KL is in them, with algorithm.k3_max `kl/capped`; with a critic `critic/...`.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -105,8 +107,7 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
     """Take the policy loss of all tokens but those of the highest entropy, if a recipe wants so.
 
     Call it after `compute_importance_weights`, whose weights it sets to zero: they are the policy loss's factors.
-    Metrics: `entropy/threshold`, the lowest entropy of a token that is kept, in nats; `entropy/kept`, the share of the
-    trained tokens that are, above algorithm.entropy_top_share where tokens tie.
+    Metrics: `entropy/threshold`, `entropy/kept`.
     """
     share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
     if share is None or not mask.any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,16 @@ class EngineRank:
         context_tokens: int,
         dtype: str | None = None,
         seed: int = 0,
+        override: Mapping[str, Any] | None = None,
     ) -> None:
+        """`override` as in `engine.RolloutEngine`."""
         from megarl.engine.engine import RolloutEngine
 
         device.init_world(600.0)
         dtype = dtype or str(read_object(Path(folder) / "config.json").get("dtype", "bfloat16"))
-        self._engine = RolloutEngine(folder, config, max_model_len=context_tokens, dtype=dtype, seed=seed)
+        self._engine = RolloutEngine(
+            folder, config, max_model_len=context_tokens, dtype=dtype, seed=seed, override=override
+        )
         self._engine.load_tensors(_tensors(Path(folder)))
         self._engine.weights_updated()
 
