@@ -55,9 +55,7 @@ class ReasoningGym:
     def step(self, text):
         answer = answer_in(text, self.settings["answer"])
         if answer is not None:
-            # Of a mixture of tasks each problem tells its own.
-            task = self.entry["metadata"].get("source_dataset", self.settings["task"])
-            answer = harmless().harmless_answer(task, answer, self.entry)
+            answer = harmless().harmless_answer(self.settings["task"], answer, self.entry)
         score = float(self.dataset.score_answer(answer, self.entry))
         return {"text": "", "reward": score, "done": True, "correct": score >= 0.99}
 

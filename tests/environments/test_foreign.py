@@ -216,9 +216,6 @@ def test_what_a_scorer_of_reasoning_gym_would_run_is_not_run(tmp_path: Path) -> 
             environment = ReasoningGym(task)
             await environment.reset(problem(3), 0)
             assert (await said(environment, f"<answer>{program}</answer>"))[0].answer_correct is False
-        environment = ReasoningGym("composite", config={"datasets": [{"name": "n_queens", "weight": 1, "config": {}}]})
-        await environment.reset(problem(3), 0)
-        assert (await said(environment, f"<answer>{program}</answer>"))[0].answer_correct is False
 
     played(play)
     assert not made.exists()

@@ -134,9 +134,9 @@ def test_formulas(text: str, is_one: bool) -> None:
 
 
 def test_a_formula_that_takes_for_ever_ends_its_process_alone() -> None:
-    entry = entry_of("simple_integration")
+    entry = entry_of("countdown")
     gold = f"<answer>{entry['answer']}</answer>"
-    endless = "<answer>(x+1)**99999*(x+2)**99999</answer>"
+    endless = "<answer>9**9**9</answer>"
 
     async def score(pool: RewardPool) -> list[Scored]:
         return [await pool.score(Sample(text, entry["answer"], record=entry)) for text in (gold, endless, gold)]
