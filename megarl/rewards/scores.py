@@ -179,7 +179,7 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
 
 
 def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
-    """What is given with the name of its data source, by names as metrics have them.
+    """Items that are given with the name of its data source, by names as metrics have them.
 
     Names are written with _ for what is no letter, digit, dot, - or _; from the 51st on, in order of size, all are
     `other`.

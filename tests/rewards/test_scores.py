@@ -84,7 +84,8 @@ def test_sources_of_a_mixture_have_functions_of_their_own() -> None:
     found = function_metrics([*of_a, Reward(3.0, True, True, {"b": 3.0})])
     assert found == {
         "reward/unscored": 1.0, "reward/a/unscored": 0.5, "reward/a/mean": 1.0, "reward/a/std": 0.0,
-        "reward/b/unscored": 0.0, "reward/b/mean": 3.0, "reward/b/std": 0.0,
+        "reward/a/min": 1.0, "reward/a/max": 1.0,
+        "reward/b/unscored": 0.0, "reward/b/mean": 3.0, "reward/b/std": 0.0, "reward/b/min": 3.0, "reward/b/max": 3.0,
     }  # fmt: skip
 
 
