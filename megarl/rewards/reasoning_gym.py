@@ -54,7 +54,8 @@ def scorer_of(task: str) -> Callable[..., Reward]:
     It scores the last <answer> tags, the last \\boxed{} or all of the completion (`place`), by the task's own scorer,
     `correct_score` times; the answer is correct from 0.99 on. The record needs the `metadata` that reasoning-gym gave
     it, an object or its JSON, at the top or in `extra_info`. `config` are the task's settings, for scorers that look at
-    them. Metric: `raw`, the scorer's own value.
+    them. Where a scorer evaluates the answer, one that is neither literal nor formula counts as empty (`harmless`).
+    Metric: `raw`, the scorer's own value.
     """
 
     def score(

@@ -117,7 +117,8 @@ def test_phases_add_up_to_the_step() -> None:
 def test_important_curves_come_first_and_quiet_ones_not_at_all() -> None:
     row = {"train/loss": 1.0, "reward/mean": 0.5, "rollout/turns/mean": 1.0, "kl/capped": 0.0, "kl/update": 0.1}
     speed = {"train/tokens": 200.0, "time/step_seconds": 4.0}
-    rows = with_derived([(1, {**row, **speed, "val/b/accuracy": 1.0, "val/a/accuracy": 1.0})])
+    accuracies = {"val/b/accuracy": 1.0, "val/a/accuracy": 1.0, "val/a/data_source/x/accuracy": 1.0}
+    rows = with_derived([(1, {**row, **speed, **accuracies})])
     assert rows[0][1]["derived/tokens_per_second"] == 50.0
     assert [(chart["title"], chart["metric"]) for chart in important([rows])] == [
         ("Reward", "reward/mean"),
