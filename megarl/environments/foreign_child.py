@@ -68,6 +68,7 @@ def harmless():
     """megarl's rules of what may be evaluated, by the path of their file."""
     path = pathlib.Path(__file__).parents[1] / "rewards" / "harmless.py"
     spec = importlib.util.spec_from_file_location("harmless", path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -84,8 +84,8 @@ def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, s
     may have a box around it. The time it takes grows with the text's length alone.
     """
     found: list[tuple[int, AnswerForm, str]] = []
-    if "hashes" in forms:
-        found += [(marked.start(), "hashes", marked[1]) for marked in deque(MARKED_NUMBER.finditer(text), maxlen=1)]
+    if "hashes" in forms and (marked := deque(MARKED_NUMBER.finditer(text), maxlen=1)):
+        found.append((marked[0].start(), "hashes", marked[0][1]))
     if "boxed" in forms and (contents := last_boxed(text)) is not None:
         found.append((text.rfind(_OPENING), "boxed", contents))
     if "answer_line" in forms and (line := _last_answer_line(text)):

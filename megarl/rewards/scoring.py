@@ -120,12 +120,12 @@ class RewardPool:
             scored = await self._by_functions(sample)
         else:
             scored = await self._by_all(sample)
-        if scored.failure:
+        if failure := scored.failure:
             scored = replace(scored, is_left_out=self._on_failure == "leave_out")
             fate = "is left out" if scored.is_left_out else "gets zero"
             self._notices.tell(
-                scored.failure,
-                f"a completion could not be scored and {fate} (the first of reward/{scored.failure}s, more are only "
+                failure,
+                f"a completion could not be scored and {fate} (the first of reward/{failure}s, more are only "
                 f"counted): {scored.detail}",
             )
         return scored

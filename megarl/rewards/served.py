@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ class ServedReward(Generic[Config]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.max_in_flight)
-        self._counts: dict[str, Counter[str]] = {}
+        self._counts: dict[str, defaultdict[str, float]] = {}
         self._is_closed = False
         self._random = random.Random()
         self.tell_once: Callable[[str, str], object] = lambda kind, text: None
@@ -142,9 +142,9 @@ class ServedReward(Generic[Config]):
             body = json.dumps(self.request(sample)).encode()
         except (ValueError, RecursionError) as error:
             raise ServerFailedError("error", str(error)) from None
-        pause, ended = self.config.pause_seconds, _NoScore("error", "")
-        for number in range(self.config.max_tries):
-            if number:
+        pause, ended, num_calls = self.config.pause_seconds, _NoScore("error", ""), 0
+        while num_calls < self.config.max_tries and not ended.is_final:
+            if num_calls:
                 self._count("retries")
                 # Not all that failed together come back together.
                 wait = max(pause * (1 + self._random.random()), ended.wait_seconds)
@@ -154,12 +154,10 @@ class ServedReward(Generic[Config]):
                 found = await self._call(body)
             if isinstance(found, FunctionScore):
                 return found
-            ended = found
-            if ended.is_final:
-                break
+            num_calls, ended = num_calls + 1, found
         if ended.kind == "parse_error" and self.config.parse_error_score is not None:
             return self._substitute(ended.text)
-        raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {number + 1} calls: {ended.text}")
+        raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {num_calls} calls: {ended.text}")
 
     async def _call(self, body: bytes) -> FunctionScore | _NoScore:
         """One call, and how it ended; counted."""
@@ -202,16 +200,16 @@ class ServedReward(Generic[Config]):
         return self._scored(score)
 
     def _count(self, name: str, amount: float = 1) -> None:
-        self._counts.setdefault(COUNTED_FOR.get(), Counter())[name] += amount
+        self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last time of what was scored for the caller (`COUNTED_FOR`): METRICS.
 
         The amounts of the kind of server are among them.
         """
-        counts = self._counts.pop(COUNTED_FOR.get(), Counter())
+        counts = self._counts.pop(COUNTED_FOR.get(), {})
         names = (*_COUNTED, *self.amount_names)
-        return {f"reward/{metric_name(self.name)}/{name}": float(counts[name]) for name in names}
+        return {f"reward/{metric_name(self.name)}/{name}": counts.get(name, 0.0) for name in names}
 
     async def aclose(self) -> None:
         """Close the connections."""
