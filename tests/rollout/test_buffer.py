@@ -135,12 +135,14 @@ def step(collected: Collected) -> tuple[list[int], list[int], dict[str, float]]:
 
 def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
     collected = collection(dict.fromkeys(range(10), 0))
-    assert [step(collected) for _ in range(2)] == [([0, 1, 2], [0, 1, 2], {}), ([3, 4, 5], [3, 4, 5], {})]
+    first, second = step(collected), step(collected)
+    assert first == ([0, 1, 2], [0, 1, 2], {"data/epoch": 0.3})
+    assert second == ([3, 4, 5], [3, 4, 5], {"data/epoch": 0.6})
     assert collected.students.seeds == ["7 1", "7 2"]
 
 
-def measured(attempts: int, kept: float) -> dict[str, float]:
-    return {"rollout/attempts": attempts, "rollout/kept": kept}
+def measured(attempts: int, kept: float, epoch: float) -> dict[str, float]:
+    return {"rollout/attempts": attempts, "rollout/kept": kept, "data/epoch": epoch}
 
 
 MIXED = {0: 4, 1: 1, 2: 0, 3: 2, 4: 4, 5: 3, 6: 1, 7: 1, 8: 1, 9: 0}
@@ -148,13 +150,13 @@ MIXED = {0: 4, 1: 1, 2: 0, 3: 2, 4: 4, 5: 3, 6: 1, 7: 1, 8: 1, 9: 0}
 
 def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() -> None:
     collected = collection(MIXED, dynamic_sampling=(0.0, 1.0))
-    assert step(collected) == ([1, 3, 5], [0, 1, 2, 3, 4, 5], measured(2, 0.5))
-    assert step(collected) == ([6, 7, 8], [6, 7, 8], measured(1, 1.0))
+    assert step(collected) == ([1, 3, 5], [0, 1, 2, 3, 4, 5], measured(2, 0.5, 0.6))
+    assert step(collected) == ([6, 7, 8], [6, 7, 8], measured(1, 1.0, 0.9))
     assert step(collected)[0] == [1, 3, 5]  # of the next epoch
 
     collected = collection(MIXED, dynamic_sampling=(0.0, 1.0), oversampling=3.0)
-    assert step(collected) == ([1, 3, 5], list(range(9)), measured(1, 6 / 9))
-    assert step(collected) == ([6, 7, 8], [], measured(0, 0.0))
+    assert step(collected) == ([1, 3, 5], list(range(9)), measured(1, 6 / 9, 0.9))
+    assert step(collected) == ([6, 7, 8], [], measured(0, 0.0, 0.9))
 
 
 @pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
