@@ -45,9 +45,9 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     from megarl.terminal import Console
 
     settings = recipe.train
-    is_rl = recipe.loop == "rl"
-    per_step = settings.prompts_per_step * (settings.samples_per_prompt if is_rl else 1)
-    updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_rl else (1, 1)
+    is_sampled = recipe.is_on_policy
+    per_step = settings.prompts_per_step * (settings.samples_per_prompt if is_sampled else 1)
+    updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_sampled else (1, 1)
     passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
     nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
     groups = {"trainer.tp": layout.tp, "rollout.tp": layout.rollout_tp}

@@ -23,7 +23,9 @@ from megarl.engine.engine import RolloutEngine
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
 from megarl.models.configuration import refusals_named, uses_transformer_engine
+from megarl.models.distillation import StudentModel, lesson_bytes
 from megarl.platform import device
+from megarl.platform.megatron_ranks import RankGroups
 from megarl.platform.spans import span
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
@@ -33,9 +35,11 @@ from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
 from megarl.training.engine import StartingPolicy, TrainingEngine
+from megarl.training.lessons import HeldLessons, Pupil
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, HeldExperts
+from megarl.training.teacher import InOwnGroups, Teacher
 from megarl.types import Completion, ExpertsHandle, Request, TrainingSequence
 
 Model = TypeVar("Model", bound=ModelShard)
@@ -44,15 +48,23 @@ Model = TypeVar("Model", bound=ModelShard)
 class Worker:
     """The methods that the driver calls on a rank, and its models, whose methods it calls as `policy.update`.
 
-    The models are those of the recipe: `policy`, `reference`, `critic`, `reward_model`.
+    The models are those of the recipe: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
     """
 
     def __init__(
-        self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, topology: RankTopology
+        self,
+        rank: int,
+        world_size: int,
+        recipe: Recipe,
+        layout: ParallelConfig,
+        topology: RankTopology,
+        teacher_layout: ParallelConfig | None = None,
     ) -> None:
+        """`teacher_layout` is that of the teachers, unless they have the trainer's."""
         self.recipe, self.layout, self.rank, self.topology = recipe, layout, rank, topology
         device.init_world(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(layout)
+        self._replicas = [self.replica]
         self.held_experts = HeldExperts(rank, world_size)
         # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
         # building the models takes as much.
@@ -65,8 +77,13 @@ class Worker:
         self.reward_model: FrozenModel | None = None
         if (reward_model := recipe.further_models.get("reward.model")) is not None:
             self.reward_model = self._build(FrozenModel, reward_model, has_value_head=True)
+        self.held_lessons = HeldLessons()
+        for name, folder in recipe.teachers.items():
+            setattr(self, name, self._build_teacher(folder, teacher_layout or layout))
         is_reward_model = recipe.loop == "reward_model"
         self.policy = self._build(TrainingEngine, recipe.model.folder, has_value_head=is_reward_model)
+        if recipe.teachers and not recipe.has_advantages:
+            self.policy.pupil = self._pupil()
         if recipe.has_reference and recipe.lora.rank:
             self.reference = StartingPolicy(self.policy)
         if recipe.trainer.router_replay:
@@ -307,24 +324,76 @@ class Worker:
             keep_experts=self.held_experts.keep,
         )
 
-    def _build(self, kind: Callable[..., Model], folder: str, *, has_value_head: bool = False) -> Model:
-        """Build and load a folder's model; with `has_value_head`, under a new value head if it has none."""
+    def _build(
+        self,
+        kind: Callable[..., Model],
+        folder: str,
+        *,
+        has_value_head: bool = False,
+        layout: ParallelConfig | None = None,
+        replica: Replica | None = None,
+    ) -> Model:
+        """Build and load a folder's model; with `has_value_head`, under a new value head if it has none.
+
+        `layout` and the `replica` that goes with it are the trainer's unless given.
+        """
         shape = read_model_shape(folder, self.recipe.override_of(folder))
         shape = shape.with_value_head() if has_value_head else shape
-        layouts = self._layouts(shape)
+        layout = layout or self.layout
+        layouts = self._layouts(shape, layout)
 
         def load_weights(parameters: Mapping[str, Tensor]) -> None:
-            check_against(parameter_shapes(layouts, self.layout.coordinates(self.rank)), parameters)
+            check_against(parameter_shapes(layouts, layout.coordinates(self.rank)), parameters)
             safetensors.load(folder, layouts[self.rank], parameters)
 
         with refusals_named(self.recipe.trainer.megatron):
-            return kind(self.recipe, self.layout, shape, load_weights, replica=self.replica)
+            return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica)
 
-    def _layouts(self, shape: ModelShape) -> MegatronLayouts:
+    def _build_teacher(self, folder: str, layout: ParallelConfig) -> FrozenModel | InOwnGroups:
+        """Build a folder's teacher, in groups of its own where the policy's do not fit it."""
+        kind = self._teacher_kind(folder)
+        has_experts = [bool(read_model_shape(model).num_experts) for model in (folder, self.recipe.model.folder)]
+        if layout == self.layout and has_experts[0] == has_experts[1]:
+            return self._build(kind, folder)
+        groups, replica = RankGroups(), Replica(layout)
+        self._replicas.append(replica)
+        with groups.in_place():
+            return InOwnGroups(self._build(kind, folder, layout=layout, replica=replica), groups)
+
+    def _teacher_kind(self, folder: str) -> Callable[..., FrozenModel]:
+        """What builds a teacher: one that scores sampled tokens, or one that writes lessons."""
+        if self.recipe.has_advantages:
+            return FrozenModel
+        return partial(Teacher, num_common_tokens=self._num_common_tokens(folder), held=self.held_lessons)
+
+    def _num_common_tokens(self, teacher: str) -> int:
+        """Tokens of policy and teacher; further rows of either vocabulary are padding."""
+        return min(read_model_shape(folder).vocab_size for folder in (teacher, self.recipe.model.folder))
+
+    def _pupil(self) -> Pupil:
+        """The policy's side of the lessons, with this rank's part of the teachers' heads on the last stage."""
+        recipe, last = self.recipe, self.policy.chunks[-1]
+        assert isinstance(last, StudentModel)
+        widths, num_local_tokens = [], []
+        heads: list[Tensor | None] = []
+        for folder in recipe.teachers.values():
+            shape, dtype = read_model_shape(folder), self.policy.dtype
+            widths.append(lesson_bytes(recipe.distillation, shape.hidden_size, dtype))
+            rows = range(last.first_token_id, last.first_token_id + last.num_local_tokens)
+            rows = rows[: max(0, self._num_common_tokens(folder) - rows.start)]
+            num_local_tokens.append(len(rows))
+            has_head = recipe.distillation.loss == "full_vocabulary" and last.post_process
+            heads.append(safetensors.head_rows(folder, rows).to(dtype) if has_head else None)
+        return Pupil(
+            self.held_lessons, self.policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads
+        )
+
+    def _layouts(self, shape: ModelShape, layout: ParallelConfig | None = None) -> MegatronLayouts:
+        layout = layout or self.layout
         return megatron_layouts(
             shape,
-            self.layout,
-            padded_vocab_size=padded_vocab_size(shape.vocab_size, self.layout.tp),
+            layout,
+            padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
             transformer_engine=uses_transformer_engine(),
         )
 
@@ -361,5 +430,6 @@ class Worker:
         """Close the engine and leave `torch.distributed`'s world."""
         if self.engine:
             self.engine.close()
-        self.replica.close()
+        for replica in self._replicas:
+            replica.close()
         dist.destroy_process_group()

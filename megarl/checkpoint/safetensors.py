@@ -24,7 +24,7 @@ from torch import Tensor
 from megarl.checkpoint.stored import stored_tensors
 from megarl.config.override import overridden
 from megarl.families import hf_tensors
-from megarl.families.llama import VALUE_HEAD
+from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.model_folder import INDEX, SINGLE, companions
 from megarl.reshard.boxes import Layout, Piece, dense_piece
@@ -89,6 +89,17 @@ def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -
                 f"{reader.file_of(piece.box.name)}: {piece.box.name} holds numbers that are not finite. Copy or "
                 "download the model again; a training that diverged left no weights to start from."
             )
+
+
+def head_rows(folder: str | Path, rows: range) -> Tensor:
+    """The rows of these tokens of a language model's head, [rows, hidden_size], as the folder stores them.
+
+    Raises DataError for a bad folder.
+    """
+    model = read_model_shape(folder)
+    name = EMBEDDING if model.tie_word_embeddings else HEAD
+    whole = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
+    return whole[rows.start : rows.stop].clone()
 
 
 @torch.no_grad()

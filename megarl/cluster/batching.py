@@ -87,11 +87,7 @@ class RankModel:
         """The values of every token by a method of the model: float32 [..., tokens]."""
         batch = batch.with_arrays({})
         self._count(batch, 1.0)
-        # So many that every rank has as many rows, none of them empty.
-        unit = self.layout.dp * self.layout.rows_multiple * self.together
-        missing = -batch.num_sequences % unit
-        last = np.arange(batch.num_sequences)[-self.together :]
-        sent = np.concatenate([np.arange(batch.num_sequences), np.tile(last, missing // self.together)])
+        sent = self._filled(batch.num_sequences)
         packed = self._pack(batch.lengths[sent], self.together)
         rows = [[batch.select(sent[row]) for row in replica] for replica in packed]
         results = await self.group.scatter(f"{self.name}.{method}", self._by_rank(rows))
@@ -110,6 +106,23 @@ class RankModel:
     def _count(self, batch: TokenBatch, passes: float) -> None:
         if self.shape is not None:
             self.work.flops += passes * forward_flops(self.shape, batch.lengths)
+
+    async def teach(self, batch: TokenBatch) -> None:
+        """Have a teacher write the lessons of a batch's trained tokens, which the policy's next update reads."""
+        sent = batch.with_arrays({})
+        sent.taught = batch.taught
+        self._count(batch, 1.0)
+        # A row that repeats a sequence writes the same lessons again.
+        sent = sent.select(self._filled(batch.num_sequences))
+        rows = [[sent.select(row) for row in replica] for replica in self._pack(sent.lengths, self.together)]
+        await self.group.scatter(f"{self.name}.teach", self._by_rank(rows))
+
+    def _filled(self, num_sequences: int) -> NDArray[np.int64]:
+        """The sequences of a batch, the last ones repeated: so many that every rank has as many rows, none empty."""
+        unit = self.layout.dp * self.layout.rows_multiple * self.together
+        missing = -num_sequences % unit
+        everything = np.arange(num_sequences)
+        return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
         try:

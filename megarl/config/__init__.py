@@ -26,6 +26,7 @@ from pydantic_core import PydanticCustomError
 
 from megarl.config.cluster import ClusterConfig
 from megarl.config.curriculum import CurriculumConfig
+from megarl.config.distillation import DistillationConfig
 from megarl.config.learning import (
     OVERLONG_PARTS,
     AlgorithmConfig,
@@ -243,12 +244,13 @@ class RolloutConfig(Section):
 
 class DataConfig(Section):
     train: str
-    """Training records: {"messages": {...} or [...]} with "gt_answer" (rl), an assistant's turn (sft; or "prompt" and
-    "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto), or other programs'
-    (data.format). A JSON-lines, JSON, CSV, Parquet or Arrow file; a folder of files of one kind; or a data set of the
-    Hugging Face Hub, OWNER/NAME or OWNER/NAME/FOLDER, that is in its cache (hf download OWNER/NAME --repo-type
-    dataset). SPLIT@ before a folder or name takes the files of one split, such as train@data/gsm8k. Or
-    `environment:COUNT` (rl): so many problems that rollout.environment makes itself, each a function of its number."""
+    """Training records: {"messages": {...} or [...]} with "gt_answer" (rl, distillation), an assistant's turn (sft; or
+    "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto), or other
+    programs' (data.format). A JSON-lines, JSON, CSV, Parquet or Arrow file; a folder of files of one kind; or a data
+    set of the Hugging Face Hub, OWNER/NAME or OWNER/NAME/FOLDER, that is in its cache (hf download OWNER/NAME
+    --repo-type dataset). SPLIT@ before a folder or name takes the files of one split, such as train@data/gsm8k. Or
+    `environment:COUNT` (rl, distillation): so many problems that rollout.environment makes itself, each a function of
+    its number."""
     validation: dict[Name, str] = Field(default_factory=dict)
     """Validation sets by name, as data.train: problems, or pairs (preference, reward_model); or `environment:COUNT`,
     problems of other numbers than those of training. Metric: val/NAME/accuracy."""
@@ -283,7 +285,7 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle the records anew each epoch, by the run's seed."""
     curriculum: CurriculumConfig = CurriculumConfig()
-    """Which problems are drawn more often (rl)."""
+    """Which problems are drawn more often (rl, distillation)."""
 
 
 class RewardFunctionConfig(Section):
@@ -349,14 +351,16 @@ class RewardConfig(Section):
 
 class TrainConfig(Section):
     steps: NonNegativeInt = 100
-    """Number of steps: rollouts in `rl`, optimizer updates in other loops; 0: only evaluate the validation sets."""
+    """Number of steps: rollouts in `rl` and `distillation`, optimizer updates in other loops; 0: only evaluate the
+    validation sets."""
     epochs: PositiveFloat | None = None
     """Passes over the training data, instead of `steps`: their number is that of the records times this over
     prompts_per_step, rounded up. Dynamic sampling draws further prompts."""
     prompts_per_step: PositiveInt = 32
-    """Batch size of a step: prompts in rl, conversations in sft, pairs in preference and reward_model."""
+    """Batch size of a step: prompts in rl and distillation, conversations in sft, pairs in preference and
+    reward_model."""
     samples_per_prompt: PositiveInt = 8
-    """Group size: completions per prompt (rl)."""
+    """Group size: completions per prompt (rl, distillation)."""
     updates_per_step: PositiveInt = 1
     """Minibatches, one optimizer update each, that the samples of an rl step are split into."""
     epochs_per_step: PositiveInt = 1
@@ -367,8 +371,8 @@ class TrainConfig(Section):
     trace, which ui.perfetto.dev opens."""
     max_logprob_gap: PositiveFloat | None = None
     """Largest mean distance of the trainer's log-probs from the engine's in nats (logprob_gap/mean) that the policy is
-    updated with (rl). Beyond it the step's further updates are left out, all of them where the gap is known before
-    (train/gap_exceeded); default: no limit."""
+    updated with (rl, distillation). Beyond it the step's further updates are left out, all of them where the gap is
+    known before (train/gap_exceeded); default: no limit."""
     on_logprob_gap: Literal["stop", "skip"] = "stop"
     """After a step whose gap was too large: save and end the run with exit code 70, or go on with the next step."""
 
@@ -432,9 +436,9 @@ class Recipe(Section):
 
     name: Name
     """Name of the run and of its folder."""
-    loop: Literal["rl", "sft", "preference", "reward_model"]
-    """Training loop: reinforcement learning, supervised fine-tuning, preference optimization (DPO and the like), or
-    reward model training."""
+    loop: Literal["rl", "sft", "preference", "reward_model", "distillation"]
+    """Training loop: reinforcement learning, supervised fine-tuning, preference optimization (DPO and the like),
+    reward model training, or distillation of a teacher on what the policy samples."""
     seed: NonNegativeInt = 0
     """Random seed of data order, sampling and initialisation."""
     runs_folder: str = "runs"
@@ -443,19 +447,20 @@ class Recipe(Section):
     """Where metrics and samples go beside metrics.jsonl and samples/ of the run folder: names of
     `tracking.trackers.TRACKERS`, or package.module:Class of your own."""
     samples_every_steps: PositiveInt = 1
-    """Write prompts, completions and rewards to samples/ every so many steps (rl)."""
+    """Write prompts, completions and rewards to samples/ every so many steps (rl, distillation)."""
     samples_with_tokens: Annotated[int, Field(ge=0, le=64)] = 4
     """Number of these steps' samples that are written token by token to tokens/ too, those of the highest and of the
-    lowest advantages: log-probs of engine and trainer, advantages, weight versions, for `megarl report` (rl). Where
-    the step needs no log-probs of the trainer before its update, this is a forward pass of these samples; 0: none."""
+    lowest advantages: log-probs of engine and trainer, advantages, weight versions, for `megarl report` (rl,
+    distillation of sampled tokens). Where the step needs no log-probs of the trainer before its update, this is a
+    forward pass of these samples; 0: none."""
     model: ModelConfig
     """The model."""
     data: DataConfig
     """The data."""
     mixture: dict[Name, SourceConfig] = Field(default_factory=dict)
-    """Several sources of problems in one run, by name (rl): each has a `weight` and what differs for it from data,
-    rollout, reward and evaluation, in sections of these names. Groups never cross sources. Metrics of each:
-    environment/NAME/, val/SET/."""
+    """Several sources of problems in one run, by name (rl, distillation): each has a `weight` and what differs for it
+    from data, rollout, reward, distillation and evaluation, in sections of these names. Groups never cross sources.
+    Metrics of each: environment/NAME/, val/SET/."""
     cluster: ClusterConfig = ClusterConfig()
     """Nodes, ranks and how they are started."""
     trainer: TrainerConfig = TrainerConfig()
@@ -471,11 +476,13 @@ class Recipe(Section):
     sandbox: SandboxConfig = SandboxConfig()
     """Programs of the policy: where they run, and their limits (reward code, environment python)."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Advantage estimator, policy loss, KL and their settings (rl)."""
+    """Advantage estimator, policy loss, KL and their settings (rl, distillation)."""
     critic: CriticConfig = CriticConfig()
     """The critic (rl with advantage gae)."""
     preference: PreferenceConfig = PreferenceConfig()
     """Loss (preference, reward_model)."""
+    distillation: DistillationConfig = DistillationConfig()
+    """Teachers and loss (distillation)."""
     train: TrainConfig = TrainConfig()
     """Batch sizes and length of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -544,7 +551,40 @@ class Recipe(Section):
             "critic.path": self.critic.path if self.has_critic else None,
             "reward.model": self.reward.model if self.loop == "rl" else None,
         }
+        if self.loop == "distillation":
+            folders |= {s.place("distillation.teacher"): s.recipe.distillation.teacher for s in self.sources}
         return {field: found_folder(folder) for field, folder in folders.items() if folder}
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Folders of the teachers, each once, by the names that the ranks have for them: teacher0 and so on."""
+        found = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
+        return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(found))}
+
+    @property
+    def teacher_of_source(self) -> dict[str, int]:
+        """The number of each source's teacher."""
+        numbers = {folder: number for number, folder in enumerate(self.teachers.values())}
+        given = {source.name: source.recipe.distillation.teacher for source in self.sources}
+        return {name: numbers[found_folder(folder)] for name, folder in given.items() if folder}
+
+    @property
+    def for_teachers(self) -> Self:
+        """The recipe with the teachers' parallel sizes in place of the trainer's."""
+        if not (own := self.distillation.sizes):
+            return self
+        trainer = self.trainer.model_copy(update=own | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"})
+        return self.model_copy(update={"trainer": trainer})
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the policy samples what it is trained on."""
+        return self.loop in ("rl", "distillation")
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether the loss weighs sampled tokens by advantages."""
+        return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")
 
     @property
     def frozen_steps(self) -> int:
@@ -559,7 +599,7 @@ class Recipe(Section):
     @property
     def has_engine(self) -> bool:
         """Whether anything is sampled."""
-        return self.loop == "rl" or (self.loop == "sft" and bool(self.data.validation))
+        return self.is_on_policy or (self.loop == "sft" and bool(self.data.validation))
 
     @property
     def validation_sets(self) -> tuple[str, ...]:

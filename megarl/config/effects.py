@@ -76,13 +76,20 @@ def _takes(field: str, keyword: str) -> Needs:
 
 _ALWAYS = ()
 _RL = _one_of("loop", "rl")
-_RL_SFT = _one_of("loop", "rl", "sft")
+_ON_POLICY = _one_of("loop", "rl", "distillation")
+_TOKEN_LOSS = _one_of("loop", "rl", "sft", "distillation")
 _SFT = _one_of("loop", "sft")
 _PAIRS = _one_of("loop", "preference", "reward_model")
 _PREFERENCE = _one_of("loop", "preference")
-_LOGPROBS = _one_of("loop", "rl", "sft", "preference")
+_LOGPROBS = _one_of("loop", "rl", "sft", "preference", "distillation")
+_DISTILLATION = _one_of("loop", "distillation")
+_ADVANTAGES = (
+    _ON_POLICY,
+    Needs(("distillation.loss",), "set distillation.loss to sampled_token", lambda recipe: recipe.has_advantages),
+)
+_DIVERGENCE = (_DISTILLATION, _one_of("distillation.loss", "top_k", "full_vocabulary"))
 _SAMPLES = Needs(("data.validation",), "give data.validation", lambda recipe: recipe.has_engine)
-_ENGINE = (_RL_SFT, _SAMPLES)
+_ENGINE = (_TOKEN_LOSS, _SAMPLES)
 _GAE = (_RL, _one_of("algorithm.advantage", "gae"))
 _KL = (_RL, _above_zero("algorithm.kl_coefficient"))
 _REFERENCE = (
@@ -148,8 +155,8 @@ _SANDBOX = Needs(
 _HERE = Needs(("sandbox.url",), "leave sandbox.url out", lambda recipe: recipe.sandbox.url is None)
 _MOVING_TEMPERATURE = _one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
 _NOT_OWN = Needs(("mixture",), "take it out of a source, each of which has its own", lambda recipe: False)
-_CURRICULUM = (_RL, _given("data.curriculum.band"))
-_CORRECTION = (_RL, _given("algorithm.importance_sampling"))
+_CURRICULUM = (_ON_POLICY, _given("data.curriculum.band"))
+_CORRECTION = (*_ADVANTAGES, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(
     ("preference.loss",),
     f"set preference.loss to {either(taking('preference.loss', 'margin'))}",
@@ -190,7 +197,7 @@ def _advantage(keyword: str) -> tuple[Needs, ...]:
 
 
 def _policy_loss(keyword: str) -> tuple[Needs, ...]:
-    return (_RL, _takes("algorithm.policy_loss", keyword))
+    return (*_ADVANTAGES, _takes("algorithm.policy_loss", keyword))
 
 
 def _preference(keyword: str) -> tuple[Needs, ...]:
@@ -202,8 +209,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "loop": _ALWAYS,
     "seed": _ALWAYS,
     "runs_folder": _ALWAYS,
-    "samples_every_steps": (_RL,),
-    "samples_with_tokens": (_RL,),
+    "samples_every_steps": (_ON_POLICY,),
+    "samples_with_tokens": _ADVANTAGES,
     "trackers": _ALWAYS,
     "model.path": _ALWAYS,
     "model.dtype": _ALWAYS,
@@ -222,11 +229,11 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "data.overlong": _ALWAYS,
     "data.streaming": _ALWAYS,
     "data.shuffle": _ALWAYS,
-    "data.curriculum.band": (_RL,),
+    "data.curriculum.band": (_ON_POLICY,),
     "data.curriculum.outside": _CURRICULUM,
     "data.curriculum.memory": _CURRICULUM,
     "data.curriculum.by": _CURRICULUM,
-    "mixture": (_RL,),
+    "mixture": (_ON_POLICY,),
     "cluster": _ALWAYS,
     "trainer.tp": _ALWAYS,
     "trainer.pp": _ALWAYS,
@@ -253,13 +260,13 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     **_optimizer("optimizer", _ALWAYS),
     "rollout.tp": _ENGINE,
     "rollout.sampling.max_new_tokens": _ENGINE,
-    "rollout.sampling.temperature": (_RL,),
-    "rollout.sampling.temperature_schedule": (_RL,),
-    "rollout.sampling.end_temperature": (_RL, _MOVING_TEMPERATURE),
-    "rollout.sampling.temperature_steps": (_RL, _MOVING_TEMPERATURE),
-    "rollout.sampling.top_p": (_RL,),
-    "rollout.sampling.top_k": (_RL,),
-    "rollout.sampling.min_p": (_RL,),
+    "rollout.sampling.temperature": (_ON_POLICY,),
+    "rollout.sampling.temperature_schedule": (_ON_POLICY,),
+    "rollout.sampling.end_temperature": (_ON_POLICY, _MOVING_TEMPERATURE),
+    "rollout.sampling.temperature_steps": (_ON_POLICY, _MOVING_TEMPERATURE),
+    "rollout.sampling.top_p": (_ON_POLICY,),
+    "rollout.sampling.top_k": (_ON_POLICY,),
+    "rollout.sampling.min_p": (_ON_POLICY,),
     "rollout.sampling.stop": _ENGINE,
     "rollout.sampling.stop_token_ids": _ENGINE,
     "rollout.environment": _ENGINE,
@@ -318,13 +325,13 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.pass_k": _advantage("k"),
     "algorithm.advantage_kwargs": (_RL,),
     "algorithm.whiten_advantages": (_RL,),
-    "algorithm.policy_loss": (_RL,),
+    "algorithm.policy_loss": _ADVANTAGES,
     "algorithm.clip_low": _policy_loss("clip_low"),
     "algorithm.clip_high": _policy_loss("clip_high"),
     "algorithm.dual_clip": _policy_loss("dual_clip"),
     "algorithm.max_ratio": _policy_loss("max_ratio"),
-    "algorithm.policy_loss_kwargs": (_RL,),
-    "algorithm.skip_ratio": (_RL,),
+    "algorithm.policy_loss_kwargs": _ADVANTAGES,
+    "algorithm.skip_ratio": _ADVANTAGES,
     "algorithm.entropy_coefficient": (_RL,),
     "algorithm.entropy_top_share": (_RL,),
     "algorithm.kl_coefficient": (_RL,),
@@ -335,22 +342,22 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.kl_horizon": (*_KL, _given("algorithm.kl_target")),
     "algorithm.reference_update_steps": _REFERENCE,
     "algorithm.reference_mixing": (*_REFERENCE, _given("algorithm.reference_update_steps")),
-    "algorithm.importance_sampling": (_RL,),
+    "algorithm.importance_sampling": _ADVANTAGES,
     "algorithm.importance_sampling_low": (*_CORRECTION, _takes("algorithm.importance_sampling", "low")),
     "algorithm.importance_sampling_high": (*_CORRECTION, _takes("algorithm.importance_sampling", "high")),
     "algorithm.importance_sampling_kwargs": _CORRECTION,
-    "algorithm.aggregation": (_RL_SFT,),
+    "algorithm.aggregation": (_TOKEN_LOSS,),
     "algorithm.count_masked_sequences": (
-        _RL_SFT,
+        _TOKEN_LOSS,
         _one_of("algorithm.aggregation", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"),
     ),
-    "algorithm.old_logprobs": (_RL,),
+    "algorithm.old_logprobs": _ADVANTAGES,
     "algorithm.dynamic_sampling": (_RL,),
     "algorithm.max_attempts": _FILTER,
     "algorithm.oversampling": _SURPLUS,
     "algorithm.overlong_buffer": (_RL,),
     "algorithm.overlong_penalty": (_RL, _given("algorithm.overlong_buffer")),
-    "algorithm.mask_truncated": (_RL,),
+    "algorithm.mask_truncated": (_ON_POLICY,),
     "algorithm.ptx_coefficient": (_RL,),
     "algorithm.ptx_conversations": (_RL, _given("data.ptx")),
     "critic.path": _GAE,
@@ -366,15 +373,29 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "preference.desirable_weight": _preference("desirable_weight"),
     "preference.undesirable_weight": _preference("undesirable_weight"),
     "preference.loss_kwargs": (_PREFERENCE,),
+    "distillation.teacher": (_DISTILLATION,),
+    "distillation.tp": (_DISTILLATION,),
+    "distillation.pp": (_DISTILLATION,),
+    "distillation.cp": (_DISTILLATION,),
+    "distillation.ep": (_DISTILLATION,),
+    "distillation.etp": (_DISTILLATION,),
+    "distillation.loss": (_DISTILLATION,),
+    "distillation.gamma": (_DISTILLATION, _one_of("distillation.loss", "sampled_token")),
+    "distillation.max_advantage": (_DISTILLATION, _one_of("distillation.loss", "sampled_token")),
+    "distillation.divergence": _DIVERGENCE,
+    "distillation.jsd_beta": (*_DIVERGENCE, _takes("distillation.divergence", "beta")),
+    "distillation.temperature": _DIVERGENCE,
+    "distillation.top_k": (_DISTILLATION, _one_of("distillation.loss", "top_k")),
+    "distillation.tail": (_DISTILLATION, _one_of("distillation.loss", "top_k")),
     "train.steps": (_left_out("train.epochs"),),
     "train.epochs": (_left_out("mixture"),),
     "train.prompts_per_step": _ALWAYS,
-    "train.samples_per_prompt": (_RL,),
-    "train.updates_per_step": (_RL,),
-    "train.epochs_per_step": (_RL,),
+    "train.samples_per_prompt": (_ON_POLICY,),
+    "train.updates_per_step": (_ON_POLICY,),
+    "train.epochs_per_step": (_ON_POLICY,),
     "train.profile_steps": _ALWAYS,
-    "train.max_logprob_gap": (_RL,),
-    "train.on_logprob_gap": (_RL, _given("train.max_logprob_gap")),
+    "train.max_logprob_gap": (_ON_POLICY,),
+    "train.on_logprob_gap": (_ON_POLICY, _given("train.max_logprob_gap")),
     "evaluation.every_steps": _ALWAYS,
     "evaluation.at_start": _ALWAYS,
     "evaluation.max_problems": _ALWAYS,

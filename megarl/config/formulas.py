@@ -19,6 +19,7 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "algorithm.policy_loss": ("policy_losses", "POLICY_LOSSES", ()),
     "algorithm.importance_sampling": ("importance", "IMPORTANCE_SAMPLING", ()),
     "preference.loss": ("preference_losses", "PREFERENCE_LOSSES", ()),
+    "distillation.divergence": ("divergences", "DIVERGENCES", ()),
 }
 """Field of the recipe to module, table, and functions that it names beside those of the table."""
 
@@ -48,6 +49,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "desirable_weight": "preference.desirable_weight",
         "undesirable_weight": "preference.undesirable_weight",
     },
+    "distillation.divergence": {"beta": "distillation.jsd_beta"},
 }
 """Keywords that have a field of their own in the recipe."""
 

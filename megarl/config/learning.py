@@ -46,6 +46,7 @@ ImportanceSampling = Annotated[str, _formula("algorithm.importance_sampling")]
 Kwargs = dict[str, bool | int | float | str | None]
 """Keyword arguments of a formula, beside those that have a field of their own."""
 PreferenceLoss = Annotated[str, _formula("preference.loss")]
+Divergence = Annotated[str, _formula("distillation.divergence")]
 
 
 class LoraConfig(Section):

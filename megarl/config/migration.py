@@ -223,6 +223,30 @@ COUNTERPARTS = (
         ("algorithm.importance_sampling_low",),
     ),
     Counterpart(("ptx_coef",), ("algorithm.ptx_coefficient",)),
+    # Distillation
+    Counterpart(
+        ("teacher_model_name_or_path", "teacher_model", "teacher.model_name", "teacher_model.model_path",
+         "opd_teacher_load"),
+        ("distillation.teacher",),
+        "of a source: mixture.NAME.distillation.teacher",
+    ),
+    Counterpart(("teacher_key", "teacher_tag_key"), ("mixture",), "each source names its teacher"),
+    Counterpart(("use_opd", "distillation.enabled"), ("loop",), "distillation"),
+    Counterpart(("distillation_loss.loss_mode", "kl_type"), ("distillation.divergence", "distillation.loss")),
+    Counterpart(("use_policy_gradient",), ("distillation.loss",), "true is sampled_token"),
+    Counterpart(("distillation_loss.topk", "topk_logits_k", "gkd_logits_topk"), ("distillation.top_k",)),
+    Counterpart(("zero_outside_topk",), ("distillation.tail",), "tokens beyond the teacher's are one outcome more"),
+    Counterpart(("loss_max_clamp",), ("distillation.max_advantage",), "of sampled_token"),
+    Counterpart(("opd_type", "teacher_model_server"), note="teachers are on the run's ranks, with the policy"),
+    Counterpart(
+        ("opd_kl_coef", "distillation_loss_coef", "use_task_rewards"),
+        note="loop: distillation learns from teachers alone; rewards are measured",
+    ),
+    Counterpart(
+        ("lmbda", "seq_kd"),
+        note="loop: distillation learns on the policy's samples, loop: sft on those of a teacher",
+    ),
+    Counterpart(("mixed_kl_weight",), note="distillation.divergence jsd lies between the two KLs"),
     Counterpart(("n_behind", "max_trajectory_age_steps"), note="samples are always those of the newest weights"),
     # Critic and pairs
     Counterpart(("cliprange_value", "value_clip", "value_clip_range"), ("critic.clip",)),

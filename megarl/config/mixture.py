@@ -24,6 +24,7 @@ OWN = {
         "history", "budget",
     ),
     "reward": ("functions", "correct_score", "num_workers", "timeout_seconds", "wall_timeout_seconds"),
+    "distillation": ("teacher",),
     "evaluation": ("max_problems", "samples_per_prompt", "k", "sampling"),
 }  # fmt: skip
 """The fields that a source may have for itself, by section."""
@@ -42,6 +43,8 @@ class SourceConfig(Section):
     truncated_turn, history, budget."""
     reward: dict[str, JsonValue] = Field(default_factory=dict)
     """Its own fields of `reward`: functions, correct_score, num_workers, timeout_seconds, wall_timeout_seconds."""
+    distillation: dict[str, JsonValue] = Field(default_factory=dict)
+    """Its own field of `distillation`: teacher."""
     evaluation: dict[str, JsonValue] = Field(default_factory=dict)
     """Its own fields of `evaluation`: max_problems, samples_per_prompt, k, sampling."""
 

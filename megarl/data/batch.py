@@ -36,6 +36,8 @@ class TokenBatch:
     """The sets that policy and reference renormalise a token's log-prob over; None: all over the whole vocabulary."""
     temperatures: NDArray[np.float64] | None = None
     """[sequences]: the temperature that policy and reference take log-probs at; None: 1 for all."""
+    taught: NDArray[np.int64] | None = None
+    """[sequences, 2]: the number of the teacher that a sequence is distilled from, and its own in the step."""
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
@@ -98,6 +100,7 @@ class TokenBatch:
             experts=None if self.experts is None else self.experts[chosen],
             kept_sets=None if self.kept_sets is None else select_sets(self.kept_sets, places),
             temperatures=None if self.temperatures is None else self.temperatures[chosen],
+            taught=None if self.taught is None else self.taught[chosen],
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
@@ -111,7 +114,7 @@ class TokenBatch:
         return selected
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
-        """The same sequences with these per-token arrays and no others."""
+        """The same sequences with these per-token arrays and no others; no teacher goes with them."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts, self.kept_sets,
             self.temperatures,

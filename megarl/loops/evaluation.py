@@ -78,8 +78,8 @@ def prepare(
     places = [f"mixture.{name}." for name in sources] or [""]
     given += [f"{place}evaluation.{name}={json.dumps(value)}" for place in places for name, value in options.items()]
     loaded = load(file, given, is_of_run=recipe.is_dir())
-    if loaded.loop not in ("rl", "sft"):
-        raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe of loop rl or sft")
+    if loaded.loop not in ("rl", "sft", "distillation"):
+        raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe of loop rl, sft or distillation")
     known = [name for source in loaded.sources for name in source.recipe.data.validation]
     if not known:
         raise ConfigError(f"{file}: has no data.validation, so there is nothing to evaluate; give sets by name")

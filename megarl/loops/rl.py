@@ -39,7 +39,7 @@ async def train(session: Session) -> None:
     forward = policy.forward if algorithm.entropy_top_share is None else policy.forward_with_entropies
 
     async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:
-        await _resume_or_evaluate(session, state)
+        await resume_or_evaluate(session, state)
         for number in session.steps:
             async with session.step(number, state) as step:
                 with phase("rollout"):
@@ -77,7 +77,7 @@ async def train(session: Session) -> None:
                             break
                 with span("metrics"):
                     step.log(gap | update_metrics(updates))
-                    _judge_gap(session, step)
+                    judge_gap(session, step)
                     step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
                     step.log(served_metrics(session.sources))
                     step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
@@ -94,7 +94,7 @@ async def train(session: Session) -> None:
                     step.log(await session.evaluate(number))
 
 
-def _judge_gap(session: Session, step: Step) -> None:
+def judge_gap(session: Session, step: Step) -> None:
     """After a step whose gap was too large the run goes on, which is said the first time, or ends."""
     if not step.metrics.get("train/gap_exceeded"):
         return
@@ -108,7 +108,7 @@ def _judge_gap(session: Session, step: Step) -> None:
         session.tracker.notice_once("gap", f"{message} (train/gap_exceeded counts such steps)")
 
 
-async def _resume_or_evaluate(session: Session, state: RLState) -> None:
+async def resume_or_evaluate(session: Session, state: RLState) -> None:
     """Go on from the checkpoint and make up for an evaluation that was cut short, or evaluate before the first step."""
     step = Step(session.folder.resumed_step, is_trained=True)
     if checkpoint := session.origin.checkpoint:

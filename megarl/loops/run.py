@@ -22,14 +22,14 @@ from megarl.data.packing import attention_ratio
 from megarl.environments.shared import close_shared
 from megarl.families.shape import read_model_shape
 from megarl.files.import_path import function_of
-from megarl.loops import preference, rl, sft
+from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.preflight import Dropped, Kept, row_multiple
+from megarl.preflight import Dropped, Kept, layout_of, row_multiple
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
@@ -41,6 +41,7 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "sft": sft.train,
     "preference": preference.train,
     "reward_model": preference.train,
+    "distillation": distillation.train,
 }
 
 
@@ -96,7 +97,8 @@ async def _prepare(
         for line in told:
             tracker.tell(line)
     ranks.deadlines = run_deadlines(recipe.cluster)
-    settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
+    teachers = layout_of(recipe.for_teachers) if recipe.distillation.sizes else None
+    settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology, "teacher_layout": teachers}
     await ranks.construct("megarl.worker:Worker", settings)
 
 
@@ -207,7 +209,14 @@ def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[
     models = {"policy": policy} | {
         name: replace(policy, name=name, shape=shapes.get(name, shape), update_passes=3.0) for name in others
     }
-    if recipe.loop == "rl":
+    teacher = policy
+    if recipe.distillation.sizes:
+        own = recipe.for_teachers
+        teacher = replace(policy, layout=layout_of(own), row_multiple=row_multiple(own))
+    models |= {
+        name: replace(teacher, name=name, shape=read_model_shape(folder)) for name, folder in recipe.teachers.items()
+    }
+    if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
         models["policy"] = replace(policy, keeps_samples=is_of_sequences(policy_loss))
     return models

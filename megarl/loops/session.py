@@ -83,7 +83,7 @@ class Session:
     tokenizer: Tokenizer
     ranks: WorkerGroup
     models: Mapping[str, RankModel]
-    """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`."""
+    """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
     pool: EnginePool
     sources: Sequence[Source]
     """Where problems come from; the order is the recipe's."""

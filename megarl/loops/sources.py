@@ -57,7 +57,7 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Pa
     for source in recipe.sources:
         own: Recipe = source.recipe
         train: Sequence[Problem] = ()
-        if own.loop == "rl":
+        if own.is_on_policy:
             train = read_problems(
                 own, tokenizer, own.data.train, dropped, name=source.name, collect=collect_for(own, folder)
             )

@@ -67,7 +67,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         local = targets - first_token_id
-        blocks = _blocks(len(targets), weight.size(0), chunk)
+        blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         cut = None if support is None else _Cut(support, first_token_id, blocks)
         # Of each block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=torch.float32, device=hidden.device)
@@ -89,12 +89,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             torch.add(largest.squeeze(1), log_total, out=log_totals[index])
             torch.sub(log_total, below.mul_(exponentials).sum(-1) / total, out=entropies[index])
         top = log_totals.logsumexp(0)
-        _all_reduce(top, group, dist.ReduceOp.MAX)
+        all_reduce(top, group, dist.ReduceOp.MAX)
         shares = (log_totals - top).exp()
         if cut is not None:
             log_totals = log_totals.where(shares > 0, top)  # zero times infinity where a block has nothing of a set
         sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
-        _all_reduce(sums, group, dist.ReduceOp.SUM)
+        all_reduce(sums, group, dist.ReduceOp.SUM)
         target_logit, total, surprise = sums
         log_total, entropy = top + total.log(), surprise / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
@@ -170,7 +170,7 @@ def _of_kept(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     return largest.squeeze(1) + total.log(), entropy
 
 
-def _blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
+def vocabulary_blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
     """Ranges of the vocabulary, all but the last of one length with num_tokens * length <= chunk * vocabulary."""
     size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))
     # Matrix products on a GPU want rows of logits that begin at multiples of 128 bytes.
@@ -195,6 +195,6 @@ def _columns(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
     return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> None:
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(x, operation, group=group)

@@ -143,12 +143,16 @@ class PolicyModel(PackedModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
+        return self._of_tokens(hidden_states.squeeze(1), weight[: self.num_local_tokens], labels.squeeze(0))
+
+    def _of_tokens(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """The last stage's output, of hidden [tokens, hidden_size], the head's own rows, and labels [tokens]."""
         logprobs, entropies = vocab_parallel_logprobs(
-            hidden_states.squeeze(1),
-            weight[: self.num_local_tokens],
-            labels.squeeze(0),
+            hidden,
+            weight,
+            labels,
             first_token_id=self.first_token_id,
-            group=tp_group,
+            group=self.pg_collection.tp,
             temperature=self._temperature,
             chunk_tokens=self.logprob_chunk_tokens,
             support=self._support,

@@ -1,10 +1,12 @@
-"""Permutations of ranks in Megatron's groups, beyond its orders of axes."""
+"""Megatron's groups of ranks: permutations beyond its orders of axes, and several sets of groups in one process."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 
 @contextmanager
@@ -29,3 +31,31 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         parallel_state.RankGenerator, dist.new_group = generator, new_group
+
+
+class RankGroups:
+    """A further set of Megatron's groups, for models in another layout. Empty until a model joins them.
+
+    Megatron keeps its groups, sizes and ranks in module globals, one set a process; within `in_place` they are these.
+    """
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        self._module = vars(parallel_state)
+        names = [name for name in self._module if re.fullmatch(r"_[A-Z_]+", name)]
+        self._kept: dict[str, Any] = {name: {} if isinstance(self._module[name], dict) else None for name in names}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it Megatron's groups are these; the others are kept meanwhile."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        others = {name: self._module[name] for name in self._kept}
+        self._module.update(self._kept)
+        self._kept = others

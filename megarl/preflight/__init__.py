@@ -16,7 +16,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
-from megarl.preflight import learning, sizes
+from megarl.preflight import distillation, learning, sizes
 from megarl.preflight.engine import engine_fit
 from megarl.preflight.environment import environment
 from megarl.preflight.files import (
@@ -38,7 +38,7 @@ from megarl.preflight.learning import shortened_warmups
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
-from megarl.preflight.sizes import row_multiple
+from megarl.preflight.sizes import layout_of, row_multiple
 from megarl.types import ConfigError, DataError
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "check_rewards",
     "collect_for",
     "count_records",
+    "layout_of",
     "load",
     "read_conversations",
     "read_preferences",
@@ -132,7 +133,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *learning.profiles(recipe)]
     wrong += [*learning.evaluation(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
-    wrong += [*learning.stragglers(recipe), *learning.trackers(recipe)]
+    wrong += [*learning.stragglers(recipe), *learning.trackers(recipe), *distillation.teachers(recipe)]
     incomplete = check_model_folder(recipe.model.folder)
     broken = [*incomplete, *data_files(recipe)]
     wrong += environment(recipe, has_model=not incomplete)
@@ -170,7 +171,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
 
 
 def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataError]:
-    """Faults of the folders of critic and reward model: texts of the recipe's, errors of their files'."""
+    """Faults of the folders of critic, reward model and teacher: texts of the recipe's, errors of their files'."""
     for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
             yield from (DataError(f"{field}: {problem}") for problem in problems)
@@ -181,17 +182,23 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         except DataError as error:
             yield error
             continue
+        is_teacher = field.endswith("distillation.teacher")
         fit = (*sizes.model_fit(recipe, shape, is_sampled=False), *sizes.positions(recipe, shape))
+        if is_teacher:
+            fit = (*distillation.layout_fit(recipe, shape), *sizes.positions(recipe, shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
             if _tokens(folder) != _tokens(recipe.model.folder):
                 yield f"{field} = {folder}: its tokenizer is not the policy's; take a model of the same family"
         except DataError as error:
             yield error
-        if bool(shape.num_experts) != bool(policy.num_experts):
+        if bool(shape.num_experts) != bool(policy.num_experts) and not is_teacher:
             yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
         if field == "reward.model" and not shape.has_value_head:
             yield f"{field} = {folder}: is a language model; give one that was trained with loop: reward_model"
+        if is_teacher:
+            yield from distillation.teacher_fit(recipe, field, shape)
+            yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, shape))
 
 
 def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:

@@ -143,7 +143,7 @@ def told_formats(recipe: Recipe) -> dict[str, str]:
     for source in recipe.sources:
         if num_made(source.recipe.data.train) is None:
             record = next(read_records(source.recipe.data.train, field_names(source.recipe)))
-            roles = ("answer",) if recipe.loop == "rl" else ("response", "chosen", "rejected")
+            roles = ("answer",) if recipe.is_on_policy else ("response", "chosen", "rejected")
             names = {
                 role: first_of(record.fields, getattr(record.format, role)) for role in ("prompt", "input", *roles)
             }
@@ -306,7 +306,7 @@ def _paths_of_source(recipe: Recipe) -> dict[str, str]:
 
 def takes_problems(recipe: Recipe, field: str) -> bool:
     """Whether what a field of the data names are problems to sample answers to."""
-    if recipe.loop == "rl":
+    if recipe.is_on_policy:
         return field == "data.train" or field.startswith("data.validation.")
     return recipe.loop == "sft" and field.startswith("data.validation.")
 

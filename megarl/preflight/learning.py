@@ -114,7 +114,7 @@ def profiles(recipe: Recipe) -> Iterator[str]:
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:
     """Of each warm-up that is longer than the run: what it is held to, so that the peak is reached at the end."""
     train = recipe.train
-    updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.loop == "rl" else 1)
+    updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.is_on_policy else 1)
     made = [("optimizer", recipe.optimizer, updates)]
     if recipe.has_critic:
         made.append(("critic.optimizer", recipe.critic.optimizer, train.steps * recipe.critic.updates_per_step))
@@ -196,7 +196,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
             f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM has no min-p under speculative "
             "decoding; leave it out, or evaluation.sampling.min_p"
         )
-    if recipe.loop != "rl":
+    if not recipe.is_on_policy:
         return
     if vllm.get("logits_processors"):
         yield (
@@ -275,7 +275,7 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
         yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
-    if recipe.loop != "rl":
+    if not recipe.is_on_policy:
         return
     if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
         yield (

@@ -46,7 +46,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
             served.append(served_reward(function))
         except ConfigError as error:
             yield str(error)
-    path = recipe.data.train if recipe.loop == "rl" else next(iter(recipe.data.validation.values()))
+    path = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
     if num_made(path) is not None:
         return  # there is no record to try them on
     lacking = list(_faults_of_records(recipe, served))
@@ -71,7 +71,7 @@ Check = Callable[[Record], None]
 def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Iterator[str]:
     """For each reward the first record that lacks what it needs."""
     left = _checks(recipe, served)
-    for path in [recipe.data.train] * (recipe.loop == "rl") + list(recipe.data.validation.values()):
+    for path in [recipe.data.train] * recipe.is_on_policy + list(recipe.data.validation.values()):
         if not left or num_made(path) is not None:
             continue
         for record in read_records(path, field_names(recipe)):

@@ -109,14 +109,15 @@ def ranks(recipe: Recipe) -> Iterator[str]:
 
 
 def batches(recipe: Recipe, dp: int) -> Iterator[str]:
-    train, trainer, is_rl = recipe.train, recipe.trainer, recipe.loop == "rl"
-    updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_rl else (1, 1)
+    train, trainer, is_sampled = recipe.train, recipe.trainer, recipe.is_on_policy
+    updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
     parts, sequences = updates * dp, train.prompts_per_step * samples
     if sequences % parts:
-        made = f"times train.samples_per_prompt {samples} makes {sequences} completions, which do" if is_rl else "does"
+        made = f"times train.samples_per_prompt {samples} makes {sequences} completions, which do"
+        made = made if is_sampled else "does"
         yield (
             f"train.prompts_per_step = {train.prompts_per_step}: {made} not divide by "
-            f"{f'train.updates_per_step {updates} * ' if is_rl else ''}the data-parallel size {dp} (trainer.dp); "
+            f"{f'train.updates_per_step {updates} * ' if is_sampled else ''}the data-parallel size {dp} (trainer.dp); "
             f"use {_around(train.prompts_per_step, parts // math.gcd(parts, samples))}"
         )
     critic = recipe.critic.updates_per_step if recipe.has_critic else 1
@@ -132,7 +133,7 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
         )
     advantage = recipe.algorithm.advantage
     compares = advantage in taking("algorithm.advantage", "lone_sample")
-    if is_rl and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
+    if recipe.loop == "rl" and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
         yield (
             f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several; use 2 or more, "
             "or set algorithm.lone_sample=reward"
@@ -140,7 +141,7 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
 
 
 def lengths(recipe: Recipe) -> Iterator[str]:
-    if recipe.loop != "rl":
+    if not recipe.is_on_policy:
         return
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
     # A reward model's score has a place of its own.

@@ -42,6 +42,7 @@ CHARTS = (
     Chart("Accuracy in training", "share of right answers among a step's samples", ("reward/accuracy",)),
     Chart("Length", "tokens of a completion, mean", (_LENGTH,), upper="rollout/completion_tokens/max"),
     Chart("Truncated", "share of completions at the length limit", ("rollout/truncated",)),
+    Chart("Divergence from the teacher", "nats per token", ("distillation/divergence", "distillation/reverse_kl")),
     Chart("KL to the reference", "nats per token", ("kl/reference",)),
     Chart("KL of the update", "between old and new policy, nats per token", ("kl/update", "train/kl")),
     Chart("Entropy", "of the policy, nats per token", ("train/entropy",)),
@@ -64,8 +65,9 @@ CHARTS = (
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
 """Charts that tell nothing while their metric is always this."""
 
-GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "logprob_gap", "importance", "critic",
-          "staleness", "partial", "curriculum", "perf", "time", "memory", "reshard")  # fmt: skip
+GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
+          "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
+          "reshard")  # fmt: skip
 """Groups of metrics in the order of the page; others follow by name."""
 
 FAULTS = re.compile(

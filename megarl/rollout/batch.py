@@ -130,7 +130,7 @@ class RLBatch(TokenBatch):
                     dealt = np.arange(update, conversations.num_sequences, updates)
                     minibatch = _mixed(minibatch, conversations.select(dealt), recipe.algorithm.ptx_coefficient)
                 minibatches.append(minibatch)
-        if recipe.algorithm.old_logprobs == "rollout":
+        if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
             # From the second update on, the weights are not those that sampled.
             for minibatch in minibatches[1:]:
                 minibatch.per_token["rollout_logprobs"] = np.full(len(minibatch.token_ids), np.nan, np.float32)

@@ -179,6 +179,8 @@ class Buffer:
     @property
     def _needs_old_logprobs(self) -> bool:
         """Whether the trainer's log-probs of all that is trained on are needed before the first update."""
+        if self._recipe.loop == "distillation":
+            return self._recipe.has_advantages
         algorithm = self._recipe.algorithm
         is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
         return self._recipe.train.num_updates > 1 or algorithm.importance_sampling is not None or is_kl_before

@@ -7,5 +7,6 @@ TensorBoard by default. `display` is what the screen shows of a run, `trace` the
 
 A metric's name is `group/what[/mean|max|min]`. Its unit and meaning stand in the METRICS of the module that makes it;
 `table` gathers them all (`megarl metrics`). Groups: `reward/` `rollout/` `train/` `kl/` `logprob_gap/` `staleness/`
-`perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name: `_seconds`, `_bytes`, `_tokens`.
+`distillation/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units end a name: `_seconds`,
+`_bytes`, `_tokens`.
 """

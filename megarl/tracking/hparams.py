@@ -72,7 +72,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any
 def _metrics(recipe: Recipe) -> list[str]:
     """The metrics that runs are compared by."""
     sets = dict.fromkeys(name for source in recipe.sources for name in source.recipe.data.validation)
-    of_loop = ["reward/mean", "reward/accuracy"] if recipe.loop == "rl" else ["train/loss"]
+    of_loop = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
     return [*(f"val/{name}/accuracy" for name in sets), *of_loop]
 
 

@@ -62,7 +62,7 @@ def pack_row(
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
     assert row.local is not None
     local = row.local.cpu().numpy()
-    places, is_predicted = _places_in_row(lengths, padded), _is_predicted(batch.cu_seqlens)
+    places, predicted = places_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
 
     def own_part(values: np.ndarray, at: np.ndarray) -> Tensor:
         whole = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
@@ -73,14 +73,14 @@ def pack_row(
         return own_part(values, places)
 
     def own_predictions(values: np.ndarray) -> Tensor:
-        return own_part(values[is_predicted], places[is_predicted] - 1)
+        return own_part(values[predicted], places[predicted] - 1)
 
     support = None
     if batch.kept_sets is not None:
         # At each position the number of the token that it predicts; -1 where it predicts none.
-        predicted = np.full(padded.sum(), -1, np.int64)
-        predicted[places[is_predicted] - 1] = np.flatnonzero(is_predicted)
-        kept = select_sets(batch.kept_sets, predicted[local])
+        token = np.full(padded.sum(), -1, np.int64)
+        token[places[predicted] - 1] = np.flatnonzero(predicted)
+        kept = select_sets(batch.kept_sets, token[local])
         support = Support(torch.from_numpy(kept.token_ids).to(device), torch.from_numpy(kept.counts).to(device))
     return Microbatch(
         lengths=lengths,
@@ -107,12 +107,12 @@ def _temperature(
     return torch.from_numpy(np.repeat(temperatures, padded)[local].astype(np.float32)).to(device)
 
 
-def _places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
+def places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where each token of the sequences stands in the padded row: [tokens]."""
     return ranges(padded.cumsum() - padded, lengths)
 
 
-def _is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
+def is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[tokens]: False on the first token of each sequence, which nothing predicts."""
     predicted = np.ones(cu_seqlens[-1], np.bool_)
     predicted[cu_seqlens[:-1]] = False
@@ -132,19 +132,19 @@ def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multi
 def unpack_row(values: Tensor, lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.float32]:
     """Per-token values of a whole padded row back in a batch's order: float32 [tokens], zero on first tokens."""
     row_values = values.float().cpu().numpy()
-    is_predicted = _is_predicted(borders(lengths))
-    unpacked = np.zeros(len(is_predicted), np.float32)
-    unpacked[is_predicted] = row_values[_places_in_row(lengths, padded)[is_predicted] - 1]
+    predicted = is_predicted(borders(lengths))
+    unpacked = np.zeros(len(predicted), np.float32)
+    unpacked[predicted] = row_values[places_in_row(lengths, padded)[predicted] - 1]
     return unpacked
 
 
 def whole_row(values: Tensor, row: PackedRow) -> Tensor:
-    """Values [tokens] of a rank's part of a row, on every context-parallel rank as values of the whole row."""
+    """Values [tokens, ...] of a rank's part of a row, on every context-parallel rank as values of the whole row."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values
     assert row.local is not None
-    places, parts = (x.new_empty(group.size() * len(x)) for x in (row.local, values))
+    places, parts = (x.new_empty(group.size() * len(x), *x.shape[1:]) for x in (row.local, values))
     torch.distributed.all_gather_into_tensor(places, row.local, group=group)
     torch.distributed.all_gather_into_tensor(parts, values.contiguous(), group=group)
     return torch.empty_like(parts).index_copy_(0, places, parts)

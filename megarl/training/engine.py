@@ -21,6 +21,7 @@ from megarl.data.batch import TokenBatch
 from megarl.families.adapters import LINEARS
 from megarl.families.shape import ModelShape
 from megarl.models import adapters
+from megarl.models.distillation import StudentModel
 from megarl.models.policy import PackedModel
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
@@ -30,6 +31,7 @@ from megarl.training.objective import (
     Objective,
     StepNumbers,
     critic_objective,
+    divergence_objective,
     policy_objective,
     preference_objective,
     reward_objective,
@@ -67,10 +69,11 @@ class Role:
 def role_of_policy(recipe: Recipe) -> Role:
     """The model that a recipe is about."""
     steps, algorithm = recipe.train.steps, recipe.algorithm
-    if recipe.loop == "rl":
+    if recipe.is_on_policy:
         updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
         gap = recipe.train.max_logprob_gap
-        return Role(policy_objective(algorithm), recipe.optimizer, updates, algorithm.skip_ratio, gap)
+        objective = policy_objective(algorithm) if recipe.has_advantages else divergence_objective
+        return Role(objective, recipe.optimizer, updates, algorithm.skip_ratio, gap)
     objective = {
         "sft": lambda: supervised,
         "preference": lambda: preference_objective(recipe.preference),
@@ -143,6 +146,12 @@ class TrainingEngine(ModelShard):
                 dropout=lora.dropout,
                 seed=self.recipe.seed,
             )
+
+    def _build(self, index: int) -> PackedModel:
+        recipe = self.recipe
+        if recipe.loop == "distillation" and not recipe.has_advantages:
+            return self._build_policy(StudentModel, index, distillation=recipe.distillation)
+        return super()._build(index)
 
     def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
@@ -239,6 +248,8 @@ class TrainingEngine(ModelShard):
             self.optimizer.zero_grad()
             with adapters.running(self.chunks, on=True, drops=True), torch.enable_grad(), span("forward and backward"):
                 losses = get_forward_backward_func()(**self.passes(own, objective))
+            if self.pupil is not None:
+                self.pupil.release()
             with span("optimizer"):
                 return self._step(losses)
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,14 +22,17 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.families.shape import ModelShape
 from megarl.models.configuration import transformer_config
+from megarl.models.distillation import Lesson
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel
 from megarl.platform import device
 from megarl.platform.megatron_ranks import permuted_ranks
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
+from megarl.training.lessons import Pupil
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, routes_of_rows
 
+Policy = TypeVar("Policy", bound=PolicyModel)
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
 """Fills a model's parameters, given by name, in place."""
 
@@ -75,18 +78,28 @@ class ModelShard:
         load_weights(self.parameters)
         self.expert_exchange: ExpertExchange | None = None
         """Where the experts come from that are replayed; without it the model chooses its own."""
+        self.pupil: Pupil | None = None
+        """Where the lessons come from that the model is compared with, if it learns from distributions."""
 
     def _build(self, index: int) -> PackedModel:
-        recipe, vp_stage = self.recipe, index if self.layout.vpp > 1 else None
         if self.shape.has_value_head:
-            return ValueModel(self.config, self.shape, vp_stage=vp_stage)
-        return PolicyModel(
+            return ValueModel(self.config, self.shape, vp_stage=self._vp_stage(index))
+        return self._build_policy(PolicyModel, index)
+
+    def _build_policy(self, kind: Callable[..., Policy], index: int, **settings: Any) -> Policy:
+        """A chunk of a language model of this kind."""
+        recipe = self.recipe
+        return kind(
             self.config,
             self.shape,
             logprob_chunk_tokens=recipe.trainer.logprob_chunk_tokens,
             trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
-            vp_stage=vp_stage,
+            vp_stage=self._vp_stage(index),
+            **settings,
         )
+
+    def _vp_stage(self, index: int) -> int | None:
+        return index if self.layout.vpp > 1 else None
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
@@ -162,6 +175,21 @@ class ModelShard:
             own.append(OwnTokens(row, batch.padded, np.split(places, parts)[part]))
         return routes_of_rows(self.expert_exchange, own)
 
+    def _fetch_lessons(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[Lesson]]:
+        """The lessons of each row on the last stage, where the rows are learnt from teachers' distributions.
+
+        A collective over the world where they are.
+        """
+        if self.pupil is None or rows[0].taught is None:
+            return [()] * len(rows)
+        return self.pupil.fetch(rows, batches)
+
+    def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
+        """Tell a chunk about the row of its next forward pass."""
+        if not self.shape.has_value_head:
+            sample_as: Any = get_attr_wrapped_model(chunk, "sample_as")
+            sample_as(batch.temperature, batch.support)
+
     def passes(
         self, rows: Sequence[TokenBatch], of_row: Callable[..., Any], *, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -183,17 +211,19 @@ class ModelShard:
         ]
 
         routes = self._fetch_routes(rows, batches)
+        lessons = self._fetch_lessons(rows, batches)
 
         def forward_step(
-            iterator: Iterator[tuple[Microbatch, Tensor | None]], chunk: torch.nn.Module
+            iterator: Iterator[tuple[Microbatch, Tensor | None, Sequence[Lesson]]], chunk: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
-            batch, experts = next(iterator)
+            batch, experts, taught = next(iterator)
             if experts is not None:
                 replay_routes: Any = get_attr_wrapped_model(chunk, "replay_routes")
                 replay_routes(experts.to(self.device).long(), self.expert_layers)
-            if not self.shape.has_value_head:
-                sample_as: Any = get_attr_wrapped_model(chunk, "sample_as")
-                sample_as(batch.temperature, batch.support)
+            self._prepare(chunk, batch)
+            if self.pupil is not None and get_attr_wrapped_model(chunk, "post_process"):
+                learn_from: Any = get_attr_wrapped_model(chunk, "learn_from")
+                learn_from(self.pupil.complete(taught))
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,
@@ -205,7 +235,7 @@ class ModelShard:
 
         return {
             "forward_step_func": forward_step,
-            "data_iterator": [zip(batches, routes, strict=True) for _ in self.models],
+            "data_iterator": [zip(batches, routes, lessons, strict=True) for _ in self.models],
             "model": list(self.models),
             "num_microbatches": len(rows),
             "seq_length": self.recipe.trainer.max_tokens_per_microbatch,
@@ -216,7 +246,7 @@ class ModelShard:
 
 
 class FrozenModel(ModelShard):
-    """A model that is only asked, a reference or a reward model: between its passes it waits in host memory.
+    """A model that is only asked, a reference, a teacher or a reward model: between its passes it waits in host memory.
 
     `has_moved`: its weights are not those that it was loaded with.
     """

@@ -31,6 +31,10 @@ METRICS = {
     "train/tokens": ("tokens", "trained tokens"),
     "train/entropy": ("nats", "entropy of the policy's distribution, mean over trained tokens"),
     "train/ptx_loss": ("nats", "loss of the conversations of data.ptx, mean over tokens"),
+    "distillation/divergence": (
+        "nats",
+        "divergence of the policy from its teacher by distillation.divergence, mean over tokens",
+    ),
     "kl/reference": (
         "nats",
         "divergence of the policy from the reference by algorithm.kl_estimator, mean over tokens (kto: of an answer)",
@@ -147,6 +151,19 @@ def old_logprobs_of(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     own = policy_logprobs.detach()
     given = batch.per_token.get("old_logprobs")
     return own if given is None else torch.where(given.isnan(), own, given)
+
+
+def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+    """The divergence of policy and teacher, from the output [3, tokens] of a `models.student.StudentModel`.
+
+    Metrics: `distillation/divergence`, nats a token, `train/entropy`, `logprob_gap/` as of `policy_objective`.
+    """
+    policy_logprobs, entropies, divergences = output
+    metrics = {"distillation/divergence": divergences, "train/entropy": entropies}
+    total, count, logged = _weighted(divergences, metrics, batch, batch.mask)
+    if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is not None:
+        logged |= _gap(policy_logprobs.detach()[batch.mask], rollout_logprobs[batch.mask])
+    return total, count, logged
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:

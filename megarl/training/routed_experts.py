@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from safetensors.numpy import load_file, save
 from megarl.data.batch import TokenBatch
 from megarl.files.atomic import disk_full_named
 from megarl.platform import signed
+from megarl.training.exchange import exchanged
 from megarl.types import DataError, ExpertsHandle
 
 _MOST_RANKS = 1 << 20
@@ -112,8 +112,8 @@ class ExpertExchange:
         asked = runs[by_holder]
         holders = asked[:, 0] % world_size
         num_asked = np.bincount(holders, minlength=world_size)
-        num_told = _exchanged(num_asked[:, None], np.ones_like(num_asked), np.ones_like(num_asked))[:, 0]
-        told = _exchanged(asked[:, 1:], num_asked, num_told)
+        num_told = exchanged(num_asked[:, None], np.ones_like(num_asked), np.ones_like(num_asked))[:, 0]
+        told = exchanged(asked[:, 1:], num_asked, num_told)
         answers = [
             np.concatenate([np.zeros((0, len(layers), self._top_k), np.int16), *self._answers(layers, requests)])
             for layers, requests in zip(self._layers_of, np.split(told, np.cumsum(num_told)[:-1]), strict=True)
@@ -122,7 +122,7 @@ class ExpertExchange:
         sizes = asked[:, 3] - asked[:, 2]
         values_of_token = self._num_layers * self._top_k
         num_received = np.bincount(holders, sizes, world_size).astype(np.int64) * values_of_token
-        received = _exchanged(np.concatenate([answer.ravel() for answer in answers]), num_sent, num_received)
+        received = exchanged(np.concatenate([answer.ravel() for answer in answers]), num_sent, num_received)
         # Back from the holders' order to that of the runs.
         ends = np.cumsum(sizes)
         pieces = np.split(received.reshape(-1, self._num_layers, self._top_k), ends[:-1])
@@ -166,17 +166,3 @@ def routes_of_rows(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[
         of_row[row.is_token] = experts
         routes.append(torch.from_numpy(of_row))
     return routes
-
-
-def _exchanged(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
-    """Rows [sum of num_received, ...] from all ranks in order, for [sum of num_sent, ...] to all ranks in order."""
-    row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
-    received = np.empty((int(num_received.sum()), *values.shape[1:]), values.dtype)
-    # As bytes: gloo has no collective of int16.
-    dist.all_to_all_single(
-        torch.from_numpy(received.reshape(-1).view(np.uint8)),
-        torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8)),
-        (num_received * row_bytes).tolist(),
-        (num_sent * row_bytes).tolist(),
-    )
-    return received

@@ -6,12 +6,13 @@ from typing import get_args
 import pytest
 
 from megarl.algorithms.advantages import ADVANTAGES, gae
+from megarl.algorithms.divergences import DIVERGENCES, TAILS
 from megarl.algorithms.importance import IMPORTANCE_SAMPLING
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.reduction import AGGREGATIONS
-from megarl.config import AlgorithmConfig
+from megarl.config import AlgorithmConfig, DistillationConfig
 from megarl.config.formulas import formulas
 from megarl.config.learning import PRESETS
 
@@ -23,6 +24,7 @@ from megarl.config.learning import PRESETS
         ("algorithm.policy_loss", POLICY_LOSSES),
         ("algorithm.importance_sampling", IMPORTANCE_SAMPLING),
         ("preference.loss", PREFERENCE_LOSSES),
+        ("distillation.divergence", DIVERGENCES),
     ],
 )
 def test_what_the_source_tells_of_a_table_is_what_the_functions_take(field, table):
@@ -44,6 +46,10 @@ def test_what_the_source_tells_of_a_table_is_what_the_functions_take(field, tabl
 @pytest.mark.parametrize(("field", "table"), [("aggregation", AGGREGATIONS), ("kl_estimator", KL_ESTIMATORS)])
 def test_the_recipe_offers_what_the_table_holds(field, table):
     assert set(get_args(AlgorithmConfig.model_fields[field].annotation)) == set(table)
+
+
+def test_the_recipe_offers_the_tails():
+    assert set(get_args(DistillationConfig.model_fields["tail"].annotation)) == set(TAILS)
 
 
 def test_the_recipe_offers_the_presets():

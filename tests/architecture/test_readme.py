@@ -104,7 +104,7 @@ def test_named_fields_are_fields_of_the_recipe() -> None:
 
 
 def test_the_recipe_is_read(tmp_path: Path) -> None:
-    recipe, functions, served, mixture, agent = blocks("yaml")
+    recipe, functions, served, mixture, agent, distilled = blocks("yaml")
     (tmp_path / "recipe.yaml").write_text(recipe)
     assert load(tmp_path / "recipe.yaml", []).data.system_prompt == "default"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(functions)))
@@ -119,6 +119,9 @@ def test_the_recipe_is_read(tmp_path: Path) -> None:
     assert {source.name: source.weight for source in sources} == {"sums": 3.0, "games": 1.0}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(agent)))
     assert load(tmp_path / "recipe.yaml", []).rollout.agent.command == ("python", "my/agent.py")
+    from_teacher = {name: section for name, section in yaml.safe_load(recipe).items() if name != "reward"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(from_teacher | yaml.safe_load(distilled)))
+    assert load(tmp_path / "recipe.yaml", []).teachers == {"teacher0": "models/Qwen3-32B"}
 
 
 def test_the_reward_function_is_called() -> None:

@@ -35,7 +35,7 @@ def test_the_table_names_fields_and_sections_only() -> None:
     assert EFFECTS.keys() - known == set()
 
 
-@pytest.mark.parametrize("loop", ["rl", "sft", "preference", "reward_model"])
+@pytest.mark.parametrize("loop", ["rl", "sft", "preference", "reward_model", "distillation"])
 def test_conditions_read_fields_that_are_there(loop: str) -> None:
     recipe = Recipe.model_validate({"name": "x", "loop": loop, "model": {"path": "m"}, "data": {"train": "t"}})
     for needs in EFFECTS.values():

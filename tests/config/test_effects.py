@@ -156,6 +156,44 @@ from tests.config.refusals import faults
             id="loss of a reward model",
         ),
         pytest.param(
+            ["distillation.teacher=t"], "distillation.teacher = 't'", "loop=rl", "loop to distillation", id="teacher"
+        ),
+        pytest.param(
+            ["loop=distillation", "distillation.top_k=8"],
+            "distillation.top_k = 8",
+            "under distillation.loss=sampled_token",
+            "set distillation.loss to top_k",
+            id="top k of sampled tokens",
+        ),
+        pytest.param(
+            ["loop=distillation", "distillation.loss=full_vocabulary", "distillation.gamma=1"],
+            "distillation.gamma = 1.0",
+            "under distillation.loss=full_vocabulary",
+            "distillation.loss to sampled_token",
+            id="discount of a divergence",
+        ),
+        pytest.param(
+            ["loop=distillation", "distillation.loss=top_k", "distillation.jsd_beta=0.1"],
+            "distillation.jsd_beta = 0.1",
+            "under distillation.divergence=reverse_kl",
+            "to jsd",
+            id="beta of another divergence",
+        ),
+        pytest.param(
+            ["loop=distillation", "distillation.loss=top_k", "algorithm.clip_low=0.1"],
+            "algorithm.clip_low = 0.1",
+            "under distillation.loss=top_k",
+            "set distillation.loss to sampled_token",
+            id="clip of a divergence",
+        ),
+        pytest.param(
+            ["loop=distillation", "algorithm.kl_coefficient=0.1"],
+            "algorithm.kl_coefficient = 0.1",
+            "under loop=distillation",
+            "loop to rl",
+            id="reference of a distillation",
+        ),
+        pytest.param(
             ["loop=preference", "weights.verify_every=3"], "weights.verify_every", "=preference", "rl", id="reshard"
         ),
     ],
@@ -195,6 +233,7 @@ def test_what_is_printed_has_an_effect_and_reads_back(small: Path) -> None:
             ("desirable_weight", "rollout", "advantage", "reward"),
         ),
         (["loop=sft"], ("aggregation",), ("advantage", "rollout", "answer_field")),
+        (["loop=distillation"], ("gamma", "clip_low", "samples_per_prompt"), ("advantage", "divergence", "critic")),
     ):
         recipe = load(small, overrides)
         for comments in (False, True):

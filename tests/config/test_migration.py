@@ -59,6 +59,11 @@ WRITTEN = {
     "reward_model.overlong_buffer.len": "algorithm.overlong_buffer",
     "reward_model.sandbox_fusion.url": "sandbox.url",
     "reward_model.sandbox_fusion.memory_limit_mb": "sandbox.memory_mib",
+    "distillation.teacher_models.teacher_model.model_path": "distillation.teacher",
+    "distillation.distillation_loss.loss_mode": "distillation.divergence and distillation.loss",
+    "distillation.distillation_loss.topk": "distillation.top_k",
+    "teacher_model_name_or_path": "distillation.teacher",
+    "distillation.topk_logits_k": "distillation.top_k",
     # TRL
     "num_ppo_epochs": "train.epochs_per_step",
     "num_iterations": "train.epochs_per_step",
@@ -130,6 +135,8 @@ WRITTEN = {
 NONE = {
     "actor_rollout_ref.model.trust_remote_code": "never run",
     "use_vllm": "vLLM always shares",
+    "lmbda": "policy's samples",
+    "opd_kl_coef": "teachers alone",
     "zero_stage": "Megatron-Core trains",
     "rollout.sampling.repetition_penalty": "the trainer could not repeat",
     "trainer.logger": "TensorBoard",

@@ -47,12 +47,13 @@ def rows() -> list[Row]:
 
 
 ROWS = rows()
+PROGRAMS = ["ColossalRL", "ColossalChat", "RL2", "verl", "slime", "TRL", "NeMo-RL"]
 
 
 def test_the_table_is_read_in_full() -> None:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert len(lines) == len(ROWS) > 200
-    assert {row.program for row in ROWS} == {"ColossalRL", "ColossalChat", "RL2", "verl", "slime", "TRL"}
+    assert {row.program for row in ROWS} == set(PROGRAMS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], Re
     return lambda overrides: load(path, overrides)
 
 
-@pytest.mark.parametrize("program", ["ColossalRL", "ColossalChat", "RL2", "verl", "slime", "TRL"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: str) -> None:
     """Fields exist, have these values' types and an effect, and go together; models and data are not looked at."""
     wrong: dict[str, object] = {}
@@ -84,7 +85,12 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
     assert wrong == {}
 
 
-OTHERWISE = {"ColossalChat --max_length", "ColossalChat --num_episodes"}
+OTHERWISE = {
+    "ColossalChat --max_length",
+    "ColossalChat --num_episodes",
+    *(f"TRL beta {beta}" for beta in ("0.0", "0.5", "1.0")),
+    "NeMo-RL teacher.megatron_cfg.tensor_model_parallel_size",
+}
 """Options that mean something else there than in other programs."""
 
 

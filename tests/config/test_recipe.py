@@ -41,7 +41,7 @@ def test_all_errors_come_in_one_page(tmp_path: Path) -> None:
     page = failure(path, "rollout.sampling.top_p=2")
     assert page.splitlines()[0] == f"{path}: 5 errors"
     for start in (
-        "loop = 'rll': must be 'rl', 'sft', 'preference' or 'reward_model'",
+        "loop = 'rll': must be 'rl', 'sft', 'preference', 'reward_model' or 'distillation'",
         "data.train: missing; add it",
         "trainer.tp = 0: must be greater than 0",
         "rollout.sampling.top_p = 2: must be less than or equal to 1",
@@ -55,7 +55,9 @@ def test_all_errors_come_in_one_page(tmp_path: Path) -> None:
     [
         pytest.param("trainer.tpp=2", "did you mean trainer.tp?", id="misspelt"),
         pytest.param("trainer.steps=2", "it belongs under train: train.steps", id="wrong section"),
-        pytest.param("tp=2", "it belongs under trainer or rollout: trainer.tp, rollout.tp", id="without its section"),
+        pytest.param(
+            "tp=2", "it belongs under trainer or rollout or distillation: trainer.tp", id="without its section"
+        ),
         pytest.param("train.nodes=2", "it belongs under cluster: cluster.nodes", id="other section"),
         pytest.param("model.learning_rte=2", "did you mean optimizer.learning_rate", id="misspelt elsewhere"),
         pytest.param("model.qqq=2", "known are model.path, model.dtype", id="nothing near"),

@@ -5,7 +5,7 @@ import pytest
 
 from megarl.data.chat import load_tokenizer
 from megarl.data.conversations import read_conversations, train_on_assistant
-from megarl.types import DataError
+from megarl.types import DataError, Problem, Trajectory
 
 
 def said(role, content):
@@ -134,3 +134,13 @@ def test_faulty_calls_and_tools_are_named_with_their_line(tokenizer, tmp_path, c
     path.write_text(json.dumps({"messages": CALLING, "tools": [TOOL]} | changed))
     with pytest.raises(DataError, match=f"line 1: .*{words}"):
         read_conversations(path, tokenizer, system_prompt=None, max_tokens=200)
+
+
+def test_samples_of_a_run_are_conversations_to_learn(tokenizer, tmp_path):
+    problem = Problem(0, (said("system", "Be brief."), said("user", "12 + 3?")), (1, 2), "15")
+    sampled = Trajectory("single_turn", problem, 0, 0, (), None, texts=("15",), messages=(problem.messages,))
+    (tmp_path / "step_000000.jsonl").write_text(json.dumps({"set": "train"} | sampled.record()) + "\n")
+    [found] = read_conversations(str(tmp_path / "step_000000.jsonl"), tokenizer, system_prompt=None, max_tokens=64)
+    expected = train_on_assistant(tokenizer, [*problem.messages, said("assistant", "15")])
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.loss_mask.tolist() == expected.loss_mask.tolist()

@@ -1,0 +1,77 @@
+"""Distillation on the policy's own samples: sample, have the teachers score, update the policy, reshard; again."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+
+from megarl.loops.rl import judge_gap, resume_or_evaluate
+from megarl.loops.session import Session
+from megarl.platform.spans import span
+from megarl.rollout.advantages import compute_importance_weights
+from megarl.rollout.batch import RLBatch
+from megarl.rollout.buffer import Buffer
+from megarl.rollout.evaluate import failure_metrics
+from megarl.rollout.gap import gap_metrics_before, is_gap_exceeded
+from megarl.rollout.metrics import step_metrics, update_metrics
+from megarl.rollout.pool import AbandonedError
+from megarl.rollout.sources import served_metrics
+from megarl.rollout.state import RLState
+from megarl.rollout.teachers import Teachers, compute_teacher_advantages
+
+
+async def train(session: Session) -> None:
+    """Sample, score, update, save, reshard, evaluate; again. Rewards are measured, and train nothing.
+
+    Metrics: `distillation/` those of `rollout.teachers` and of `training.objective.divergence_objective`.
+    """
+    recipe, models, phase = session.recipe, session.models, session.tracker.phase
+    algorithm, policy = recipe.algorithm, session.models["policy"]
+    teachers = Teachers(recipe, models)
+    state = RLState(algorithm)
+
+    async with aclosing(Buffer(recipe, session.sources, state)) as buffer:
+        await resume_or_evaluate(session, state)
+        for number in session.steps:
+            async with session.step(number, state) as step:
+                with phase("rollout"):
+                    groups = await buffer.take(recipe.train.prompts_per_step, weight_version=number)
+                step.log(buffer.metrics())
+                step.log(failure_metrics(buffer.sampled, recipe.reward.max_failed_fraction, "reward/"))
+                await session.sleep_engines()
+
+                with phase("logprobs"):
+                    groups = await buffer.add_old_logprobs(groups, policy.forward)
+                    batch = RLBatch.from_groups(groups, mask_truncated=algorithm.mask_truncated)
+                    teachers.assign(batch)
+                    if algorithm.old_logprobs == "rollout":
+                        batch.start_from_rollout(number)
+                    if recipe.has_advantages:
+                        teacher_logprobs = await teachers.score(batch)
+                        step.log(compute_teacher_advantages(batch, teacher_logprobs, recipe.distillation))
+                        step.log(compute_importance_weights(batch, algorithm))
+                if session.stop:
+                    raise AbandonedError
+                of_tokens = await session.token_records(number, groups, batch) if recipe.has_advantages else ()
+
+                step.is_trained = True
+                with phase("train"):
+                    updates, gap = [], gap_metrics_before(batch, recipe.train)
+                    for minibatch in () if gap else batch.minibatches(recipe, number):
+                        if not recipe.has_advantages:
+                            await teachers.teach(minibatch)
+                        updates.append(await policy.update(minibatch))
+                        if is_gap_exceeded(updates[-1]):
+                            break
+                with span("metrics"):
+                    step.log(gap | update_metrics(updates))
+                    judge_gap(session, step)
+                    step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
+                    step.log(served_metrics(session.sources))
+
+                await session.checkpoints.begin(number, state.save)
+                with phase("reshard"):
+                    step.log(await session.reshard(number))
+                step.log(session.pool.metrics())
+                await session.write_samples(number, buffer.sampled, of_tokens)
+                if session.evaluates_at(number):
+                    step.log(await session.evaluate(number))

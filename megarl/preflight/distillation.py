@@ -1,0 +1,47 @@
+"""Checks of a teacher: that there is one, and that the policy can learn from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megarl.config import Recipe
+from megarl.families.shape import ModelShape
+from megarl.preflight import sizes
+
+
+def teachers(recipe: Recipe) -> Iterator[str]:
+    """Every source of problems needs a teacher, and teachers need ranks."""
+    if recipe.loop != "distillation":
+        return
+    if recipe.distillation.sizes:
+        own = recipe.for_teachers
+        yield from (_of_teachers(text) for text in (*sizes.ranks(own), *sizes.lengths(own)))
+    if recipe.distillation.teacher is None:
+        yield (
+            "distillation.teacher: missing; give the folder of the teacher, or in a mixture "
+            "mixture.NAME.distillation.teacher of each source"
+        )
+
+
+def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
+    """A teacher must divide by its own parallel sizes."""
+    found = sizes.model_fit(recipe.for_teachers, teacher, is_sampled=False)
+    yield from (_of_teachers(text) if recipe.distillation.sizes else text for text in found)
+
+
+def _of_teachers(text: str) -> str:
+    """A fault of the trainer's parallel sizes as one of the teachers'."""
+    return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
+
+
+def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape) -> Iterator[str]:
+    """A teacher must have words, and as many of them as are asked for."""
+    folder, config = recipe.further_models[field], recipe.distillation
+    if teacher.has_value_head:
+        yield f"{field} = {folder}: is a reward model, which has no words; give a language model"
+    if config.loss == "top_k" and config.top_k > teacher.vocab_size:
+        yield (
+            f"distillation.top_k = {config.top_k}: exceeds the {teacher.vocab_size} tokens of {field} {folder}; lower "
+            "it, or set distillation.loss=full_vocabulary"
+        )

@@ -1,0 +1,95 @@
+"""A teacher on one rank: a frozen model that writes lessons for the policy's next update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.data.batch import TokenBatch
+from megarl.models.distillation import TeacherModel
+from megarl.models.policy import PackedModel
+from megarl.platform.megatron_ranks import RankGroups
+from megarl.training.batch import Microbatch, whole_row
+from megarl.training.lessons import HeldLessons, TaughtPositions
+from megarl.training.model import FrozenModel
+
+
+class Teacher(FrozenModel):
+    """A teacher whose distribution is learnt, not only its log-probs of sampled tokens.
+
+    `num_common_tokens` are the tokens that the policy has too; what it teaches is put into `held`.
+    """
+
+    def __init__(self, *args: Any, num_common_tokens: int, held: HeldLessons, **kwargs: Any) -> None:
+        self._num_common_tokens, self._held = num_common_tokens, held
+        super().__init__(*args, **kwargs)
+
+    def _build(self, index: int) -> PackedModel:
+        return self._build_policy(
+            TeacherModel,
+            index,
+            distillation=self.recipe.distillation,
+            num_common_tokens=self._num_common_tokens,
+        )
+
+    def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
+        assert isinstance(chunk, TeacherModel)
+        chunk.teach(batch.mask)
+
+    def teach(self, rows: Sequence[TokenBatch] | None) -> None:
+        """Keep the lessons of the trained tokens of this replica's rows for the next update, by sequences' numbers.
+
+        `rows` as in `forward`. The last stage's ranks take turns in keeping a row's.
+        """
+        own = self.shared(rows)
+        with self.in_memory(), torch.no_grad():
+            outputs = get_forward_backward_func()(**self.passes(own, _lessons, forward_only=True))
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return
+        num_tensor = parallel_state.get_tensor_model_parallel_world_size()
+        keepers = num_tensor * parallel_state.get_context_parallel_world_size()
+        place = parallel_state.get_context_parallel_rank() * num_tensor
+        place += parallel_state.get_tensor_model_parallel_rank()
+        for index, (row, (lessons, batch)) in enumerate(zip(own, outputs, strict=True)):
+            whole = whole_row(lessons, batch.row)
+            if index % keepers == place:
+                self._keep(row, batch, whole)
+
+    def _keep(self, row: TokenBatch, batch: Microbatch, lessons: Tensor) -> None:
+        """Keep a row's lessons, uint8 [tokens of the padded row, bytes], sequence by sequence."""
+        assert row.taught is not None
+        positions = TaughtPositions.of_row(row, batch.padded)
+        found = lessons[torch.from_numpy(positions.place).to(lessons.device)].cpu().numpy()
+        counts = np.bincount(positions.sequence, minlength=row.num_sequences)
+        for number, of_sequence in zip(row.taught[:, 1].tolist(), np.split(found, np.cumsum(counts)[:-1]), strict=True):
+            self._held.keep(number, of_sequence)
+
+
+class InOwnGroups:
+    """A frozen model in a layout of its own: it works in these groups of ranks, which it was built in."""
+
+    def __init__(self, model: FrozenModel, groups: RankGroups) -> None:
+        self._model, self._groups = model, groups
+
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        """As of any model."""
+        with self._groups.in_place():
+            return self._model.forward(rows)
+
+    def teach(self, rows: Sequence[TokenBatch] | None) -> None:
+        """As of a teacher."""
+        assert isinstance(self._model, Teacher)
+        with self._groups.in_place():
+            self._model.teach(rows)
+
+
+def _lessons(output: Tensor, batch: Microbatch, non_loss_data: bool) -> tuple[Tensor, Microbatch]:
+    """The lessons of a row's tokens on this rank, as Megatron collects what is no loss."""
+    return output, batch

@@ -1,0 +1,87 @@
+"""Teachers: that there is one for each source, that its tokens are the policy's, and that its layout fits it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.preflight import check
+from megarl.types import ConfigError, DataError
+from tests.preflight.test_models import with_value_head
+
+
+@pytest.fixture
+def distillation(recipe: Callable[..., Recipe], tiny_model: Callable[..., Path]) -> Callable[..., Recipe]:
+    """`distillation(tp=2, ...)`: a sound recipe with fields of its section changed."""
+
+    def make(sections: dict[str, Any] | None = None, **changed: Any) -> Recipe:
+        fields = {"teacher": str(tiny_model())} | changed
+        return recipe(loop="distillation", distillation=fields, **(sections or {}))
+
+    return make
+
+
+def told(recipe: Recipe) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(recipe)
+    return str(caught.value)
+
+
+def test_teachers_of_all_kinds_pass(distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]) -> None:
+    for teacher in (tiny_model(), tiny_model(family="llama", vocab_size=700), tiny_model(family="qwen3_moe")):
+        for loss in ("sampled_token", "top_k", "full_vocabulary"):
+            assert check(distillation(teacher=str(teacher), loss=loss)).world_size == 1
+
+
+def test_a_teacher_is_missing(distillation: Callable[..., Recipe]) -> None:
+    assert "distillation.teacher: missing; give the folder of the teacher" in told(distillation(teacher=None))
+
+
+def test_of_a_mixture_the_source_without_a_teacher_is_named(
+    distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]
+) -> None:
+    teacher = str(tiny_model())
+    mixture: dict[str, Any] = {"one": {"distillation": {"teacher": teacher}}, "other": {}}
+    assert "mixture.other: distillation.teacher: missing" in told(distillation({"mixture": mixture}, teacher=None))
+    sound = distillation({"mixture": mixture}, teacher=str(tiny_model(seed=3)))
+    assert check(sound).world_size == 1
+    assert sound.teacher_of_source == {"one": 0, "other": 1} and sound.teachers["teacher0"] == teacher
+    assert sound.further_models["mixture.one.distillation.teacher"] == teacher
+
+
+def test_teachers_that_cannot_teach(
+    distillation: Callable[..., Recipe], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    reward = str(with_value_head(tiny_model(), tmp_path / "reward"))
+    other = Path(shutil.copytree(tiny_model(), tmp_path / "other"))
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace('"<|im_end|>"', '"<|end|>"'))
+    for changed, text in (
+        ({"teacher": reward}, f"distillation.teacher = {reward}: is a reward model, which has no words"),
+        ({"teacher": str(other)}, f"distillation.teacher = {other}: its tokenizer is not the policy's"),
+        ({"loss": "top_k", "top_k": 100_000}, "distillation.top_k = 100000: exceeds the "),
+        ({"tp": 3}, "distillation.tp = 3"),
+        ({"pp": 2}, "distillation.pp = 2"),
+    ):
+        assert text in told(distillation(**changed))
+    assert "distillation.tp = 8: does not divide the model's 4 attention heads" in told(
+        distillation({"cluster": {"ranks_per_node": 8}, "train": {"prompts_per_step": 8}}, tp=8)
+    )
+    with pytest.raises(DataError, match=r"distillation\.teacher: absent: model folder not found"):
+        check(distillation(teacher="absent"))
+
+
+def test_a_vocabulary_that_ends_before_the_tokenizer(
+    distillation: Callable[..., Recipe], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_model(), tmp_path / "short"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 5}))
+    with pytest.raises(DataError, match=r"distillation\.teacher: .* has the id \d+"):
+        check(distillation(teacher=str(folder)))

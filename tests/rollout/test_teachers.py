@@ -1,0 +1,63 @@
+"""Teachers' numbers and advantages, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.config import DistillationConfig, Recipe
+from megarl.rollout.teachers import Teachers, compute_teacher_advantages
+from tests.rollout.test_batch import attempt, batch_of, of_sequences
+
+POLICY = [0, 0, -1.0, -2.0, -0.5, 0, 0, -1.0]
+TEACHER = [-9, -9, -3.0, -1.0, -0.5, -9, -9, -0.25]
+"""Log-probs of two samples, of three and of one token."""
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "clipped"),
+    [
+        pytest.param({}, [[0, 0, -2.0, 1.0, 0.0], [0, 0, 0.75]], None, id="each token for itself"),
+        pytest.param({"gamma": 1.0}, [[0, 0, -1.0, 1.0, 0.0], [0, 0, 0.75]], None, id="sequences"),
+        pytest.param({"gamma": 0.5}, [[0, 0, -1.5, 1.0, 0.0], [0, 0, 0.75]], None, id="discounted"),
+        pytest.param({"max_advantage": 0.8}, [[0, 0, -0.8, 0.8, 0.0], [0, 0, 0.75]], 0.5, id="held"),
+        pytest.param({"max_advantage": 0.8, "gamma": 1.0}, [[0, 0, 0.0, 0.8, 0.0], [0, 0, 0.75]], 0.5, id="both"),
+    ],
+)
+def test_advantages(config: dict[str, float], expected: list[list[float]], clipped: float | None) -> None:
+    batch = batch_of([attempt(0, 1.0, 3), attempt(0, 0.0, 1)])
+    batch.per_token["old_logprobs"] = np.array(POLICY, np.float32)
+    found = compute_teacher_advantages(batch, np.array(TEACHER, np.float32), DistillationConfig.model_validate(config))
+    for mine, theirs in zip(of_sequences(batch, "advantages"), expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-6)
+    # Policy minus teacher: 2, -1, 0 and -0.75 over four tokens, whatever is held.
+    assert found["distillation/reverse_kl"] == pytest.approx(0.0625)
+    assert found.get("distillation/clipped") == clipped
+
+
+def test_samples_get_the_teacher_of_their_source() -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "r",
+            "loop": "distillation",
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "distillation": {"teacher": "general"},
+            "mixture": {
+                "code": {"distillation": {"teacher": "coder"}},
+                "chat": {},
+                "math": {"distillation": {"teacher": "coder"}},
+            },
+        }
+    )
+    assert recipe.teachers == {"teacher0": "coder", "teacher1": "general"}
+    sources = ["chat", "code", "math"]
+    batch = batch_of([replace(attempt(0, 1.0, 2), environment=source) for source in sources])
+    models = {name: object() for name in recipe.teachers}
+    Teachers(recipe, models).assign(batch)  # type: ignore[arg-type]
+    assert batch.taught is not None and batch.taught.tolist() == [[1, 0], [0, 1], [0, 2]]
+    [minibatch] = [batch.select_samples([2, 0])]
+    assert minibatch.taught is not None and minibatch.taught.tolist() == [[0, 2], [1, 0]]
+    assert batch.with_arrays({}).taught is None
