@@ -50,8 +50,8 @@ class JudgeConfig(ServedConfig):
     """Lowest and highest number of a judge that gives one instead of a verdict; the score is 0 at the first, 1 at the
     second, and another number cannot be read."""
     pattern: str | None = None
-    """Regular expression whose first group, or all of it, is the verdict; the last match counts, and one that takes
-    longer than a tenth of a second has none. Left out, the verdict is all of the answer's last line, but for a label
+    """Regular expression whose first group, or all of it, is the verdict; the last match counts, and where it takes
+    longer than a second there is none. Left out, the verdict is all of the answer's last line, but for a label
     (Verdict: ...) and punctuation."""
     thoughts: Literal["hide", "show"] = "hide"
     """Whether the judge sees what the completion has up to its last </think>; hidden, of one that is cut short in its

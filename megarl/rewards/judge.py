@@ -42,7 +42,7 @@ _LABEL = (
     r"[*_ ]{0,9}[:=])?"
 )
 """Before a verdict; other words might turn it round."""
-_PATTERN_SECONDS = 0.1
+_PATTERN_SECONDS = 1.0
 """A recipe's pattern may take for ever on what a judge writes, and the event loop would wait for it."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
 
