@@ -361,7 +361,7 @@ class Worker:
             return InOwnGroups(self._build(kind, folder, layout=layout, replica=replica), groups)
 
     def _teacher_kind(self, folder: str) -> Callable[..., FrozenModel]:
-        """What builds a teacher: one that scores sampled tokens, or one that writes lessons."""
+        """The maker of a teacher: one that scores sampled tokens, or one that writes lessons."""
         if self.recipe.has_advantages:
             return FrozenModel
         return partial(Teacher, num_common_tokens=self._num_common_tokens(folder), held=self.held_lessons)

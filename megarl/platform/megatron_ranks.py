@@ -42,7 +42,7 @@ class RankGroups:
     def __init__(self) -> None:
         from megatron.core import parallel_state
 
-        self._module = vars(parallel_state)
+        self._module: dict[str, Any] = parallel_state.__dict__
         names = [name for name in self._module if re.fullmatch(r"_[A-Z_]+", name)]
         self._kept: dict[str, Any] = {name: {} if isinstance(self._module[name], dict) else None for name in names}
 
