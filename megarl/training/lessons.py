@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,7 +127,7 @@ class Pupil:
 
     def complete(self, lessons: Sequence[Lesson]) -> list[Lesson]:
         """A row's lessons on the device of every tensor rank, with the teachers' heads; a collective of these ranks."""
-        group = parallel_state.get_tensor_model_parallel_group()
+        group: Any = parallel_state.get_tensor_model_parallel_group()
         completed = []
         for lesson, head in zip(lessons, self._on_device, strict=True):
             # Made here: an empty array of numpy's has strides that torch cannot view as another type.
