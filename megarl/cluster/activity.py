@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from megarl.platform import memory
 
 
 @dataclass(slots=True)
@@ -24,12 +25,8 @@ class Activity:
         began = time.monotonic()
         yield
         self.busy_seconds += time.monotonic() - began
-        # A rank that has no torch has no model whose memory would be of interest.
-        if "torch" in sys.modules:
-            from megarl.platform import memory
-
-            self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), memory.peak_bytes())
-            memory.reset_peak()
+        if (peak := memory.take_peak_bytes()) is not None:
+            self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), peak)
 
     def take(self) -> Activity:
         """The activity so far, which is then forgotten."""

@@ -179,6 +179,17 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
     return _section_yaml(recipe, (), recipe.references, has_effect, comments)
 
 
+def written_value(recipe: Recipe, field: str) -> Any:
+    """The value of a field, by dotted name, as it may be written: references as they stand, secrets hidden.
+
+    Plain values, as YAML and JSON have them.
+    """
+    from megarl.config.effects import value_at
+
+    place, references = tuple(field.split(".")), recipe.references
+    return _reference_around(place, references) or _printable(value_at(recipe, field), place, references)
+
+
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """`field: old -> new` for each field whose value is not what it was in an earlier recipe, read from its YAML.
 

@@ -18,6 +18,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from megarl.config import Recipe, Section
 from megarl.config.effects import unmet, value_at
+from megarl.config.recipe import written_value
 
 SECTIONS = (
     "loop", "seed", "model.path", "model.dtype", "data.train", "lora", "algorithm", "critic", "preference", "optimizer",
@@ -46,7 +47,8 @@ def summaries(recipe: Recipe) -> list[Any]:
     for name in fields:
         value = value_at(recipe, name)
         if value is not None and unmet(recipe, name) is None:
-            _set(session.hparams[name], value)
+            # A number by itself is no secret, and its column takes only numbers.
+            _set(session.hparams[name], value if isinstance(value, int | float) else written_value(recipe, name))
     return [
         _summary(metadata.EXPERIMENT_TAG, _plugin.HParamsPluginData(experiment=experiment)),
         _summary(metadata.SESSION_START_INFO_TAG, _plugin.HParamsPluginData(session_start_info=session)),
@@ -99,16 +101,7 @@ def _set(target: Any, value: Any) -> None:
     elif isinstance(value, int | float):
         target.number_value = value
     else:
-        target.string_value = value if isinstance(value, str) else json.dumps(_plain(value))
-
-
-def _plain(value: Any) -> Any:
-    """A value of a recipe as JSON."""
-    if isinstance(value, Section):
-        return value.model_dump(mode="json")
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value
+        target.string_value = value if isinstance(value, str) else json.dumps(value)
 
 
 def _summary(tag: str, content: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tensorboard.plugins.hparams import api_pb2, get_experiment, list_session_gr
 from tensorboard.plugins.hparams.backend_context import Context
 
 from megarl.config import Recipe
+from megarl.config.recipe import load
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -26,7 +28,11 @@ api: Any = api_pb2
 def log(runs: Path, name: str, values: dict[int, float], **sections: Any) -> None:
     """A run whose accuracy takes these values by step."""
     given = {"name": name, "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "validation": {"easy": "v"}}}
-    with RunFolder(Recipe.model_validate({**given, **sections, "runs_folder": str(runs)}), resume=True) as folder:
+    log_recipe(Recipe.model_validate({**given, **sections, "runs_folder": str(runs)}), values)
+
+
+def log_recipe(recipe: Recipe, values: dict[int, float]) -> None:
+    with RunFolder(recipe, resume=True) as folder:
         first = min(values)
         folder.begin(first - 1 or None)
         tracker = Tracker(folder, display=Display(Console(file=io.StringIO())))
@@ -81,6 +87,24 @@ def test_the_tab_compares_runs_by_settings_and_metrics(tmp_path: Path) -> None:
     assert "critic.warmup_steps" not in values(second)
     measured = {metric.name.tag: (metric.value, metric.training_step) for metric in first.metric_values}
     assert measured == {"val/easy/accuracy": (0.75, 2), "reward/mean": (1.5, 2)}
+
+
+def test_what_was_read_from_the_environment_stays_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCORING_KEY", "a-secret-key")
+    monkeypatch.setenv("LEARNING_RATE", "2.0e-6")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "{name: judged, loop: rl, model: {path: m}, data: {train: t, validation: {easy: v}}, "
+        f"runs_folder: {tmp_path / 'runs'}, optimizer: {{learning_rate: '${{oc.env:LEARNING_RATE}}'}}, "
+        "reward: {functions: [{name: 'f.py:score', kwargs: {api_key: '${oc.env:SCORING_KEY}'}}]}}"
+    )
+    log_recipe(load(str(recipe)), {1: 0.25})
+    _, [row] = tab(tmp_path / "runs")
+    assert values(row)["optimizer.learning_rate"] == pytest.approx(2e-6)
+    [function] = json.loads(values(row)["reward.functions"])
+    assert function["kwargs"] == {"api_key": "${oc.env:SCORING_KEY}"}
+    written = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert written and not any(b"a-secret-key" in path.read_bytes() for path in written)
 
 
 def test_a_resumed_run_is_one_row_with_the_settings_of_its_beginning(tmp_path: Path) -> None:
