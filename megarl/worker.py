@@ -250,7 +250,7 @@ class Worker:
         `is_resharded`: the engine has these weights already; after a resume it gets them by one more reshard.
         """
         version = self.engine.weight_version - is_resharded if self.engine else 0
-        with self._everything_saved() as models:
+        with self._everything_saved() as models, checkpoint.moved_in_memory(models):
             self.held_experts.save(folder)
             self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
             self._save.write(asynchronous=asynchronous)
@@ -289,8 +289,6 @@ class Worker:
                 stack.callback(self.critic.offload)
                 models["critic"] = self.critic
             if isinstance(self.reference, FrozenModel):
-                # Tensors on the device are copied before a save goes on in the background.
-                stack.enter_context(self.reference.in_memory())
                 models["reference"] = self.reference
             yield models
 
@@ -337,22 +335,26 @@ class Worker:
 
         `layout` and the `replica` that goes with it are the trainer's unless given.
         """
-        shape = read_model_shape(folder, self.recipe.override_of(folder))
+        shape = self._shape_of(folder)
         shape = shape.with_value_head() if has_value_head else shape
         layout = layout or self.layout
         layouts = self._layouts(shape, layout)
 
         def load_weights(parameters: Mapping[str, Tensor]) -> None:
             check_against(parameter_shapes(layouts, layout.coordinates(self.rank)), parameters)
-            safetensors.load(folder, layouts[self.rank], parameters)
+            safetensors.load(folder, layouts[self.rank], parameters, override=self.recipe.override_of(folder))
 
         with refusals_named(self.recipe.trainer.megatron):
             return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica)
 
+    def _shape_of(self, folder: str) -> ModelShape:
+        """The shape of a folder's model, as the recipe has it."""
+        return read_model_shape(folder, self.recipe.override_of(folder))
+
     def _build_teacher(self, folder: str, layout: ParallelConfig) -> FrozenModel | InOwnGroups:
         """Build a folder's teacher, in groups of its own where the policy's do not fit it."""
         kind = self._teacher_kind(folder)
-        has_experts = [bool(read_model_shape(model).num_experts) for model in (folder, self.recipe.model.folder)]
+        has_experts = [bool(self._shape_of(model).num_experts) for model in (folder, self.recipe.model.folder)]
         if layout == self.layout and has_experts[0] == has_experts[1]:
             return self._build(kind, folder)
         groups, replica = RankGroups(), Replica(layout)
@@ -368,7 +370,7 @@ class Worker:
 
     def _num_common_tokens(self, teacher: str) -> int:
         """Tokens of policy and teacher; further rows of either vocabulary are padding."""
-        return min(read_model_shape(folder).vocab_size for folder in (teacher, self.recipe.model.folder))
+        return min(self._shape_of(folder).vocab_size for folder in (teacher, self.recipe.model.folder))
 
     def _pupil(self) -> Pupil:
         """The policy's side of the lessons, with this rank's part of the teachers' heads on the last stage."""
@@ -377,13 +379,14 @@ class Worker:
         widths, num_local_tokens = [], []
         heads: list[Tensor | None] = []
         for folder in recipe.teachers.values():
-            shape, dtype = read_model_shape(folder), self.policy.dtype
+            shape, dtype = self._shape_of(folder), self.policy.dtype
             widths.append(lesson_bytes(recipe.distillation, shape.hidden_size, dtype))
             rows = range(last.first_token_id, last.first_token_id + last.num_local_tokens)
             rows = rows[: max(0, self._num_common_tokens(folder) - rows.start)]
             num_local_tokens.append(len(rows))
             has_head = recipe.distillation.loss == "full_vocabulary" and last.post_process
-            heads.append(safetensors.head_rows(folder, rows).to(dtype) if has_head else None)
+            override = recipe.override_of(folder)
+            heads.append(safetensors.head_rows(folder, rows, override=override).to(dtype) if has_head else None)
         return Pupil(
             self.held_lessons, self.policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads
         )

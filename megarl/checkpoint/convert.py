@@ -120,8 +120,8 @@ def to_hf(
 
     `megatron` is the checkpoint or the folder above it; `hf` has config.json, in which the fields of `override` are
     changed (`config.override`), tokenizer and the other files, and is left out for a checkpoint that `to_megatron`
-    made. Tensors go to the files that its index names, else to files of
-    `shard_bytes`. Raises ConfigError if `out` exists, DataError naming a file that is cut short.
+    made. Tensors go to the files that its index names, else to files of `shard_bytes`. Raises ConfigError if `out`
+    exists, DataError naming a file that is cut short.
     """
     started = time.perf_counter()
     checkpoint = _find_checkpoint(megatron)
@@ -131,7 +131,7 @@ def to_hf(
         raise ConfigError(
             f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; name a model folder with --hf."
         )
-    model = read_model_shape(beside)
+    model = read_model_shape(beside, override)
     with new_folder(out) as manifest, _checked(root):
         source = CheckpointReader(checkpoint, model)
         dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}

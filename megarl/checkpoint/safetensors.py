@@ -69,13 +69,20 @@ class FolderReader:
         self._open.clear()
 
 
-def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -> None:
+def load(
+    folder: str | Path,
+    layout: Layout,
+    parameters: Mapping[str, Tensor],
+    *,
+    override: Mapping[str, Any] | None = None,
+) -> None:
     """Load a rank's parameters from a model folder: reads only the rank's boxes, casts to each parameter's dtype.
 
     `layout` is the rank's of `megatron_layouts`, `parameters` its live tensors. A value head is left as it is where the
-    folder's model has none. Raises DataError for a bad folder, and for a weight that is not finite.
+    folder's model has none. `override` are fields of config.json with other values (`config.override`). Raises
+    DataError for a bad folder, and for a weight that is not finite.
     """
-    model = read_model_shape(folder)
+    model = read_model_shape(folder, override)
     reader = FolderReader(folder, model)
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
@@ -91,12 +98,12 @@ def load(folder: str | Path, layout: Layout, parameters: Mapping[str, Tensor]) -
             )
 
 
-def head_rows(folder: str | Path, rows: range) -> Tensor:
+def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | None = None) -> Tensor:
     """The rows of these tokens of a language model's head, [rows, hidden_size], as the folder stores them.
 
-    Raises DataError for a bad folder.
+    `override` as in `load`. Raises DataError for a bad folder.
     """
-    model = read_model_shape(folder)
+    model = read_model_shape(folder, override)
     name = EMBEDDING if model.tie_word_embeddings else HEAD
     whole = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
     return whole[rows.start : rows.stop].clone()

@@ -22,7 +22,7 @@ from megarl.cluster.launchers import start_ranks
 from megarl.config import Recipe
 from megarl.config.formulas import either
 from megarl.config.parallel import ParallelConfig
-from megarl.config.recipe import to_yaml
+from megarl.config.recipe import read, to_yaml
 from megarl.data.chat import tokenizer_of
 from megarl.environments.shared import close_shared
 from megarl.files.atomic import append_whole, replace_text, storage_faults_named
@@ -69,7 +69,8 @@ def prepare(
     `recipe` is a YAML file or a run's folder. `options` are values of fields of `evaluation`, by dotted name, of all
     sources; `sets` names validation sets, all if empty. `out` must be free; left out, it is a new folder in
     `evaluations/` of the run, or of the current folder. Raises DataError where there is no model, ConfigError or
-    DataError for all that the recipe, its files and the sets lack.
+    DataError for all that the recipe, its files and the sets lack. The recipe's `model.override_config` is for its own
+    model alone, unless it is among the `overrides`.
     """
     folder = model_folder(model if model.exists() else Path(found_folder(str(model))), is_best=is_best)
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
@@ -91,6 +92,12 @@ def prepare(
         loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"train": first})})
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
+    is_override_given = any(override.startswith("model.override_config") for override in overrides)
+    own = read(file, overrides, is_of_run=recipe.is_dir()).recipe.model.folder
+    if not is_override_given and Path(own).resolve() != folder.resolve():
+        # It is of the recipe's model; one that was exported from it has the changed fields already.
+        changed = loaded.model.model_copy(update={"override_config": {}})
+        loaded = loaded.model_copy(update={"model": changed})
     layout = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
     written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")

@@ -20,7 +20,7 @@ from megarl.config.recipe import error_page
 from megarl.data.chat import tokenizer_of
 from megarl.data.packing import attention_ratio
 from megarl.environments.shared import close_shared
-from megarl.families.shape import read_model_shape
+from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
@@ -65,7 +65,7 @@ async def run(
             async with _started(recipe, layout, folder, origin, stacks, display) as session:
                 await LOOPS[recipe.loop](session)
                 await session.checkpoints.complete(wait=True)
-                with display.phase("exporting the model"):
+                with display.phase("exporting the model", is_told=True):
                     await _export(session)
                 session.tracker.summary(_next_commands(folder), has_model=recipe.train.steps > 0)
 
@@ -127,7 +127,7 @@ async def _started(
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
-        with display.phase("reading data"):
+        with display.phase("reading data", is_told=True):
             data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
             with display.phase(f"starting {_ranks(recipe)}", is_told=True):
@@ -185,7 +185,11 @@ async def _started(
 
 def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
     """The models that a recipe has, by name."""
-    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
+
+    def shape_of(folder: str) -> ModelShape:
+        return read_model_shape(folder, recipe.override_of(folder))
+
+    shape = shape_of(recipe.model.folder)
     policy = RankModel(
         ranks,
         layout,
@@ -196,26 +200,21 @@ def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[
         shape=shape.with_value_head() if recipe.loop == "reward_model" else shape,
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
-    shapes = {
-        "critic": read_model_shape(recipe.further_models.get("critic.path", recipe.model.folder)).with_value_head(),
-        "reward_model": read_model_shape(recipe.further_models.get("reward.model", recipe.model.folder)),
-    }
-    has = {
-        "reference": recipe.has_reference,
-        "critic": recipe.has_critic,
-        "reward_model": "reward.model" in recipe.further_models,
-    }
-    others = [name for name, is_there in has.items() if is_there]
+    shapes: dict[str, ModelShape] = {}
+    if recipe.has_reference:
+        shapes["reference"] = shape
+    if recipe.has_critic:
+        shapes["critic"] = shape_of(recipe.further_models.get("critic.path", recipe.model.folder)).with_value_head()
+    if (reward_model := recipe.further_models.get("reward.model")) is not None:
+        shapes["reward_model"] = shape_of(reward_model)
     models = {"policy": policy} | {
-        name: replace(policy, name=name, shape=shapes.get(name, shape), update_passes=3.0) for name in others
+        name: replace(policy, name=name, shape=own, update_passes=3.0) for name, own in shapes.items()
     }
     teacher = policy
     if recipe.distillation.sizes:
         own = recipe.for_teachers
         teacher = replace(policy, layout=layout_of(own), row_multiple=row_multiple(own))
-    models |= {
-        name: replace(teacher, name=name, shape=read_model_shape(folder)) for name, folder in recipe.teachers.items()
-    }
+    models |= {name: replace(teacher, name=name, shape=shape_of(folder)) for name, folder in recipe.teachers.items()}
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
         models["policy"] = replace(policy, keeps_samples=is_of_sequences(policy_loss))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +110,26 @@ class Save:
             self._results.put(written)
 
 
+@contextmanager
+def moved_in_memory(models: Mapping[str, Model]) -> Iterator[None]:
+    """Within, frozen models that have moved, and so are saved, are on the device; the others stay where they wait.
+
+    Tensors on the device are copied before a save goes on in the background.
+    """
+    with ExitStack() as stack:
+        for name in _moved(models):
+            stack.enter_context(models[name].in_memory())
+        yield
+
+
 def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any) -> Save:
     """Plan the save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
     Names of the `models` stand before their tensors' names, an empty one leaves them Megatron's. Of frozen models those
-    that have moved are saved. `layout` says in words how the ranks share the state: random numbers are read back where
+    that have moved are saved, within `moved_in_memory`. `layout` says in words how the ranks share the state: random numbers are read back where
     it is the same. Raises DiskFullError.
     """
-    moved = [name for name, model in models.items() if isinstance(model, FrozenModel) and model.has_moved]
+    moved = _moved(models)
     state = _sharded_states(_learnt(models, moved), is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
     # Megatron's own queue of results is a process of its own.
@@ -144,16 +157,24 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     common = dist_checkpointing.load_common_state_dict(str(folder))
     # Before references moved there was no list of them.
     saved = _learnt(models, common.get("moved", ()))
-    request = _sharded_states(saved, is_loading=True)
-    if common["layout"] == layout:
-        request["random"] = _random_states()
-    state = dist_checkpointing.load(request, str(folder))
-    assert isinstance(state, dict)
-    for name, model in saved.items():
-        _restore(model, state[name] if name else state)
+    with ExitStack() as stack:
+        for model in saved.values():
+            if isinstance(model, FrozenModel):
+                stack.enter_context(model.in_memory())
+        request = _sharded_states(saved, is_loading=True)
+        if common["layout"] == layout:
+            request["random"] = _random_states()
+        state = dist_checkpointing.load(request, str(folder))
+        assert isinstance(state, dict)
+        for name, model in saved.items():
+            _restore(model, state[name] if name else state)
     if "random" in state:
         _set_random_states(state["random"])
     return state["driver"]
+
+
+def _moved(models: Mapping[str, Model]) -> list[str]:
+    return [name for name, model in models.items() if isinstance(model, FrozenModel) and model.has_moved]
 
 
 def _learnt(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:

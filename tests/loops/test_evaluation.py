@@ -51,6 +51,15 @@ def test_a_recipe_is_prepared_for_another_model_without_its_training_data(
     assert again.folder == Path("evaluations") / f"{tiny_model().name}_small_2" and again.sets == {"easy", "hard"}
 
 
+def test_another_model_keeps_its_own_config(recipe: Path, tiny_model: Callable[..., Path]) -> None:
+    own, given = ["model.override_config.rope_theta=5.0e5"], f"model.path={tiny_model()}"
+    sections = yaml.safe_load(recipe.read_text())
+    sections["model"]["override_config"] = {"rope_theta": 3e5}
+    recipe.write_text(yaml.safe_dump(sections))
+    found = [prepare(tiny_model(), recipe, overrides, options={}) for overrides in ([], own, [given])]
+    assert [of.recipe.model.override_config for of in found] == [{}, {"rope_theta": 5e5}, {"rope_theta": 3e5}]
+
+
 def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     run = tmp_path / "runs/a"
     shutil.copytree(tiny_model(), run / "hf_best")

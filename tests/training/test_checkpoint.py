@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,21 @@ def build_frozen(recipe: Recipe, layout: ParallelConfig, scale: float) -> Any:
     return policy, reference
 
 
+def visits_of(reference: Any) -> list[None]:
+    """Grows whenever a frozen model goes onto the device."""
+    visits: list[None] = []
+    in_memory = reference.in_memory
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        visits.append(None)
+        with in_memory():
+            yield
+
+    reference.in_memory = counted
+    return visits
+
+
 def mixed(before: torch.Tensor, policy: torch.Tensor, share: float) -> torch.Tensor:
     return (share * policy.double() + (1 - share) * before.double()).to(before.dtype)
 
@@ -229,9 +245,12 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     update(policy, layout, 1)
     (folder / "unmoved").mkdir(exist_ok=True)
     checkpoint_of = {"": policy, "reference": reference}
-    save = checkpoint.stage(folder / "unmoved", checkpoint_of, str(layout))
-    save.write(asynchronous=False)
+    visits = visits_of(reference)
+    with checkpoint.moved_in_memory(checkpoint_of):
+        save = checkpoint.stage(folder / "unmoved", checkpoint_of, str(layout))
+        save.write(asynchronous=False)
     save.finish()
+    num_visits = [len(visits)]
     before = {name: value.detach().clone() for name, value in reference.parameters.items()}
     reference.move_towards(policy.parameters, 0.25)
     errors = [
@@ -239,29 +258,29 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
         for name, value in reference.parameters.items()
     ]
     (folder / "moved").mkdir(exist_ok=True)
-    with reference.in_memory():
+    with checkpoint.moved_in_memory(checkpoint_of):
         save = checkpoint.stage(folder / "moved", checkpoint_of, str(layout))
         save.write(asynchronous=True)
+    num_visits.append(len(visits))
     saved = {name: value.detach().clone() for name, value in reference.parameters.items()}
     # A save under way must not see the next move.
     reference.move_towards(policy.parameters, 1.0)
     save.finish()
     is_policy = all(torch.equal(value, policy.parameters[name]) for name, value in reference.parameters.items())
-    return {"before": before, "errors": errors, "saved": saved, "is_policy": is_policy}
+    return {"before": before, "errors": errors, "saved": saved, "is_policy": is_policy, "visits": num_visits}
 
 
-def load_moved(recipe: Recipe, sizes: Sizes, folder: Path) -> list[tuple[bool, dict[str, torch.Tensor]]]:
-    """Whether a reference has moved that is read from each folder, and its parameters."""
+def load_moved(recipe: Recipe, sizes: Sizes, folder: Path) -> list[tuple[bool, int, dict[str, torch.Tensor]]]:
+    """Of a reference that is read from each folder: whether it has moved, its visits so far, and its parameters."""
     from megarl.training import checkpoint
 
     layout = layout_of(sizes)
     policy, reference = build_frozen(recipe, layout, 0.5)
-    found = []
+    found, visits = [], visits_of(reference)
     for name in ("unmoved", "moved"):
-        with reference.in_memory():
-            checkpoint.restore(folder / name, {"": policy, "reference": reference}, str(layout))
+        checkpoint.restore(folder / name, {"": policy, "reference": reference}, str(layout))
         parameters = {key: value.detach().clone() for key, value in reference.parameters.items()}
-        found.append((reference.has_moved, parameters))
+        found.append((reference.has_moved, len(visits), parameters))
     return found
 
 
@@ -276,8 +295,10 @@ def test_a_reference_that_moved_is_saved_and_comes_back(
     for of_rank, loaded in zip(saved, ranks.run(load_moved, recipe, sizes, tmp_path, world_size=2), strict=True):
         # Summed in float32, then rounded once.
         assert max(of_rank["errors"]) <= (1e-7 if dtype == "float32" else 2**-9) and of_rank["is_policy"]
-        (has_moved, unmoved), (has_moved_now, moved) = loaded
+        (has_moved, visits, unmoved), (has_moved_now, visits_now, moved) = loaded
         assert (has_moved, has_moved_now) == (False, True)
+        # One that stays as it is is not brought onto the device.
+        assert of_rank["visits"] == [visits, visits_now] == [0, 1]
         assert_equal(unmoved, of_rank["before"])
         assert_equal(moved, of_rank["saved"])
 
