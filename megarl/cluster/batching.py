@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,10 @@ from megarl.types import MegarlError
 
 @dataclass(slots=True)
 class Work:
-    """The trainer's passes since they were last counted: tokens of updates, and model FLOPs of these and of scoring."""
+    """The trainer's passes since they were last counted.
+
+    Tokens of the policy's updates, and model FLOPs of all updates and of scoring.
+    """
 
     update_tokens: int = 0
     flops: float = 0.0
@@ -30,6 +34,15 @@ class Work:
         taken = Work(self.update_tokens, self.flops)
         self.update_tokens, self.flops = 0, 0.0
         return taken
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within, passes are not counted: those of an evaluation."""
+        before = self.update_tokens, self.flops
+        try:
+            yield
+        finally:
+            self.update_tokens, self.flops = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,9 @@ class RankModel:
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch.lengths, self.together)
         rows = [[batch.select(row) for row in replica] for replica in packed]
-        self.work.update_tokens += len(batch.token_ids)
+        if self.name == "policy":
+            # A critic learns of the same tokens: they count once.
+            self.work.update_tokens += len(batch.token_ids)
         self._count(batch, self.update_passes)
         results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl)
         return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)

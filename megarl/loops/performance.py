@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from megarl.cluster.activity import Activity
@@ -32,24 +33,23 @@ METRICS = {
     "time/ranks_idle": ("share", "the step's time in which ranks carried out no call of the driver, mean over ranks"),
     "memory/PHASE_gib": (
         "GiB",
-        "most memory in use in a phase, of the rank with the most: the device's, on a CPU the process's",
+        "most memory in use in a phase, of the rank with the most: the device's, on a CPU the process's; scoring "
+        "passes of an evaluation count as logprobs",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 _PHASES = {
     "advance": "rollout",
-    "policy.forward": "logprobs",
-    "reference.forward": "logprobs",
-    "reward_model.forward": "logprobs",
-    "critic.forward": "logprobs",
-    "policy.update": "train",
-    "critic.update": "train",
+    "forward": "logprobs",
+    "forward_with_entropies": "logprobs",
+    "teach": "train",
+    "update": "train",
     "reshard": "reshard",
     "save_checkpoint": "checkpoint",
     "export": "export",
 }
-"""The phase that a call of the ranks belongs to."""
+"""The phase that a call of the ranks belongs to, of a model's by its method: `policy.update` by `update`."""
 
 
 class Performance:
@@ -61,6 +61,7 @@ class Performance:
         self._peak_tflops = recipe.cluster.peak_tflops
         self._knows_peak = self._peak_tflops is not None
         self._has_begun = False
+        self._first_began: float | None = None
 
     async def begin(self) -> None:
         """A step begins: what was before the first, the start and its evaluation, is no step's."""
@@ -69,9 +70,15 @@ class Performance:
             await self._ranks.call("__activity__")
             await self._ranks.call("engine_metrics")
             self._work.take()
+            self._first_began = time.monotonic()
 
     async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Of the time since the call before; `seconds` are the step's times and `scalars` its metrics."""
+        if self._first_began is not None:
+            # The time of a run's first step is counted from the run's start.
+            own = time.monotonic() - self._first_began
+            seconds = {**seconds, "time/step_seconds": min(own, seconds["time/step_seconds"])}
+            self._first_began = None
         await self._ask_for_peak()
         activities: list[Activity] = await self._ranks.call("__activity__")
         engines = values(merge(await self._ranks.call("engine_metrics")))
@@ -110,7 +117,7 @@ def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
     found: dict[str, float] = {}
     for activity in activities:
         for method, num_bytes in activity.peak_bytes.items():
-            if (phase := _PHASES.get(method)) is not None:
+            if (phase := _PHASES.get(method.rpartition(".")[2])) is not None:
                 name = f"memory/{phase}_gib"
                 found[name] = max(found.get(name, 0.0), num_bytes / 2**30)
     return found

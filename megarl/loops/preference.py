@@ -32,7 +32,9 @@ async def train(session: Session) -> None:
     for number in session.steps:
         async with session.step(number) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
-            batch = await with_reference(session, _batch([answers[index] for index in order.batch(number - 1)]))
+            batch = _batch([answers[index] for index in order.batch(number - 1)])
+            with tracker.phase("logprobs"):
+                await _add_reference(session, batch)
             is_judged = recipe.sequences_per_example == 1
             kto_kl = await _divergence(session, batch) if is_judged else None
             with tracker.phase("train"):
@@ -53,12 +55,10 @@ def _batch(answers: Sequence[Answers]) -> TokenBatch:
     return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
 
 
-async def with_reference(session: Session, batch: TokenBatch) -> TokenBatch:
-    """The batch, with the reference's log-probs where the loss needs them."""
+async def _add_reference(session: Session, batch: TokenBatch) -> None:
+    """Give a batch the reference's log-probs where the loss needs them."""
     if session.recipe.has_reference:
-        with session.tracker.phase("logprobs"):
-            batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
-    return batch
+        batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
 
 
 async def _divergence(session: Session, batch: TokenBatch) -> float:
@@ -75,10 +75,11 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
         prompt, answer = tokens[one][: masks[one].argmax()], tokens[other][masks[other]]
         together = np.concatenate([prompt, answer])[:longest]
         mismatched.append(TrainingSequence(together, np.arange(len(together)) >= len(prompt)))
-    with_held = await with_reference(session, TokenBatch.from_sequences(mismatched))
+    batch = TokenBatch.from_sequences(mismatched)
     with session.tracker.phase("logprobs"):
-        policy = await session.models["policy"].forward(with_held)
-    return max(0.0, float(np.mean(_worths(with_held, policy))))
+        await _add_reference(session, batch)
+        logprobs = await session.models["policy"].forward(batch)
+    return max(0.0, float(np.mean(_worths(batch, logprobs))))
 
 
 async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
@@ -88,10 +89,12 @@ async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]])
     reward model: the rate of pairs whose chosen answer has the higher score.
     """
     scalars: dict[str, float] = {}
-    with session.tracker.phase("evaluation"):
+    policy = session.models["policy"]
+    with session.tracker.phase("evaluation"), policy.work.uncounted():
         for name, answers in held_out.items():
-            batch = await with_reference(session, _batch(answers))
-            worth = _worths(batch, await session.models["policy"].forward(batch))
+            batch = _batch(answers)
+            await _add_reference(session, batch)
+            worth = _worths(batch, await policy.forward(batch))
             good, bad = worth[::2], worth[1::2]
             if session.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0

@@ -34,17 +34,28 @@ async def profiled(ranks: WorkerGroup, folder: RunFolder, tracker: Tracker, numb
         Track(f"rank {rank} on {ranks.topology[rank][0]}", spans).moved(offset)
         for rank, ((_, spans), offset) in enumerate(zip(of_ranks, offsets, strict=True))
     ]
-    share = covered(tracks, whole)
+    share, of_ranks_alone = covered(tracks, whole), covered(tracks[1:], whole)
+    facts = {"step": number, "covered": share, "covered_by_ranks": of_ranks_alone}
     path = folder.profiles_folder / f"step_{number:06d}.json"
     path.parent.mkdir(exist_ok=True)
-    replace_text(path, json.dumps(chrome_trace(tracks, whole, {"step": number, "covered": share})))
-    tracker.tell(f"profile of step {number}: {path}, {share:.1%} of its time in spans; open it in ui.perfetto.dev")
+    replace_text(path, json.dumps(chrome_trace(tracks, whole, facts)))
+    tracker.tell(
+        f"profile of step {number}: {path}, {share:.1%} of its time in spans, {of_ranks_alone:.1%} in calls of ranks; "
+        "open it in ui.perfetto.dev"
+    )
 
 
 async def _begin(ranks: WorkerGroup) -> list[float]:
     """Have the ranks record. Returns by how many seconds the driver's clock is ahead of each rank's."""
-    asked = time.monotonic()
-    clocks = [clock for clock, _ in await ranks.call("__spans__", True)]
-    answered = time.monotonic()
+    # The first answers wait for whatever the ranks are busy with; the second tell the time.
+    rounds = [await _ask_clocks(ranks) for _ in range(2)]
+    asked, answered, clocks = min(rounds, key=lambda told: told[1] - told[0])
     found = [(asked + answered) / 2 - clock for clock in clocks]
     return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, answered - asked) else offset for offset in found]
+
+
+async def _ask_clocks(ranks: WorkerGroup) -> tuple[float, float, list[float]]:
+    """When the ranks, which now record, were asked for their clocks, when the last answered, and the clocks."""
+    asked = time.monotonic()
+    clocks = [clock for clock, _ in await ranks.call("__spans__", True)]
+    return asked, time.monotonic(), clocks

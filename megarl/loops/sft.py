@@ -83,9 +83,10 @@ async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
 async def _losses(session: Session, held_out: HeldOut) -> dict[str, float]:
     """`val/SET/loss` of each set of held-out conversations: nats per token of the assistant."""
     scalars: dict[str, float] = {}
-    with session.tracker.phase("evaluation"):
+    policy = session.models["policy"]
+    with session.tracker.phase("evaluation"), policy.work.uncounted():
         for name, sequences in held_out.items():
             batch = TokenBatch.from_sequences(sequences)
-            logprobs = await session.models["policy"].forward(batch)
+            logprobs = await policy.forward(batch)
             scalars[f"val/{name}/loss"] = -float(logprobs[batch.loss_mask].mean(dtype=np.float64))
     return scalars

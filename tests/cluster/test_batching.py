@@ -10,12 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.batching import RankModel
+from megarl.cluster.batching import RankModel, Work
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
+from megarl.families.shape import shape_from_config
 from megarl.tracking.metrics import Sum
 from megarl.types import MegarlError, TrainingSequence
 
+SHAPE = shape_from_config(
+    {
+        "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 32,
+    }
+)  # fmt: skip
 LENGTHS = [5, 2, 9, 4, 7, 3, 8, 6]
 LAYOUTS = [
     pytest.param(ParallelConfig(1, 1, 1, 1), id="one rank"),
@@ -95,6 +102,20 @@ def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
         padded = -(-row.lengths // layout.sequence_multiple) * layout.sequence_multiple
         assert -(-padded.sum() // layout.tp) * layout.tp <= 14
     assert len({len(rows) for rows in ranks.rows}) == 1
+
+
+def test_tokens_of_updates_are_the_policy_s_and_an_evaluation_counts_nothing() -> None:
+    layout = ParallelConfig(1, 1, 1, 1)
+    policy = RankModel(Ranks(layout), layout, 14, shape=SHAPE)  # type: ignore[arg-type]
+    critic = replace(policy, name="critic")
+    asyncio.run(policy.update(batch(LENGTHS)))
+    of_update = replace(policy.work)
+    assert of_update.update_tokens == sum(LENGTHS) and of_update.flops > 0
+    asyncio.run(critic.update(batch(LENGTHS)))
+    assert policy.work == Work(sum(LENGTHS), 2 * of_update.flops)
+    with policy.work.uncounted():
+        asyncio.run(policy.forward(batch(LENGTHS)))
+    assert policy.work == Work(sum(LENGTHS), 2 * of_update.flops)
 
 
 SEGMENTS = [(5, 4), (3,), (6, 2, 3), (7,), (2, 2), (9,), (4, 4), (1,)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from inspect import iscoroutinefunction
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 
 from megarl.cluster.activity import Activity
-from megarl.cluster.batching import Work
+from megarl.cluster.batching import RankModel, Work
 from megarl.config import Recipe
-from megarl.loops.performance import Performance
+from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
+from megarl.loops.performance import Performance, peak_memory
 from megarl.tracking.metrics import Max, Sum
+from megarl.types import TrainingSequence
 
 SECONDS = {
     "time/step_seconds": 10.0, "time/rollout_seconds": 5.0, "time/logprobs_seconds": 1.0, "time/train_seconds": 3.0,
@@ -69,6 +73,39 @@ def test_a_step_is_measured() -> None:
         }
     )
     assert "perf/tflops_per_rank" not in second and second["perf/rollout_tokens_per_second_per_rank"] == 40.0
+
+
+def test_every_call_of_a_model_belongs_to_a_phase() -> None:
+    class AskedError(Exception):
+        pass
+
+    class Recorder:
+        async def scatter(self, method: str, *_: Any) -> None:
+            raise AskedError(method)
+
+    layout = ParallelConfig(1, 1, 1, 1)
+    model = RankModel(Recorder(), layout, 64, name="teacher3")  # type: ignore[arg-type]
+    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(4), np.arange(4) > 1)])
+    calls = [name for name, call in vars(RankModel).items() if iscoroutinefunction(call) and name[0] != "_"]
+    assert {"update", "forward"} <= set(calls)
+    for name in calls:
+        with pytest.raises(AskedError) as asked:
+            asyncio.run(getattr(model, name)(batch))
+        assert len(peak_memory([Activity(1.0, {str(asked.value): GIB})])) == 1, name
+
+
+def test_a_first_step_s_throughput_is_without_the_start() -> None:
+    recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
+    work = Work()
+    performance = Performance(recipe, Ranks((None, None)), {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
+    asyncio.run(performance.begin())
+    rates = []
+    for _ in range(2):
+        work.update_tokens = 600
+        found = asyncio.run(performance.of_step(SECONDS, {}))
+        rates.append(found["perf/tokens_per_second_per_rank"])
+    # The 10 seconds that the tracker counts are, of the first step, those since the start of the run.
+    assert rates[0] > 100 and rates[1] == 30
 
 
 @pytest.mark.parametrize(
