@@ -82,6 +82,9 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     algorithm.old_logprobs rollout the share of the first update's tokens which did not wait.
     """
     found = values(merge(updates))
+    if len(updates) == 1:
+        # Measured in the pass before the update: there the policy is still that of before the step.
+        found.pop("kl/update", None)
     gap = {
         name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
     }

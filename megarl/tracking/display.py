@@ -1,12 +1,14 @@
 """A run's progress on the screen: a live line below the others on a terminal, plain lines alone elsewhere.
 
 The live line has what the run is at and for how long, the step, the time left and the course of the reward. A step's
-own line shows together what gives a hacked reward away: reward, accuracy, length, share of truncated, KL, entropy.
+own line shows together what gives a hacked reward away: reward, accuracy, length, share of truncated, KL where there is
+one, the gap between trainer and engine, entropy.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ STEP_LINE = (
     ("length", ("rollout/completion_tokens/mean",)),
     ("truncated", ("rollout/truncated",)),
     ("KL", ("kl/reference", "kl/update")),
+    ("gap", ("logprob_gap/mean",)),
     ("entropy", ("train/entropy",)),
     ("tokens/s/rank", ("perf/tokens_per_second_per_rank",)),
 )
@@ -50,6 +53,8 @@ class Closing(NamedTuple):
     """The first and the last accuracy of each validation set."""
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
+    resumed_step: int = 0
+    """The step that the run went on from; 0: it is its first attempt."""
 
 
 class Display:
@@ -73,8 +78,8 @@ class Display:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a terminal that a line can be rewritten on."""
-        return self.console.is_terminal and not self.console.is_dumb_terminal
+        """Whether there is a terminal that a line can be rewritten on, whatever colours are forced."""
+        return self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty()
 
     @contextmanager
     def live(self) -> Iterator[None]:
@@ -88,7 +93,8 @@ class Display:
             refresh_per_second=_REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=False,
-            redirect_stderr=False,
+            # Lines of libraries would be written into the live one; a file that they go to keeps them.
+            redirect_stderr=sys.stderr.isatty(),
         ) as live:
             live.refresh()
             yield
@@ -136,8 +142,7 @@ class Display:
     def close(self, closing: Closing) -> None:
         """Print the summary of a finished run."""
         seconds = round(self._clock() - self._began)
-        steps = f"{self._step} steps" if self._step else "evaluation"
-        rows = [("done", f"{steps} in {timedelta(seconds=seconds)}")]
+        rows = [("done", f"{self._told_steps(closing.resumed_step)} in {timedelta(seconds=seconds)}")]
         if closing.model is not None:
             rows.append(("model", closing.model))
         for name, (before, after) in closing.accuracies.items():
@@ -161,7 +166,16 @@ class Display:
             words.append(f"{timedelta(seconds=round(left))} left")
         if self._course:
             words.append(f"{self._sparkline()} {self._course[-1]:.4g}")
-        return Text("  ".join(words), style="dim", no_wrap=True, overflow="ellipsis")
+        return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
+
+    def _told_steps(self, resumed_step: int) -> str:
+        """The steps of this attempt in words."""
+        if self._steps == 0:
+            return "evaluation"
+        last = self._step or 0
+        if not resumed_step:
+            return f"{last} steps"
+        return f"steps {resumed_step + 1} to {last}" if last > resumed_step else f"no step after {resumed_step}"
 
     def _has_line(self, step: int, row: Mapping[str, float]) -> bool:
         if self._steps is None or self._steps <= MOST_LINES:
@@ -199,9 +213,10 @@ class Display:
 
     def _sparkline(self) -> str:
         blocks = _BLOCKS if (self.console.encoding or "").lower().startswith("utf") else _BLOCKS_ASCII
-        least, most = min(self._course), max(self._course)
+        course = tuple(self._course)  # another thread may add to it
+        least, most = min(course), max(course)
         scale = (len(blocks) - 1) / (most - least) if most > least else 0.0
-        return "".join(blocks[round((value - least) * scale)] for value in tuple(self._course))
+        return "".join(blocks[round((value - least) * scale)] for value in course)
 
 
 def is_accuracy(name: str) -> bool:

@@ -159,7 +159,8 @@ class Tracker:
         """Print what the finished run has come to and what may be run next."""
         model = str(self._folder.model_folder) if has_model else None
         accuracies = self._first_and_last_accuracies()
-        self._display.close(Closing(model, accuracies, self._total_seconds, next_commands))
+        resumed_step = self._folder.resumed_step
+        self._display.close(Closing(model, accuracies, self._total_seconds, next_commands, resumed_step))
 
     def _add_to_totals(self, timing: Mapping[str, float]) -> None:
         """Add a step's time by phase; what no phase counts is `other`."""

@@ -41,7 +41,8 @@ METRICS = {
     ),
     "kl/update": (
         "nats",
-        "divergence of the policy from that of before the step's updates, estimated by k3, mean over tokens",
+        "divergence of the policy, before each update, from that of before the step's first, estimated by k3, mean "
+        "over tokens; where a step has several updates and algorithm.old_logprobs is trainer",
     ),
     "kl/capped": ("share", "tokens whose estimate algorithm.k3_max holds"),
     "logprob_gap/max": ("nats", "the largest distance of the trainer's log-prob of a token from the engine's"),
@@ -117,8 +118,9 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             loss = loss * weights
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {
             "train/entropy": entropies.detach(),
-            "kl/update": k3(old_logprobs, policy_logprobs.detach()),
         }
+        if config.old_logprobs == "trainer":
+            metrics["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
         if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, given["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * divergence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -37,6 +38,8 @@ with display.live():
         pass
     display.step(1, {"reward/mean": 0.25, "time/step_seconds": 1.0})
     display.warn("look out")
+    if display.is_live:
+        print("from elsewhere", file=sys.stderr)
     display.begin_step(2)
     with display.phase("half"):
         assert not display.is_live or seen.wait(60)
@@ -67,6 +70,7 @@ def test_on_a_terminal_a_line_is_rewritten_below_those_that_stay() -> None:
     assert [re.sub(r"  [\d.]+ s.*", "", line) for line in lines if line] == [
         "step 1/3  reward 0.25",
         "warning: look out",
+        "from elsewhere",
         "step 2/3  reward 0.75",
         "and then",
     ]
@@ -74,14 +78,15 @@ def test_on_a_terminal_a_line_is_rewritten_below_those_that_stay() -> None:
     assert "\x1b[?25l" not in written
 
 
-@pytest.mark.parametrize("terminal", ["pipe", "dumb"])
+@pytest.mark.parametrize("terminal", ["pipe", "pipe that colours are forced on", "dumb"])
 def test_elsewhere_there_are_plain_lines_alone(terminal: str) -> None:
     command = [sys.executable, "-c", RUN]
     if terminal == "dumb":
         code, written = run_in_terminal(["env", "TERM=dumb", *command], ROOT)
         written = written.replace("\r\n", "\n")
     else:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        environment = os.environ | ({"FORCE_COLOR": "1"} if "forced" in terminal else {})
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
         code, written = done.returncode, done.stdout
     assert code == 0 and "\r" not in written and "\x1b[2K" not in written
     lines = re.sub(r"\x1b\[[0-9;]*m", "", written).splitlines()
@@ -136,6 +141,18 @@ def test_the_live_line_counts_down_and_shows_the_course_of_the_reward() -> None:
     assert display.status().plain.endswith("▁▃▅▆█ 0.625")
 
 
+def test_a_narrow_terminal_without_unicode_has_a_live_line_too() -> None:
+    written = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(written, encoding="ascii"), width=30, force_terminal=True)
+    display = Display(console)
+    for step in range(1, 6):
+        display.step(step, {"reward/mean": step / 8, "time/step_seconds": 10.0})
+    with display.phase("a phase whose name is longer than the line"):
+        console.print(display.status())
+    console.file.flush()
+    assert b"a phase whose name" in written.getvalue()
+
+
 def lines_of(steps: int, row: Mapping[int, Mapping[str, float]]) -> list[int]:
     """The steps that have a line in a run of so many."""
     display, _, text = displayed()
@@ -149,6 +166,26 @@ def test_long_runs_have_fewer_lines() -> None:
     assert lines_of(MOST_LINES, {}) == list(range(1, MOST_LINES + 1))
     evaluated = {7: {"val/easy/accuracy": 0.5}}
     assert lines_of(10 * MOST_LINES, evaluated) == [1, 2, 7, *range(10, 10 * MOST_LINES + 1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "resumed_step", "last", "told"),
+    [
+        (100, 0, 100, "100 steps in"),
+        (100, 80, 100, "steps 81 to 100 in"),
+        (100, 100, None, "no step after 100 in"),
+        (100, 100, 100, "no step after 100 in"),
+        (0, 0, None, "evaluation in"),
+    ],
+)
+def test_a_summary_has_the_steps_of_its_attempt(steps: int, resumed_step: int, last: int | None, told: str) -> None:
+    display, _, text = displayed()
+    display.begin_steps(steps)
+    if last is not None:
+        display.step(last, {"time/step_seconds": 1.0})
+    text.truncate(0)
+    display.close(Closing(None, {}, {}, [], resumed_step))
+    assert text.getvalue().replace("\0", "").startswith(f"done      {told} 0:00:00")
 
 
 def test_a_summary_closes_the_run() -> None:
