@@ -76,6 +76,7 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
         shape = shape_from_config(overridden(config, override or {}))
+        _check_override(override or {}, shape)
     except KeyError as error:
         raise DataError(f"{path}: field {error} is missing. {_COPY_AGAIN}") from None
     except DataError as error:
@@ -127,6 +128,13 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         shared_intermediate_size=experts.shared_intermediate_size,
     )
     return shape.with_value_head() if has_value_head else shape
+
+
+def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
+    """Raise DataError for a changed field that this model does not read."""
+    idle = [name for name in ("num_experts_per_tok", "norm_topk_prob") if name in override]
+    if idle and not shape.num_experts:
+        raise DataError(f"{idle[0]} does nothing in a dense model; leave it out.")
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:

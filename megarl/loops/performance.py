@@ -20,7 +20,8 @@ METRICS = {
     "perf/train_tokens_per_second_per_rank": ("tokens/s", "the same by the time of the phase train alone"),
     "perf/rollout_tokens_per_second_per_rank": (
         "tokens/s",
-        "sampled tokens by the time of the phase rollout and the ranks",
+        "sampled tokens by the time of the phase rollout and the ranks; where attempts go on from step to step "
+        "(rollout.stragglers) by rollout/open_seconds",
     ),
     "perf/tflops_per_rank": (
         "TFLOP/s",
@@ -60,6 +61,7 @@ class Performance:
         self._work = models["policy"].work
         self._peak_tflops = recipe.cluster.peak_tflops
         self._knows_peak = self._peak_tflops is not None
+        self._goes_on = recipe.rollout.stragglers != "wait"
         self._has_begun = False
         self._first_began: float | None = None
 
@@ -95,6 +97,9 @@ class Performance:
         if work.update_tokens and train:
             metrics["perf/tokens_per_second_per_rank"] = work.update_tokens / whole / num_ranks
             metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_ranks
+        if self._goes_on:
+            # They are sampled from the reshard on, before the phase begins.
+            rollout = max(rollout, scalars.get("rollout/open_seconds", 0.0))
         if rollout and "rollout/sampled_tokens" in scalars:
             metrics["perf/rollout_tokens_per_second_per_rank"] = scalars["rollout/sampled_tokens"] / rollout / num_ranks
         if work.flops and train + scoring:

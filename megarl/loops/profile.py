@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.files.atomic import replace_text
-from megarl.platform.spans import record
+from megarl.platform.spans import record, seconds_of_a_span
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trace import Track, chrome_trace, covered
 from megarl.tracking.tracker import Tracker
@@ -35,7 +35,13 @@ async def profiled(ranks: WorkerGroup, folder: RunFolder, tracker: Tracker, numb
         for rank, ((_, spans), offset) in enumerate(zip(of_ranks, offsets, strict=True))
     ]
     share, of_ranks_alone = covered(tracks, whole), covered(tracks[1:], whole)
-    facts = {"step": number, "covered": share, "covered_by_ranks": of_ranks_alone}
+    facts = {
+        "step": number,
+        "covered": share,
+        "covered_by_ranks": of_ranks_alone,
+        "spans": [len(track.spans) for track in tracks],
+        "seconds_of_a_span": seconds_of_a_span(),
+    }
     path = folder.profiles_folder / f"step_{number:06d}.json"
     path.parent.mkdir(exist_ok=True)
     replace_text(path, json.dumps(chrome_trace(tracks, whole, facts)))

@@ -20,6 +20,10 @@ METRICS = {
         "the engines' time with nothing to sample, but for that in which they are held for training",
     ),
     "rollout/held_seconds": ("seconds", "how long the engines were held while requests waited"),
+    "rollout/open_seconds": (
+        "seconds",
+        "how long the engines were open to requests, from one reshard to the next hold",
+    ),
     "rollout/sampled_tokens": (
         "tokens",
         "tokens that the engines sampled for the step, those of parked attempts included",
@@ -195,11 +199,13 @@ class EnginePool:
         earlier turns.
         """
         now = time.monotonic()
-        seconds = (now - self._measured_at - (self._seconds_held - self._held_before)) * len(self._replicas)
+        open_seconds = now - self._measured_at - (self._seconds_held - self._held_before)
+        seconds = open_seconds * len(self._replicas)
         busy_seconds = sum(replica.busy_seconds for replica in self._replicas)
         found = {
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
             "rollout/held_seconds": self._seconds_waited,
+            "rollout/open_seconds": open_seconds,
             "rollout/prefix_hits": self._num_cached / max(self._num_prompt_tokens, 1),
             "rollout/sampled_tokens": float(self._num_sampled),
         }

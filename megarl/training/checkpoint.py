@@ -126,8 +126,8 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
     """Plan the save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
     Names of the `models` stand before their tensors' names, an empty one leaves them Megatron's. Of frozen models those
-    that have moved are saved, within `moved_in_memory`. `layout` says in words how the ranks share the state: random numbers are read back where
-    it is the same. Raises DiskFullError.
+    that have moved are saved, within `moved_in_memory`. `layout` says in words how the ranks share the state: random
+    numbers are read back where it is the same. Raises DiskFullError.
     """
     moved = _moved(models)
     state = _sharded_states(_learnt(models, moved), is_loading=False)

@@ -75,6 +75,22 @@ def test_a_step_is_measured() -> None:
     assert "perf/tflops_per_rank" not in second and second["perf/rollout_tokens_per_second_per_rank"] == 40.0
 
 
+def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
+    rates = []
+    for stragglers in ("wait", "park"):
+        recipe = Recipe.model_validate(
+            {
+                "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"},
+                "rollout": {"stragglers": stragglers},
+            }
+        )  # fmt: skip
+        performance = Performance(recipe, Ranks((None, None)), {"policy": SimpleNamespace(work=Work())})  # type: ignore[arg-type, dict-item]
+        sampled = {"rollout/sampled_tokens": 400.0, "rollout/open_seconds": 8.0}
+        found = asyncio.run(performance.of_step(SECONDS, sampled))
+        rates.append(found["perf/rollout_tokens_per_second_per_rank"])
+    assert rates == [40.0, 25.0]
+
+
 def test_every_call_of_a_model_belongs_to_a_phase() -> None:
     class AskedError(Exception):
         pass
