@@ -65,7 +65,7 @@ async def run(
             async with _started(recipe, layout, folder, origin, stacks, display) as session:
                 await LOOPS[recipe.loop](session)
                 await session.checkpoints.complete(wait=True)
-                with display.phase("exporting the model", is_told=True):
+                with display.phase("exporting the model", is_told=recipe.train.steps > 0):
                     await _export(session)
                 session.tracker.summary(_next_commands(folder), has_model=recipe.train.steps > 0)
 

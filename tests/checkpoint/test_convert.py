@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import convert
 from megarl.checkpoint.convert import to_hf, to_megatron
+from megarl.checkpoint.safetensors import head_rows
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.testing import RankPool
 from tests.checkpoint.model_folders import MODELS, MOE, SIZES, assert_equal_bits, moe_folder, other_files, tensors_of
@@ -92,6 +93,8 @@ def test_a_recipe_s_override_decides_what_can_be_read(tmp_path: Path) -> None:
     done = to_hf(tmp_path / "megatron", tmp_path / "hf", hf=scaled, verify=True, override={"rope_scaling": None})
     assert done.is_verified
     assert_equal_bits(tensors_of(plain), tensors_of(tmp_path / "hf"))
+    rows = head_rows(scaled, range(2, 5), override={"rope_scaling": None})
+    assert torch.equal(rows, tensors_of(scaled)["lm_head.weight"][2:5])
 
 
 def test_shards_are_no_larger_than_asked(tmp_path: Path) -> None:

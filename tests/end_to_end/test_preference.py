@@ -77,6 +77,8 @@ def test_pairs_are_learned(
     if loss == "dpo":
         # Before its first update the policy is the reference: nothing is won, nothing lost.
         assert first["val/heldout/accuracy"] == 0.5 and steps[0]["preference/margin"] == 0
+        # The reference's pass in an evaluation is the evaluation's time alone.
+        assert "time/evaluation_seconds" in first and "time/logprobs_seconds" not in first
         assert steps[0]["train/loss"] == pytest.approx(0.6931472, abs=1e-5)
     assert steps[-1]["preference/margin"] > steps[0]["preference/margin"]
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+from collections.abc import Callable
 from inspect import iscoroutinefunction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +93,24 @@ def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
         found = asyncio.run(performance.of_step(SECONDS, sampled))
         rates.append(found["perf/rollout_tokens_per_second_per_rank"])
     assert rates == [40.0, 25.0]
+
+
+def test_the_flops_are_of_models_as_the_recipe_has_them(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    from megarl.loops.run import _models
+
+    folder = shutil.copytree(tiny_model(num_layers=2), tmp_path / "scaled")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0}, "rope_scaling": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "data": {"train": "t"}, "algorithm": {"preset": "ppo", "kl_coefficient": 0.1},
+            "model": {"path": str(folder), "override_config": {"rope_scaling": None}},
+        }
+    )  # fmt: skip
+    models = _models(recipe, ParallelConfig(1, 1, 1, 1), Ranks((None, None)))  # type: ignore[arg-type]
+    assert models.keys() == {"policy", "reference", "critic"}
+    assert [model.shape is not None and model.shape.rope_scaling for model in models.values()] == [None] * 3
 
 
 def test_every_call_of_a_model_belongs_to_a_phase() -> None:
