@@ -99,7 +99,7 @@ class Performance:
             metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_ranks
         if self._goes_on:
             # They are sampled from the reshard on, before the phase begins.
-            rollout = max(rollout, scalars.get("rollout/open_seconds", 0.0))
+            rollout = max(rollout, min(whole, scalars.get("rollout/open_seconds", 0.0)))
         if rollout and "rollout/sampled_tokens" in scalars:
             metrics["perf/rollout_tokens_per_second_per_rank"] = scalars["rollout/sampled_tokens"] / rollout / num_ranks
         if work.flops and train + scoring:

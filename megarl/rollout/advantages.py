@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, gae, whiten
@@ -18,11 +20,11 @@ from megarl.algorithms.length_penalty import soft_overlong
 from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
 from megarl.algorithms.turns import turn_returns
 from megarl.algorithms.value_losses import explained_variance
-from megarl.config import AlgorithmConfig, Recipe
+from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.data.batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
-from megarl.rollout.batch import ENVIRONMENT, MODEL, RLBatch
+from megarl.rollout.batch import RLBatch
 
 METRICS = {
     "critic/value": ("score", "the critic's values, mean over tokens"),
@@ -139,24 +141,35 @@ def _of_functions(batch: RLBatch, recipe: Recipe) -> Tensor:
     Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
     """
     total = torch.zeros(len(batch.rewards))
-    for name, scores in batch.scores.items():
-        weights = _weights_of_function(name, batch, recipe)
+    for scores, weight_in in _judgements(batch):
+        weights = torch.zeros(len(batch.rewards))
+        for source in recipe.sources:
+            weights[_is_of_source(source.name, batch, recipe)] = weight_in(source.recipe.reward)
         is_judged = torch.from_numpy(~np.isnan(scores))
         own = _of_samples(torch.from_numpy(np.nan_to_num(scores)).float(), batch, recipe.algorithm, is_judged)
         total += weights * own
     return whiten(total, torch.from_numpy(batch.is_scored))
 
 
-def _weights_of_function(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
-    """The weight of a function's score in the reward of each sample: [samples], zero where its source has it not."""
-    weights = torch.zeros(len(batch.rewards))
-    for source in recipe.sources:
-        reward = source.recipe.reward
-        shrunk = 1.0 if reward.model is None else reward.function_weight
-        known = {metric_name(function.name): shrunk * function.weight for function in reward.functions}
-        known |= {ENVIRONMENT: shrunk, MODEL: reward.model_weight}
-        weights[_is_of_source(source.name, batch, recipe)] = known.get(name, 0.0)
-    return weights
+def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[[RewardConfig], float]]]:
+    """Scores [samples] of each that judges, and its weight in the reward of a source."""
+    for name, scores in batch.scores.items():
+        yield scores, partial(_weight_of_function, name)
+    if batch.environment_scores is not None:
+        yield batch.environment_scores, _weight_beside_model
+    if batch.model_scores is not None:
+        yield batch.model_scores, lambda reward: reward.model_weight
+
+
+def _weight_of_function(name: str, reward: RewardConfig) -> float:
+    """The weight of a function's score in a source's reward, zero where the source has it not."""
+    weights = {metric_name(function.name): function.weight for function in reward.functions}
+    return _weight_beside_model(reward) * weights.get(name, 0.0)
+
+
+def _weight_beside_model(reward: RewardConfig) -> float:
+    """The weight of all that is no reward model's."""
+    return 1.0 if reward.model is None else reward.function_weight
 
 
 def _is_of_source(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:

@@ -15,9 +15,6 @@ from megarl.data.batch import TokenBatch, borders, concatenate, join_sets
 from megarl.rollout.weights import assign_token_weights
 from megarl.types import Segment, Trajectory
 
-ENVIRONMENT, MODEL = "an environment", "a reward model"
-"""Names of scores that are no function's; a function's has no blank."""
-
 
 @dataclass(slots=True, kw_only=True)
 class RLBatch(TokenBatch):
@@ -43,8 +40,11 @@ class RLBatch(TokenBatch):
     environments: tuple[str, ...] = ()
     """[samples]: the names of their environments."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    """[samples] of each reward function by its name in metrics, without weight; NaN where it has no opinion.
-    ENVIRONMENT has the rewards that no function gave, MODEL those of a reward model."""
+    """[samples] of each reward function by its name in metrics, without weight; NaN where it has no opinion."""
+    environment_scores: NDArray[np.float64] | None = None
+    """[samples]: the rewards that environments gave for turns, NaN of other samples; None: they gave none."""
+    model_scores: NDArray[np.float64] | None = None
+    """[samples]: those of a reward model, without weight; None: there is none, or it has not scored yet."""
     entropies: NDArray[np.float32] | None = None
     """[tokens]: the trainer's entropies before the update, in nats; 0 where not sampled; None: not computed."""
 
@@ -89,6 +89,7 @@ class RLBatch(TokenBatch):
             is_scored=is_scored,
             environments=tuple(trajectory.environment for trajectory in trajectories),
             scores=_scores_by_function(trajectories),
+            environment_scores=_environment_scores(trajectories),
             entropies=_entropies(segments),
         )
 
@@ -166,10 +167,7 @@ def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray
     names = dict.fromkeys(name for reward in rewards if reward is not None for name in reward.scores)
     found = {name: np.full(len(rewards), np.nan) for name in names}
     for sample, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
-        if reward is None:
-            continue
-        if trajectory.turn_rewards:
-            found.setdefault(ENVIRONMENT, np.full(len(rewards), np.nan))[sample] = reward.score
+        if reward is None or trajectory.turn_rewards:
             continue
         judged = any(score is not None for score in reward.scores.values())
         for name in names:
@@ -177,6 +175,11 @@ def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray
             score = reward.scores.get(name) if judged else 0.0
             found[name][sample] = np.nan if score is None else score
     return found
+
+
+def _environment_scores(trajectories: Sequence[Trajectory]) -> NDArray[np.float64] | None:
+    scores = [t.reward.score if t.reward is not None and t.turn_rewards else np.nan for t in trajectories]
+    return None if np.isnan(scores).all() else np.array(scores)
 
 
 def _old_logprobs(segment: Segment) -> NDArray[np.float32]:

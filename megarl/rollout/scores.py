@@ -10,7 +10,7 @@ import numpy as np
 from megarl.cluster.batching import RankModel
 from megarl.config import Recipe, RewardConfig
 from megarl.data.preferences import with_score_places
-from megarl.rollout.batch import MODEL, RLBatch
+from megarl.rollout.batch import RLBatch
 from megarl.rollout.state import Group
 from megarl.types import Trajectory
 
@@ -48,7 +48,7 @@ async def add_model_scores(
     added = iter((config.model_weight * clipped).tolist())
     rescored = [[_with_score(t, next(added), config.function_weight) for t in group] for group in groups]
     batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
-    batch.scores[MODEL] = clipped
+    batch.model_scores = clipped
     return rescored, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
 
 

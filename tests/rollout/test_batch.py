@@ -17,7 +17,7 @@ from megarl.algorithms.turns import turn_returns
 from megarl.config import AlgorithmConfig, Recipe, TrainConfig
 from megarl.data.batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
-from megarl.rollout.batch import MODEL, RLBatch
+from megarl.rollout.batch import RLBatch
 from megarl.rollout.gap import gap_metrics_before, known_gap
 from megarl.rollout.metrics import data_source_metrics, reward_metrics, staleness_metrics, update_metrics
 from megarl.rollout.stitch import ModelCall, stitch
@@ -302,7 +302,7 @@ def test_a_reward_model_s_score_is_normalised_as_a_function_s() -> None:
         reward={"functions": ["boxed"], "function_weight": 0.5, "model": "m", "model_weight": 2.0},
     )
     batch = batch_of([judged(0, {"boxed": score}, score) for score in (1.0, 0.0, 1.0)])
-    batch.scores[MODEL] = np.array([3.0, 1.0, -1.0])
+    batch.model_scores = np.array([3.0, 1.0, -1.0])
     compute_advantages(batch, changed, 0.0)
     own = np.array([1.0, -2.0, 1.0]) / 3 / np.std([1, 0, 1], ddof=1)
     summed = 0.5 * own + 2.0 * np.array([1.0, 0.0, -1.0])
