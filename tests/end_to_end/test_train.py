@@ -199,7 +199,7 @@ def test_a_profile_has_the_time_of_driver_and_ranks(runs: Runs) -> None:
         reached = max(reached, end)
     facts = trace["otherData"]
     assert facts["covered"] == pytest.approx(seconds / wall_seconds, abs=1e-3)
-    assert seconds >= 0.98 * wall_seconds and 0.3 < facts["covered_by_ranks"] < facts["covered"]
+    assert seconds >= 0.98 * wall_seconds and 0 < facts["covered_by_ranks"] < facts["covered"]
     assert facts["spans"] == [len(by_process[process]) for process in sorted(names)]
     assert 0 < max(facts["spans"]) * facts["seconds_of_a_span"] <= 0.01 * wall_seconds
 
