@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config import Recipe
+from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import encode, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
@@ -87,12 +87,13 @@ class Run:
     ) -> Run:
         tokenizer = load_tokenizer(model_path)
         problems = [replace(problem_of(tokenizer, index), source="test") for index in range(30)]
+        fields = {name: value for name, value in asdict(sampling).items() if name in SamplingConfig.model_fields}
         recipe = Recipe.model_validate(
             {
                 "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False},
                 "train": {"prompts_per_step": 3, "samples_per_prompt": 2}, "seed": 7,
                 "algorithm": {"oversampling": 2.0, "importance_sampling": "tis"},
-                "rollout": {"stragglers": "park", "sampling": asdict(sampling), **rollout},
+                "rollout": {"stragglers": "park", "sampling": fields, **rollout},
             }
         )  # fmt: skip
         sampler = GroupSampler(
