@@ -111,7 +111,9 @@ class StudentModel(PolicyModel):
         with torch.no_grad():
             logprobs, entropies = super()._of_tokens(hidden, weight, labels)
         divergences = torch.zeros_like(logprobs)
-        for lesson in self._lessons:
+        # Those of the last row would stay on the device, a teacher's head among them, while the engine samples.
+        lessons, self._lessons = self._lessons, ()
+        for lesson in lessons:
             compare = self._of_top_k if lesson.head is None else self._of_whole
             divergences = divergences.index_add(0, lesson.places, compare(hidden[lesson.places], weight, lesson))
         return torch.stack([logprobs, entropies, divergences])

@@ -118,6 +118,7 @@ def taught(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
         "metrics": metrics,
         "held": held,
         "left": worker.held_lessons.numbers,
+        "lessons": [len(getattr(chunk, "_lessons")) for chunk in worker.policy.chunks],  # noqa: B009
         "gradient": cut_out(pieces, {name: p.main_grad for name, p in worker.policy.parameters.items()}),
     }
 
@@ -206,4 +207,4 @@ def test_the_gradient_is_that_of_float64(
     assert metrics["distillation/divergence"] == pytest.approx(expected_loss, rel=1e-6)
     assert distance(join([rank["gradient"] for rank in found]), expected) <= 1e-6
     assert {number for rank in found for number in rank["held"]} == set(range(len(LENGTHS)))
-    assert not any(rank["left"] for rank in found)
+    assert not any(rank["left"] or any(rank["lessons"]) for rank in found)
