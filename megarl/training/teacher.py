@@ -49,18 +49,21 @@ class Teacher(FrozenModel):
         `rows` as in `forward`. The last stage's ranks take turns in keeping a row's.
         """
         own = self.shared(rows)
-        with self.in_memory(), torch.no_grad():
-            outputs = get_forward_backward_func()(**self.passes(own, _lessons, forward_only=True))
-        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            return
         num_tensor = parallel_state.get_tensor_model_parallel_world_size()
         keepers = num_tensor * parallel_state.get_context_parallel_world_size()
         place = parallel_state.get_context_parallel_rank() * num_tensor
         place += parallel_state.get_tensor_model_parallel_rank()
-        for index, (row, (lessons, batch)) in enumerate(zip(own, outputs, strict=True)):
-            whole = whole_row(lessons, batch.row)
+        waiting = enumerate(own)
+
+        def keep(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
+            """Keep the lessons of the next row: Megatron would collect those of all rows on the device."""
+            index, row = next(waiting)
+            lessons = whole_row(output, batch.row)
             if index % keepers == place:
-                self._keep(row, batch, whole)
+                self._keep(row, batch, lessons)
+
+        with self.in_memory(), torch.no_grad():
+            get_forward_backward_func()(**self.passes(own, keep, forward_only=True))
 
     def _keep(self, row: TokenBatch, batch: Microbatch, lessons: Tensor) -> None:
         """Keep a row's lessons, uint8 [tokens of the padded row, bytes], sequence by sequence."""
@@ -88,8 +91,3 @@ class InOwnGroups:
         assert isinstance(self._model, Teacher)
         with self._groups.in_place():
             self._model.teach(rows)
-
-
-def _lessons(output: Tensor, batch: Microbatch, non_loss_data: bool) -> tuple[Tensor, Microbatch]:
-    """The lessons of a row's tokens on this rank, as Megatron collects what is no loss."""
-    return output, batch
