@@ -105,9 +105,10 @@ def distil(folder: Path, loss: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def keep_training(samples: Path, out: Path) -> None:
-    """Of a run's samples those of the training problems."""
-    lines = samples.read_text(encoding="utf-8").splitlines(keepends=True)
-    out.write_text("".join(line for line in lines if json.loads(line)["set"] == "train"), encoding="utf-8")
+    """Of a run's samples those of the training problems that came to their end."""
+    lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    kept = [line for line in lines if line["set"] == "train" and line["finish_reason"] == "stop"]
+    out.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 
 def judged(result: dict[str, Any], teacher: float, num_heldout: int) -> dict[str, Any]:

@@ -39,6 +39,17 @@ def test_a_student_learns_for_two_steps(
         assert step["train/loss"] == pytest.approx(step["distillation/reverse_kl"], rel=1e-4)
 
 
+def test_finished_samples_of_training_problems_are_kept(tmp_path: Path, tool: Callable[[str], ModuleType]) -> None:
+    lines = [
+        {"set": name, "completion": f"{name}, {reason}", "finish_reason": reason}
+        for name in ("heldout", "train")
+        for reason in ("length", "stop")
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tool("check_distillation").keep_training(tmp_path / "samples.jsonl", tmp_path / "kept.jsonl")
+    assert list(map(json.loads, (tmp_path / "kept.jsonl").read_text().splitlines())) == lines[-1:]
+
+
 def test_the_interval_is_wilsons(tool: Callable[[str], ModuleType]) -> None:
     wilson = tool("check_distillation").wilson
     # Of 7 of 10, and of all of 1024: 1 / (1 + z^2 / n) below.
