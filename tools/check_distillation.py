@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loss", action="append", choices=LOSSES, help="distil with this loss; repeatable")
     parser.add_argument("--off-policy", action="store_true", help="imitate the teacher's own samples too")
     parser.add_argument("--work", type=Path, default=Path("runs/check_distillation"), help="folder of the runs")
-    parser.add_argument("--heldout", type=int, default=1024, help="held-out problems")
+    parser.add_argument("--heldout", type=int, default=1024, help="held-out problems of data that are made")
     parser.add_argument("--sft", action="append", default=[], help="override of the student's recipe; repeatable")
     parser.add_argument("--grpo", action="append", default=[], help="override of the teacher's recipe; repeatable")
     parser.add_argument("--set", action="append", default=[], help="override of the distillations; repeatable")
@@ -133,12 +133,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     make_models(folder, options.heldout, options.sft, options.grpo)
     teacher = accuracies(folder / TEACHER)[-1]
-    low, high = wilson(teacher, options.heldout)
-    print(f"teacher {teacher:.3f} on {options.heldout} held-out problems, 95 % interval {low:.3f} to {high:.3f}")
+    # The data may have been made before, of another size.
+    num_heldout = len((folder / INPUT / "data/heldout.jsonl").read_text(encoding="utf-8").splitlines())
+    low, high = wilson(teacher, num_heldout)
+    print(f"teacher {teacher:.3f} on {num_heldout} held-out problems, 95 % interval {low:.3f} to {high:.3f}")
     print(f"{'loss':18}{'before':>8}{'after':>8}{'seconds':>9}")
     lines = []
     for loss in [*(options.loss or LOSSES[:1]), *(["off_policy"] if options.off_policy else [])]:
-        line = judged(distil(folder, loss, options.set), teacher, options.heldout)
+        line = judged(distil(folder, loss, options.set), teacher, num_heldout)
         lines.append(line)
         mark = "" if line["met"] else "!"
         print(f"{loss:18}{line['before']:8.3f}{line['after']:8.3f}{line['seconds']:9.0f} {mark}", flush=True)

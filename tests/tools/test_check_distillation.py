@@ -25,12 +25,13 @@ def test_a_student_learns_for_two_steps(
         (tmp_path / name / "hf").symlink_to(model)
     (tmp_path / check.TEACHER / "metrics.jsonl").write_text('{"step": 0, "val/heldout/accuracy": 0.75}\n')
     small = ("train.steps=2", "train.prompts_per_step=8", "rollout.sampling.max_new_tokens=12", "seed=1")
-    arguments = ["--work", str(tmp_path), "--heldout", "16", "--loss", "sampled_token", "--json"]
+    arguments = ["--work", str(tmp_path), "--loss", "sampled_token", "--json"]
     overrides = [part for override in small for part in ("--set", override)]
     # Random models answer nothing right.
     assert check.main([*arguments, str(tmp_path / "lines.jsonl"), *overrides]) == 1
     [line] = map(json.loads, (tmp_path / "lines.jsonl").read_text().splitlines())
     assert (line["before"], line["after"], line["teacher"], line["met"]) == (0.0, 0.0, 0.75, False)
+    assert (line["low"], line["high"]) == check.wilson(0.75, 16)
     _, *steps = check.metrics(tmp_path / "runs" / line["run"])
     assert len(steps) == 2
     for step in steps:
