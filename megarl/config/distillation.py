@@ -33,7 +33,7 @@ class DistillationConfig(Section):
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Discount factor, per token, of the log-ratios of later tokens in a token's advantage: 0 for each token's own,
     1 for the gradient of the reverse KL of whole sequences (MiniLLM, arXiv 2306.08543, eq. 2)."""
-    max_advantage: PositiveFloat | None = None
+    max_log_ratio: PositiveFloat | None = None
     """Clip the log-ratio of a token to between minus and plus this, in nats; default: no bound."""
     divergence: Divergence = "reverse_kl"
     """Divergence of top_k and full_vocabulary (`algorithms.divergences`): KL(policy || teacher) (reverse_kl),

@@ -381,7 +381,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "distillation.etp": (_DISTILLATION,),
     "distillation.loss": (_DISTILLATION,),
     "distillation.gamma": (_DISTILLATION, _one_of("distillation.loss", "sampled_token")),
-    "distillation.max_advantage": (_DISTILLATION, _one_of("distillation.loss", "sampled_token")),
+    "distillation.max_log_ratio": (_DISTILLATION, _one_of("distillation.loss", "sampled_token")),
     "distillation.divergence": _DIVERGENCE,
     "distillation.jsd_beta": (*_DIVERGENCE, _takes("distillation.divergence", "beta")),
     "distillation.temperature": _DIVERGENCE,

@@ -236,7 +236,7 @@ COUNTERPARTS = (
     Counterpart(("use_policy_gradient",), ("distillation.loss",), "true is sampled_token"),
     Counterpart(("distillation_loss.topk", "topk_logits_k", "gkd_logits_topk"), ("distillation.top_k",)),
     Counterpart(("zero_outside_topk",), ("distillation.tail",), "tokens beyond the teacher's are one outcome more"),
-    Counterpart(("loss_max_clamp",), ("distillation.max_advantage",), "of sampled_token"),
+    Counterpart(("loss_max_clamp",), ("distillation.max_log_ratio",), "of sampled_token"),
     Counterpart(("opd_type", "teacher_model_server"), note="teachers are on the run's ranks, with the policy"),
     Counterpart(
         ("opd_kl_coef", "distillation_loss_coef", "use_task_rewards"),

@@ -19,7 +19,7 @@ METRICS = {
         "nats",
         "log-prob of a sampled token by the policy less that by its teacher, mean",
     ),
-    "distillation/clipped": ("share", "tokens whose log-ratio distillation.max_advantage holds"),
+    "distillation/clipped": ("share", "tokens whose log-ratio distillation.max_log_ratio holds"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -66,14 +66,14 @@ def compute_teacher_advantages(
 
     `teacher_logprobs` are [tokens]; the policy's are `old_logprobs`. With `gamma` a token's advantage has those of the
     later tokens of its sample too, discounted. Metrics: `distillation/reverse_kl`, the mean over trained tokens of
-    policy minus teacher log-prob, nats, an estimate of KL(policy || teacher); with `max_advantage`
+    policy minus teacher log-prob, nats, an estimate of KL(policy || teacher); with `max_log_ratio`
     `distillation/clipped`, the share of tokens whose log-ratio is held.
     """
     mask = torch.from_numpy(batch.loss_mask)
     log_ratios = torch.from_numpy(teacher_logprobs - batch.per_token["old_logprobs"])
     log_ratios = torch.where(mask, log_ratios, 0.0)
     metrics = {"distillation/reverse_kl": -float(log_ratios[mask].double().mean())}
-    if (bound := config.max_advantage) is not None:
+    if (bound := config.max_log_ratio) is not None:
         metrics["distillation/clipped"] = float((log_ratios[mask].abs() > bound).double().mean())
         log_ratios = log_ratios.clamp(-bound, bound)
     advantages, _ = gae(

@@ -22,8 +22,8 @@ TEACHER = [-9, -9, -3.0, -1.0, -0.5, -9, -9, -0.25]
         pytest.param({}, [[0, 0, -2.0, 1.0, 0.0], [0, 0, 0.75]], None, id="each token for itself"),
         pytest.param({"gamma": 1.0}, [[0, 0, -1.0, 1.0, 0.0], [0, 0, 0.75]], None, id="sequences"),
         pytest.param({"gamma": 0.5}, [[0, 0, -1.5, 1.0, 0.0], [0, 0, 0.75]], None, id="discounted"),
-        pytest.param({"max_advantage": 0.8}, [[0, 0, -0.8, 0.8, 0.0], [0, 0, 0.75]], 0.5, id="held"),
-        pytest.param({"max_advantage": 0.8, "gamma": 1.0}, [[0, 0, 0.0, 0.8, 0.0], [0, 0, 0.75]], 0.5, id="both"),
+        pytest.param({"max_log_ratio": 0.8}, [[0, 0, -0.8, 0.8, 0.0], [0, 0, 0.75]], 0.5, id="held"),
+        pytest.param({"max_log_ratio": 0.8, "gamma": 1.0}, [[0, 0, 0.0, 0.8, 0.0], [0, 0, 0.75]], 0.5, id="both"),
     ],
 )
 def test_advantages(config: dict[str, float], expected: list[list[float]], clipped: float | None) -> None:
