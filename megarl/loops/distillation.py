@@ -46,6 +46,7 @@ async def train(session: Session) -> None:
                     if algorithm.old_logprobs == "rollout":
                         batch.start_from_rollout(number)
                     if recipe.has_advantages:
+                        step.log(teachers.leave_out_unknown(batch))
                         teacher_logprobs = await teachers.score(batch)
                         step.log(compute_teacher_advantages(batch, teacher_logprobs, recipe.distillation))
                         step.log(compute_importance_weights(batch, algorithm))

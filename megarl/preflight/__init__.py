@@ -197,7 +197,7 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         if field == "reward.model" and not shape.has_value_head:
             yield f"{field} = {folder}: is a language model; give one that was trained with loop: reward_model"
         if is_teacher:
-            yield from distillation.teacher_fit(recipe, field, shape)
+            yield from distillation.teacher_fit(recipe, field, shape, policy)
             yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, shape))
 
 

@@ -35,13 +35,14 @@ def _of_teachers(text: str) -> str:
     return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
 
 
-def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape) -> Iterator[str]:
-    """A teacher must have words, and as many of them as are asked for."""
+def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
+    """A teacher must have words, and the policy as many of them as are asked for."""
     folder, config = recipe.further_models[field], recipe.distillation
     if teacher.has_value_head:
         yield f"{field} = {folder}: is a reward model, which has no words; give a language model"
-    if config.loss == "top_k" and config.top_k > teacher.vocab_size:
+    num_common = min(teacher.vocab_size, policy.vocab_size)
+    if config.loss == "top_k" and config.top_k > num_common:
         yield (
-            f"distillation.top_k = {config.top_k}: exceeds the {teacher.vocab_size} tokens of {field} {folder}; lower "
-            "it, or set distillation.loss=full_vocabulary"
+            f"distillation.top_k = {config.top_k}: exceeds the {num_common} tokens that {field} {folder} and the "
+            "policy have in common; lower it, or set distillation.loss=full_vocabulary"
         )

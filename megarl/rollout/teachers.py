@@ -19,6 +19,10 @@ METRICS = {
         "nats",
         "log-prob of a sampled token by the policy less that by its teacher, mean",
     ),
+    "distillation/unknown": (
+        "share",
+        "sampled tokens that are not trained because the teacher's vocabulary lacks them",
+    ),
     "distillation/clipped": ("share", "tokens whose log-ratio distillation.max_log_ratio holds"),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -38,17 +42,28 @@ class Teachers:
         # Samples are numbered from 0, in order.
         batch.taught = np.column_stack([of_sample[batch.samples], numbers])
 
+    def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
+        """Do not train tokens that their teacher's vocabulary lacks: padding of the policy's, which it may sample.
+
+        Metric: `distillation/unknown`.
+        """
+        num_trained = batch.loss_mask.sum()
+        for model, sequences in self._parts(batch):
+            places = batch.tokens_of(sequences)
+            batch.loss_mask[places] &= batch.token_ids[places] < _num_tokens(model)
+        return {"distillation/unknown": float(1 - batch.loss_mask.sum() / max(num_trained, 1))}
+
     async def score(self, batch: TokenBatch) -> NDArray[np.float32]:
         """The teachers' log-probs of a batch's tokens, float32 [tokens], zero on the sequences' first tokens."""
         logprobs = np.zeros(len(batch.token_ids), np.float32)
         for model, sequences in self._parts(batch):
-            logprobs[batch.tokens_of(sequences)] = await model.forward(batch.select(sequences))
+            logprobs[batch.tokens_of(sequences)] = await model.forward(_known(batch.select(sequences), model))
         return logprobs
 
     async def teach(self, minibatch: TokenBatch) -> None:
         """Have the teachers write the lessons that the policy's update on this minibatch reads."""
         for model, sequences in self._parts(minibatch):
-            await model.teach(minibatch.select(sequences))
+            await model.teach(_known(minibatch.select(sequences), model))
 
     def _parts(self, batch: TokenBatch) -> Iterator[tuple[RankModel, NDArray[np.int64]]]:
         """Each teacher that has sequences in a batch, with their places."""
@@ -57,6 +72,17 @@ class Teachers:
             sequences = np.flatnonzero(batch.taught[:, 0] == number)
             if len(sequences):
                 yield model, sequences
+
+
+def _num_tokens(model: RankModel) -> int:
+    assert model.shape is not None
+    return model.shape.vocab_size
+
+
+def _known(batch: TokenBatch, model: RankModel) -> TokenBatch:
+    """The batch, which it overwrites, with any token in place of those that a teacher has no embedding of."""
+    batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
+    return batch
 
 
 def compute_teacher_advantages(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.families.shape import read_model_shape
 from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 from tests.preflight.test_models import with_value_head
@@ -75,6 +76,16 @@ def test_teachers_that_cannot_teach(
     )
     with pytest.raises(DataError, match=r"distillation\.teacher: absent: model folder not found"):
         check(distillation(teacher="absent"))
+
+
+def test_no_more_tokens_are_asked_for_than_both_models_have(
+    distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]
+) -> None:
+    teacher, least = str(tiny_model(vocab_size=700)), read_model_shape(tiny_model()).vocab_size
+    assert least < 700
+    assert check(distillation(teacher=teacher, loss="top_k", top_k=least)).world_size == 1
+    text = f"distillation.top_k = {least + 1}: exceeds the {least} tokens that distillation.teacher"
+    assert text in told(distillation(teacher=teacher, loss="top_k", top_k=least + 1))
 
 
 def test_a_vocabulary_that_ends_before_the_tokenizer(

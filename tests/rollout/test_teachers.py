@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.config import DistillationConfig, Recipe
+from megarl.data.batch import TokenBatch
+from megarl.families.shape import ModelShape, read_model_shape
 from megarl.rollout.teachers import Teachers, compute_teacher_advantages
 from tests.rollout.test_batch import attempt, batch_of, of_sequences
 
@@ -61,3 +66,36 @@ def test_samples_get_the_teacher_of_their_source() -> None:
     [minibatch] = [batch.select_samples([2, 0])]
     assert minibatch.taught is not None and minibatch.taught.tolist() == [[0, 2], [1, 0]]
     assert batch.with_arrays({}).taught is None
+
+
+@dataclass
+class Scores:
+    """A teacher of so large a vocabulary; its log-probs are minus a token's id."""
+
+    shape: ModelShape
+
+    async def forward(self, batch: TokenBatch) -> np.ndarray:
+        return -batch.token_ids.astype(np.float32)
+
+
+def test_tokens_that_a_teacher_lacks_are_not_trained(tiny_model: Callable[..., Path]) -> None:
+    recipe = Recipe.model_validate(
+        {
+            "name": "r",
+            "loop": "distillation",
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rollout": {"environment": "single_turn"},
+            "distillation": {"teacher": "t"},
+        }
+    )
+    shape = read_model_shape(tiny_model())
+    batch = batch_of([attempt(0, 1.0, 3), attempt(0, 0.0, 1)])
+    batch.token_ids[3] = shape.vocab_size
+    teachers = Teachers(recipe, {"teacher0": Scores(shape)})  # type: ignore[dict-item]
+    teachers.assign(batch)
+    assert teachers.leave_out_unknown(batch) == {"distillation/unknown": pytest.approx(0.25)}
+    assert batch.loss_mask.tolist() == [False, False, True, False, True, False, False, True]
+    found = asyncio.run(teachers.score(batch))
+    assert found.tolist() == [-10, -11, -50, 0, -52, -10, -11, -50]
+    assert batch.token_ids[3] == shape.vocab_size
