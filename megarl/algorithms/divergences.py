@@ -16,8 +16,8 @@ from torch import Tensor
 
 TermsAndSlopes = tuple[Tensor, Tensor]
 
-_LEAST_TAIL = 1e-7
-"""Least probability of all tokens but the most likely ones: of less, float32's difference from 1 says nothing."""
+_LEAST_LOGPROB = -1e4
+"""Log-prob of no tokens at all, in nats: finite, for zero times infinity is NaN."""
 
 
 def reverse_kl(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> TermsAndSlopes:
@@ -43,17 +43,16 @@ def jsd(policy_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> Te
     return beta * teacher_logprobs.exp() * (teacher_logprobs - mixture) + slopes, slopes
 
 
-def with_tail(logprobs: Tensor) -> Tensor:
-    """Log-probs of some tokens and, as one outcome more, of all others together: [..., k] to [..., k + 1].
+def with_tail(logprobs: Tensor, of_others: Tensor) -> Tensor:
+    """Log-probs of some tokens and, as one outcome more, of all others together: [..., k] and [...] to [..., k + 1].
 
     The divergence of two such distributions is at most that of the whole ones (data processing inequality).
     """
-    of_others = torch.log(-torch.expm1(torch.logsumexp(logprobs, -1, keepdim=True).clamp(max=-_LEAST_TAIL)))
-    return torch.cat([logprobs, of_others], -1)
+    return torch.cat([logprobs, of_others[..., None].clamp(min=_LEAST_LOGPROB)], -1)
 
 
-def renormalized(logprobs: Tensor) -> Tensor:
-    """Log-probs of some tokens as a distribution over these alone: [..., k] in and out."""
+def renormalized(logprobs: Tensor, of_others: Tensor) -> Tensor:
+    """Log-probs of some tokens as a distribution over these alone: [..., k] in and out; those `of_others` are left."""
     return logprobs.log_softmax(-1)
 
 

@@ -1,7 +1,8 @@
 """The two sides of a distillation by distributions: a teacher that hands out lessons, a policy that takes them.
 
 A lesson is a row of bytes for each trained token: the teacher's hidden state before its head (full_vocabulary), or its
-most likely tokens and their log-probs (top_k). Bytes travel and wait more easily than two kinds of tensors.
+most likely tokens, their log-probs and that of all others (top_k). Bytes travel and wait more easily than several kinds
+of tensors.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from megarl.models.policy import PolicyModel
 
 _TOP_K_BYTES = 8
 """Of a token among the most likely ones: its id, int32, and its log-prob, float32."""
+_OTHERS_BYTES = 4
+"""Of all other tokens: their log-prob together, float32."""
 
 
 def divergence_of(config: DistillationConfig) -> Divergence:
@@ -36,7 +39,8 @@ def divergence_of(config: DistillationConfig) -> Divergence:
 
 def lesson_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
     """Bytes of a token's lesson by a teacher of this hidden size."""
-    return config.top_k * _TOP_K_BYTES if config.loss == "top_k" else hidden_size * dtype.itemsize
+    of_top_k = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
+    return of_top_k if config.loss == "top_k" else hidden_size * dtype.itemsize
 
 
 class TeacherModel(PolicyModel):
@@ -60,7 +64,7 @@ class TeacherModel(PolicyModel):
         """Lessons of all positions in order; of those that nobody asked for, zeros."""
         taught = hidden[self._is_taught]
         if self._distillation.loss == "top_k":
-            token_ids, logprobs = vocab_parallel_top_k(
+            token_ids, *logprobs = vocab_parallel_top_k(
                 taught,
                 weight,
                 self._distillation.top_k,
@@ -69,7 +73,8 @@ class TeacherModel(PolicyModel):
                 temperature=self._distillation.temperature,
                 chunk_tokens=self.logprob_chunk_tokens,
             )
-            rows = torch.cat([token_ids.int().view(torch.uint8), logprobs.view(torch.uint8)], -1)
+            parts = token_ids.int(), logprobs[0], logprobs[1][:, None]
+            rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
         else:
             rows = taught.contiguous().view(torch.uint8)
         lessons = rows.new_zeros(len(hidden), rows.size(-1))
@@ -132,7 +137,8 @@ class StudentModel(PolicyModel):
         )
 
     def _of_top_k(self, hidden: Tensor, weight: Tensor, lesson: Lesson) -> Tensor:
-        token_ids, teacher_logprobs = lesson.rows.chunk(2, -1)
+        token_ids, of_tokens = lesson.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
+        teacher_logprobs = of_tokens.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_gathered(
             hidden,
             weight[: lesson.num_local_tokens],
@@ -143,6 +149,6 @@ class StudentModel(PolicyModel):
             chunk_tokens=self.logprob_chunk_tokens,
         )
         complete = TAILS[self._distillation.tail]
-        teacher_logprobs = teacher_logprobs.contiguous().view(torch.float32)
-        terms, _ = self._divergence(complete(policy_logprobs), complete(teacher_logprobs))
+        of_teacher = complete(teacher_logprobs[:, :-1], teacher_logprobs[:, -1])
+        terms, _ = self._divergence(complete(*policy_logprobs), of_teacher)
         return terms.sum(-1)

@@ -101,12 +101,16 @@ def vocab_parallel_gathered(
     group: dist.ProcessGroup | None,
     temperature: float,
     chunk_tokens: int,
-) -> Tensor:
-    """Log-probs of several tokens at each position under softmax(hidden @ weight.T / temperature).
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of several tokens at each position, and of all others together.
+
+    The distribution is softmax(hidden @ weight.T / temperature). That of all others is summed over them: one minus the
+    sum of the several would have no digit left where they have nearly all.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
     them being token `first_token_id`; token_ids int64 [tokens, k], global ids, those of a position differ. Returns
-    float32 [tokens, k], in nats, equal on all ranks of `group`. Memory and gradients as of `vocab_parallel_divergence`.
+    float32 [tokens, k] and [tokens], in nats, equal on all ranks of `group`; minus infinity where there is no other.
+    Memory and gradients as of `vocab_parallel_divergence`.
     """
     return _VocabParallelGathered.apply(hidden, weight, token_ids, first_token_id, group, temperature, chunk_tokens)
 
@@ -122,32 +126,43 @@ class _VocabParallelGathered(torch.autograd.Function):
         group: Any,
         temperature: float,
         chunk: int,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         blocks = vocabulary_blocks(len(hidden), len(weight), chunk)
         local = token_ids - first_token_id
-        log_total = _log_totals(hidden, weight, blocks, temperature, group)
         chosen = torch.zeros_like(local, dtype=torch.float32)
-        for block in blocks:
+        parts = _no_parts(hidden, blocks)
+        for index, block in enumerate(blocks):
             columns, is_here = _columns(local, block)
-            chosen += _logits(hidden, weight, block, temperature).gather(1, columns) * is_here
+            logits = _logits(hidden, weight, block, temperature)
+            chosen += logits.gather(1, columns) * is_here
+            parts[index] = _others(logits, columns, is_here).logsumexp(-1)
         all_reduce(chosen, group, dist.ReduceOp.SUM)
-        ctx.save_for_backward(hidden, weight, local, log_total)
+        of_others = _log_total(parts, group)
+        log_total = torch.logaddexp(chosen.logsumexp(-1), of_others)
+        logprobs, logprob_of_others = chosen - log_total[:, None], of_others - log_total
+        ctx.save_for_backward(hidden, weight, local, logprobs, of_others, logprob_of_others)
         ctx.settings = temperature, blocks
-        return chosen - log_total[:, None]
+        return logprobs, logprob_of_others
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        hidden, weight, local, log_total = ctx.saved_tensors
+        hidden, weight, local, logprobs, of_others, logprob_of_others = ctx.saved_tensors
         temperature, blocks = ctx.settings
-        scaled = grads[0] / temperature
-        whole = -scaled.sum(-1, keepdim=True)
+        of_chosen, of_rest = (grad / temperature for grad in grads)
+        whole = -of_chosen.sum(-1) - of_rest
+        # With p the probabilities: of a token that was asked for its own gradient + whole * p, of another its share
+        # among the others times all that these get together.
+        of_chosen = of_chosen + logprobs.exp() * whole[:, None]
+        of_rest = of_rest + logprob_of_others.exp() * whole
+        of_others = of_others.masked_fill(of_others == -torch.inf, 0.0)
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         for block in blocks:
-            probabilities = _logits(hidden, weight, block, temperature).sub_(log_total[:, None]).exp_()
             columns, is_here = _columns(local, block)
-            grad_logits = probabilities.mul_(whole).scatter_add_(1, columns, scaled * is_here).to(weight.dtype)
+            logits = _others(_logits(hidden, weight, block, temperature), columns, is_here)
+            grad_logits = logits.sub_(of_others[:, None]).exp_().mul_(of_rest[:, None])
+            grad_logits = grad_logits.scatter_add_(1, columns, of_chosen * is_here).to(weight.dtype)
             rows = slice(block.start, block.stop)
             if grad_hidden is not None:
                 grad_hidden += grad_logits @ weight[rows]
@@ -166,43 +181,68 @@ def vocab_parallel_top_k(
     group: dist.ProcessGroup | None,
     temperature: float,
     chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens at each position and their log-probs, the most likely first.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k most likely tokens at each position, their log-probs, the most likely first, and that of all others.
 
-    Shapes as of `vocab_parallel_gathered`; int64 and float32 [tokens, k], without gradient. Of equally likely tokens
-    any may be taken, the same on all ranks.
+    Shapes as of `vocab_parallel_gathered`; int64 and float32 [tokens, k] and float32 [tokens], without gradient. Of
+    equally likely tokens any may be taken, the same on all ranks.
     """
     blocks = vocabulary_blocks(len(hidden), len(weight), chunk_tokens)
-    log_total = _log_totals(hidden, weight, blocks, temperature, group)
     logits = hidden.new_full((len(hidden), k), -torch.inf, dtype=torch.float32)
     token_ids = torch.zeros_like(logits, dtype=torch.int64)
+    of_others = logits.new_full((len(hidden),), -torch.inf)
     for block in blocks:
         found = _logits(hidden, weight, block, temperature)
-        ids = torch.arange(block.start, block.stop, device=hidden.device) + first_token_id
-        logits, token_ids = _best([(logits, token_ids), (found, ids.expand_as(found))], k)
+        largest, places = found.topk(min(k, len(block)), dim=-1)
+        of_block = found.scatter_(-1, places, -torch.inf).logsumexp(-1)
+        parts = (logits, token_ids), (largest, places + block.start + first_token_id)
+        logits, token_ids, left = _best(parts, k)
+        of_others = torch.logaddexp(of_others, torch.logaddexp(of_block, left))
+    of_others = _log_total(of_others[None], group)
     if group is not None and group.size() > 1:
         of_ranks = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, token_ids)]
         dist.all_gather(of_ranks[0], logits, group=group)
         dist.all_gather(of_ranks[1], token_ids, group=group)
-        logits, token_ids = _best(list(zip(*of_ranks, strict=True)), k)
-    return token_ids, logits - log_total[:, None]
+        logits, token_ids, left = _best(list(zip(*of_ranks, strict=True)), k)
+        of_others = torch.logaddexp(of_others, left)
+    log_total = torch.logaddexp(logits.logsumexp(-1), of_others)
+    return token_ids, logits - log_total[:, None], of_others - log_total
 
 
-def _best(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor]:
-    """The k largest logits [tokens, k] of all parts, and their tokens."""
+def _best(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest logits [tokens, k] of all parts, their tokens, and the log total [tokens] of those left over."""
     logits, token_ids = (torch.cat(list(part), -1) for part in zip(*parts, strict=True))
-    largest, places = logits.topk(k, dim=-1)
-    return largest, token_ids.gather(-1, places)
+    logits, places = logits.sort(dim=-1, descending=True)
+    return logits[:, :k].contiguous(), token_ids.gather(-1, places[:, :k]), logits[:, k:].logsumexp(-1)
+
+
+def _others(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
+    """The logits, overwritten with minus infinity in the columns [tokens, k] that are here."""
+    # Added, for the columns of tokens that are not here may be those of some that are.
+    return logits.scatter_add_(
+        1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_here, -torch.inf)
+    )
 
 
 def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature: float, group: Any) -> Tensor:
     """The logarithm of the sum of exponentials of all logits, float32 [tokens]."""
-    parts = hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
+    parts = _no_parts(hidden, blocks)
     for index, block in enumerate(blocks):
         parts[index] = _logits(hidden, weight, block, temperature).logsumexp(-1)
+    return _log_total(parts, group)
+
+
+def _no_parts(hidden: Tensor, blocks: list[range]) -> Tensor:
+    """Log totals of no logits for each block, at least one: float32 [blocks, tokens]."""
+    return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
+
+
+def _log_total(parts: Tensor, group: Any) -> Tensor:
+    """The log total [tokens] of all parts [parts, tokens] of all ranks."""
     own = parts.logsumexp(0)
     largest = own.clone()
     all_reduce(largest, group, dist.ReduceOp.MAX)
+    largest.masked_fill_(largest == -torch.inf, 0.0)
     total = (own - largest).exp()
     all_reduce(total, group, dist.ReduceOp.SUM)
     return largest + total.log()

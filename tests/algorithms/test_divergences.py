@@ -29,6 +29,11 @@ def drawn(seed: int, tokens: int = 7, vocabulary: int = 11) -> Tensor:
     return 2 * torch.randn(tokens, vocabulary, generator=g, dtype=torch.float64)
 
 
+def others(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of all tokens but these together."""
+    return logprobs.scatter(-1, ids, -torch.inf).logsumexp(-1)
+
+
 @pytest.mark.parametrize(
     ("divergence", "value"),
     [
@@ -96,19 +101,22 @@ def test_a_tail_in_one_bucket_bounds_the_divergence_from_below(name: str) -> Non
     divergence = partial(jsd, beta=0.5) if name == "jsd" else DIVERGENCES[name]
     policy, teacher = drawn(8, 200).log_softmax(-1), drawn(9, 200).log_softmax(-1)
     ids = teacher.topk(4).indices
-    found = divergence(*(with_tail(logprobs.gather(-1, ids)) for logprobs in (policy, teacher)))[0].sum(-1)
+    parts = [(logprobs.gather(-1, ids), others(logprobs, ids)) for logprobs in (policy, teacher)]
+    found = divergence(*(with_tail(*part) for part in parts))[0].sum(-1)
     whole = divergence(policy, teacher)[0].sum(-1)
     assert (found <= whole + 1e-12).all() and (found > 0).all() and (whole - found).max() > 0.1
 
 
 def test_the_bucket_has_what_is_left() -> None:
-    assert with_tail(logs(0.5, 0.3)).exp().tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-12)
-    assert renormalized(logs(0.5, 0.3)).exp().tolist() == pytest.approx([0.625, 0.375], abs=1e-12)
+    parts = logs(0.5, 0.3), logs(0.2)[0]
+    assert with_tail(*parts).exp().tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-12)
+    assert renormalized(*parts).exp().tolist() == pytest.approx([0.625, 0.375], abs=1e-12)
 
 
-def test_an_empty_bucket_stays_finite() -> None:
-    logits = torch.tensor([[40.0, 0.0]], requires_grad=True)
-    teacher = with_tail(torch.tensor([[80.0, 0.0]]).log_softmax(-1))
-    terms, _ = reverse_kl(with_tail(logits.log_softmax(-1)), teacher)
+@pytest.mark.parametrize("divergence", ALL)
+def test_an_empty_bucket_stays_finite(divergence: Any) -> None:
+    logits, nothing = torch.tensor([[40.0, 0.0]], requires_grad=True), torch.tensor([-torch.inf])
+    teacher = with_tail(torch.tensor([[80.0, 0.0]]).log_softmax(-1), nothing)
+    terms, _ = divergence(with_tail(logits.log_softmax(-1), nothing), teacher)
     terms.sum().backward()
     assert terms.isfinite().all() and logits.grad is not None and logits.grad.isfinite().all()

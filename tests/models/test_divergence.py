@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -28,16 +29,21 @@ def problem(tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> dict[str, Ten
         "teacher_weight": 0.4 * torch.randn(vocabulary, TEACHER_HIDDEN, generator=g),
         "ids": torch.stack([torch.randperm(vocabulary, generator=g)[:K] for _ in range(tokens)]),
         "grad": torch.randn(tokens, generator=g),
-        "grads": torch.randn(tokens, K, generator=g),
+        "grads": torch.randn(tokens, K + 1, generator=g),
     }
 
 
+def others(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probs of all tokens but these together."""
+    return logprobs.scatter(-1, ids, -torch.inf).logsumexp(-1)
+
+
 def plain(p: dict[str, Tensor], temperature: float, divergence: str | None) -> dict[str, Tensor]:
-    """The divergence, or without one the log-probs of `ids`, and gradients, in float64."""
+    """The divergence, or without one the log-probs of `ids` and of all others, and gradients, in float64."""
     hidden, weight = (p[name].double().requires_grad_() for name in ("hidden", "weight"))
     policy = (hidden @ weight.T / temperature).log_softmax(-1)
     if divergence is None:
-        found = policy.gather(1, p["ids"])
+        found = torch.cat([policy.gather(1, p["ids"]), others(policy, p["ids"])[:, None]], -1)
         found.backward(p["grads"].double())
     else:
         teacher = (p["teacher_hidden"].double() @ p["teacher_weight"].double().T / temperature).log_softmax(-1)
@@ -62,7 +68,8 @@ def ours(
     hidden, weight = p["hidden"].clone().requires_grad_(), p["weight"][first:stop].clone().requires_grad_()
     settings: Any = dict(group=group, temperature=temperature, chunk_tokens=chunk)
     if divergence is None:
-        found = vocab_parallel_gathered(hidden, weight, p["ids"], first_token_id=first, **settings)
+        of_ids, of_others = vocab_parallel_gathered(hidden, weight, p["ids"], first_token_id=first, **settings)
+        found = torch.cat([of_ids, of_others[:, None]], -1)
         found.backward(p["grads"])
     else:
         teacher = p["teacher_hidden"], p["teacher_weight"][first:stop]
@@ -121,10 +128,37 @@ def test_split_vocabulary(ranks: RankPool, divergence: str | None, cuts: list[in
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_the_most_likely_tokens(chunk: int) -> None:
     p = problem()
-    token_ids, logprobs = top_k(p, 0.6, chunk)
-    expected = (p["hidden"].double() @ p["weight"].double().T / 0.6).log_softmax(-1).topk(K)
+    token_ids, logprobs, of_others = top_k(p, 0.6, chunk)
+    whole = (p["hidden"].double() @ p["weight"].double().T / 0.6).log_softmax(-1)
+    expected = whole.topk(K)
     assert torch.equal(token_ids, expected.indices)
     torch.testing.assert_close(logprobs.double(), expected.values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(of_others.double(), others(whole, token_ids), rtol=0, atol=1e-5)
+
+
+def test_all_other_tokens_of_a_sharp_distribution() -> None:
+    p = problem()
+    p["hidden"] *= 20
+    p["ids"], _, of_others = top_k(p, 1.0, 4)
+    # The gradient of all others' log-prob alone, which is next to nothing of the whole.
+    p["grads"] = torch.zeros_like(p["grads"]).index_fill(1, torch.tensor([K]), 1.0)
+    got, expected = ours(p, 1.0, None, 4), plain(p, 1.0, None)
+    assert (expected["found"][:, -1] < math.log(1e-7)).any()
+    for found in (of_others, got["found"][:, -1]):
+        torch.testing.assert_close(found.double(), expected["found"][:, -1], rtol=1e-5, atol=1e-4)
+    for name in ("hidden", "weight"):
+        torch.testing.assert_close(got[name].double(), expected[name], rtol=1e-3, atol=1e-3)
+
+
+def test_there_are_no_other_tokens() -> None:
+    p = problem(vocabulary=K)
+    p["grads"][:, K] = 0.0
+    got = ours(p, 1.0, None, 4, stop=K)
+    assert (got["found"][:, K] == -torch.inf).all() and (top_k(p, 1.0, 4)[2] == -torch.inf).all()
+    expected = torch.zeros(TOKENS, K).scatter_add(1, p["ids"], p["grads"][:, :K])
+    probabilities = (p["hidden"] @ p["weight"].T).softmax(-1)
+    expected -= probabilities * expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(got["hidden"], expected @ p["weight"], rtol=0, atol=1e-5)
 
 
 @WHAT
@@ -141,7 +175,8 @@ def test_frozen_parts_get_no_gradient(divergence: str | None) -> None:
     hidden = p["hidden"].clone().requires_grad_()
     settings: Any = dict(group=None, temperature=1.0, chunk_tokens=4)
     if divergence is None:
-        vocab_parallel_gathered(hidden, p["weight"], p["ids"], first_token_id=0, **settings).backward(p["grads"])
+        of_ids, of_others = vocab_parallel_gathered(hidden, p["weight"], p["ids"], first_token_id=0, **settings)
+        torch.cat([of_ids, of_others[:, None]], -1).backward(p["grads"])
     else:
         teacher = p["teacher_hidden"].requires_grad_(), p["teacher_weight"].requires_grad_()
         vocab_parallel_divergence(hidden, p["weight"], *teacher, DIVERGENCES[divergence], **settings).backward(
@@ -158,3 +193,4 @@ def test_logits_of_one_chunk_are_alive_at_most(divergence: str | None) -> None:
     assert peak(lambda: plain(p, 1.0, divergence)) == 64 * 400
     # A hundred columns fit, of which 64 are taken.
     assert peak(lambda: ours(p, 1.0, divergence, 16, stop=400)) == 64 * 64
+    assert peak(lambda: top_k(p, 1.0, 16, stop=400)) == 64 * 64
