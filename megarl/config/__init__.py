@@ -546,12 +546,12 @@ class Recipe(Section):
 
     @property
     def further_models(self) -> dict[str, str]:
-        """Folders of the models beside the policy's, by the fields that name them."""
+        """Folders of the models beside the policy's, by the fields that name them; a run of no steps has no teacher."""
         folders = {
             "critic.path": self.critic.path if self.has_critic else None,
             "reward.model": self.reward.model if self.loop == "rl" else None,
         }
-        if self.loop == "distillation":
+        if self.loop == "distillation" and self.train.steps:
             folders |= {s.place("distillation.teacher"): s.recipe.distillation.teacher for s in self.sources}
         return {field: found_folder(folder) for field, folder in folders.items() if folder}
 
@@ -565,8 +565,8 @@ class Recipe(Section):
     def teacher_of_source(self) -> dict[str, int]:
         """The number of each source's teacher."""
         numbers = {folder: number for number, folder in enumerate(self.teachers.values())}
-        given = {source.name: source.recipe.distillation.teacher for source in self.sources}
-        return {name: numbers[found_folder(folder)] for name, folder in given.items() if folder}
+        given = {source.name: found_folder(source.recipe.distillation.teacher or "") for source in self.sources}
+        return {name: numbers[folder] for name, folder in given.items() if folder in numbers}
 
     @property
     def for_teachers(self) -> Self:

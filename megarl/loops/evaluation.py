@@ -105,7 +105,7 @@ def prepare(
 
 
 def _checked(recipe: Recipe) -> ParallelConfig:
-    layout = check(recipe)
+    layout = check(recipe, is_trained=False)
     check_rewards(recipe)
     return layout
 

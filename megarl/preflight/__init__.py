@@ -62,12 +62,13 @@ __all__ = [
 ]
 
 
-def check(recipe: Recipe, *, is_start: bool = True) -> ParallelConfig:
+def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> ParallelConfig:
     """The layout of a recipe that can run: from here, or without `is_start` as a job on other machines.
 
-    Raises one error that lists all faults: a ConfigError if any is the recipe's, a DataError if all are of files.
+    Without `is_trained` engines alone are started, and models beside the policy need not be there. Raises one error
+    that lists all faults: a ConfigError if any is the recipe's, a DataError if all are of files.
     """
-    found = _faults(recipe, is_start=is_start)
+    found = _faults(recipe, is_start=is_start, is_trained=is_trained)
     if found.recipe:
         raise ConfigError(error_page(f"recipe {recipe.name}", [*found.recipe, *found.files]))
     if found.files:
@@ -104,9 +105,12 @@ class _Faults:
     layout: ParallelConfig
 
 
-def _faults(recipe: Recipe, *, is_start: bool) -> _Faults:
+def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
     """Those of all sources of a mixture; what all have in common is told once."""
-    found = {source.name: _faults_of_source(source.recipe, is_start=is_start) for source in recipe.sources}
+    found = {
+        source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
+        for source in recipe.sources
+    }
     of_all = [*learning.best(recipe)]
     if not recipe.mixture:
         only = found[recipe.rollout.environment]
@@ -125,7 +129,7 @@ def _told_once(faults: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
+def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _Faults:
     layout = sizes.layout_of(recipe)
     wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
@@ -133,7 +137,8 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *learning.profiles(recipe)]
     wrong += [*learning.evaluation(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
-    wrong += [*learning.stragglers(recipe), *learning.trackers(recipe), *distillation.teachers(recipe)]
+    wrong += [*learning.stragglers(recipe), *learning.trackers(recipe)]
+    wrong += distillation.teachers(recipe) if is_trained else ()
     incomplete = check_model_folder(recipe.model.folder)
     broken = [*incomplete, *data_files(recipe)]
     wrong += environment(recipe, has_model=not incomplete)
@@ -149,7 +154,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> _Faults:
                 *learning.adapters(recipe, shape),
             ]
             broken += [] if incomplete else tensor_faults(recipe.model.folder, shape)
-            further = [*_further_models(recipe, shape)]
+            further = [*_further_models(recipe, shape)] if is_trained else []
             wrong += [text for text in further if not isinstance(text, DataError)]
             broken += [str(error) for error in further if isinstance(error, DataError)]
             broken += _tokens_beyond(recipe.model.folder, shape)

@@ -11,8 +11,8 @@ from megarl.preflight import sizes
 
 
 def teachers(recipe: Recipe) -> Iterator[str]:
-    """Every source of problems needs a teacher, and teachers need ranks."""
-    if recipe.loop != "distillation":
+    """Every source of problems needs a teacher, and teachers need ranks, where anything is trained."""
+    if recipe.loop != "distillation" or not recipe.train.steps:
         return
     if recipe.distillation.sizes:
         own = recipe.for_teachers

@@ -60,6 +60,14 @@ def test_another_model_keeps_its_own_config(recipe: Path, tiny_model: Callable[.
     assert [of.recipe.model.override_config for of in found] == [{}, {"rope_theta": 5e5}, {"rope_theta": 3e5}]
 
 
+def test_models_that_only_train_need_not_be_there(recipe: Path, tiny_model: Callable[..., Path]) -> None:
+    for overrides in (
+        ["loop=distillation", "distillation.teacher=not/here"],
+        ["algorithm.advantage=gae", "critic.path=not/here"],
+    ):
+        assert prepare(tiny_model(), recipe, overrides, options={}).folder.is_dir()
+
+
 def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     run = tmp_path / "runs/a"
     shutil.copytree(tiny_model(), run / "hf_best")

@@ -78,6 +78,12 @@ def test_teachers_that_cannot_teach(
         check(distillation(teacher="absent"))
 
 
+def test_a_run_of_no_steps_has_no_teacher(distillation: Callable[..., Recipe]) -> None:
+    heldout = {"heldout": distillation().data.train}
+    only = distillation({"train": {"steps": 0}, "data": {"validation": heldout}}, teacher="absent")
+    assert check(only).world_size == 1 and only.teachers == only.teacher_of_source == {}
+
+
 def test_no_more_tokens_are_asked_for_than_both_models_have(
     distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]
 ) -> None:
