@@ -64,7 +64,8 @@ class Worker:
         self.recipe, self.layout, self.rank, self.topology = recipe, layout, rank, topology
         device.init_world(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(layout)
-        self._replicas = [self.replica]
+        self.further_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
+        """Groups of ranks that are not the policy's, by their layout and whether their models have experts."""
         self.held_experts = HeldExperts(rank, world_size)
         # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
         # building the models takes as much.
@@ -357,8 +358,11 @@ class Worker:
         has_experts = [bool(self._shape_of(model).num_experts) for model in (folder, self.recipe.model.folder)]
         if layout == self.layout and has_experts[0] == has_experts[1]:
             return self._build(kind, folder)
-        groups, replica = RankGroups(), Replica(layout)
-        self._replicas.append(replica)
+        # Communicators take memory of the device: teachers of one kind share them.
+        key = layout, has_experts[0]
+        if key not in self.further_groups:
+            self.further_groups[key] = RankGroups(), Replica(layout)
+        groups, replica = self.further_groups[key]
         with groups.in_place():
             return InOwnGroups(self._build(kind, folder, layout=layout, replica=replica), groups)
 
@@ -433,6 +437,6 @@ class Worker:
         """Close the engine and leave `torch.distributed`'s world."""
         if self.engine:
             self.engine.close()
-        for replica in self._replicas:
+        for replica in (self.replica, *(replica for _, replica in self.further_groups.values())):
             replica.close()
         dist.destroy_process_group()

@@ -113,10 +113,12 @@ def taught(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
     metrics = worker.policy.update(rows_of(recipe, layout, batch, np.arange(len(LENGTHS))))
     shape = worker.policy.shape
     pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))[rank]
-    worker.replica.close()
+    for replica in (worker.replica, *(replica for _, replica in worker.further_groups.values())):
+        replica.close()
     return {
         "metrics": metrics,
         "held": held,
+        "groups": len(worker.further_groups),
         "left": worker.held_lessons.numbers,
         "lessons": [len(getattr(chunk, "_lessons")) for chunk in worker.policy.chunks],  # noqa: B009
         "gradient": cut_out(pieces, {name: p.main_grad for name, p in worker.policy.parameters.items()}),
@@ -207,4 +209,6 @@ def test_the_gradient_is_that_of_float64(
     assert metrics["distillation/divergence"] == pytest.approx(expected_loss, rel=1e-6)
     assert distance(join([rank["gradient"] for rank in found]), expected) <= 1e-6
     assert {number for rank in found for number in rank["held"]} == set(range(len(LENGTHS)))
+    # Both teachers are dense and share theirs.
+    assert {rank["groups"] for rank in found} == {int(teacher_layout != layout)}
     assert not any(rank["left"] or any(rank["lessons"]) for rank in found)
