@@ -573,7 +573,10 @@ class Recipe(Section):
         """The recipe with the teachers' parallel sizes in place of the trainer's."""
         if not (own := self.distillation.sizes):
             return self
-        trainer = self.trainer.model_copy(update=own | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"})
+        changed = own | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
+        if own["tp"] == 1:
+            changed["sequence_parallel"] = None
+        trainer = self.trainer.model_copy(update=changed)
         return self.model_copy(update={"trainer": trainer})
 
     @property

@@ -190,7 +190,7 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         is_teacher = field.endswith("distillation.teacher")
         fit = (*sizes.model_fit(recipe, shape, is_sampled=False), *sizes.positions(recipe, shape))
         if is_teacher:
-            fit = (*distillation.layout_fit(recipe, shape), *sizes.positions(recipe, shape))
+            fit = (*distillation.layout_fit(recipe, shape), *sizes.positions(recipe, shape, is_evaluated=False))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
             if _tokens(folder) != _tokens(recipe.model.folder):

@@ -16,7 +16,9 @@ def teachers(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.distillation.sizes:
         own = recipe.for_teachers
-        yield from (_of_teachers(text) for text in (*sizes.ranks(own), *sizes.lengths(own)))
+        told = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
+        faults = (*sizes.ranks(own), *sizes.lengths(own))
+        yield from (_of_teachers(text) for text in faults if text not in told)
     if recipe.distillation.teacher is None:
         yield (
             "distillation.teacher: missing; give the folder of the teacher, or in a mixture "
@@ -25,9 +27,15 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 
 
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
-    """A teacher must divide by its own parallel sizes."""
-    found = sizes.model_fit(recipe.for_teachers, teacher, is_sampled=False)
-    yield from (_of_teachers(text) if recipe.distillation.sizes else text for text in found)
+    """A teacher must divide by its own parallel sizes, or those of the trainer where it has none."""
+    own = recipe.for_teachers
+    # Routes are replayed by the policy alone.
+    own = own.model_copy(update={"trainer": own.trainer.model_copy(update={"router_replay": False})})
+    for text in (*sizes.model_fit(own, teacher, is_sampled=False), *sizes.expert_fit(own, teacher)):
+        if recipe.distillation.sizes:
+            yield _of_teachers(text)
+        else:
+            yield f"{text}, or give the teachers sizes of their own: distillation.tp"
 
 
 def _of_teachers(text: str) -> str:

@@ -205,11 +205,14 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
 
 
-def positions(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
+    """Prompt and completion must fit in a model's positions; those of evaluations too, if `is_evaluated`."""
     if not recipe.has_engine:
         return
     room = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
-    samplings = {"rollout.sampling": recipe.rollout.sampling, "evaluation.sampling": recipe.evaluation_sampling}
+    samplings = {"rollout.sampling": recipe.rollout.sampling}
+    if is_evaluated:
+        samplings["evaluation.sampling"] = recipe.evaluation_sampling
     for field, sampling in samplings.items():
         if sampling.max_new_tokens > room:
             yield (

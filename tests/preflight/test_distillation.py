@@ -78,6 +78,44 @@ def test_teachers_that_cannot_teach(
         check(distillation(teacher="absent"))
 
 
+TWO_RANKS: dict[str, Any] = {"cluster": {"ranks_per_node": 2}}
+
+
+def test_a_teacher_on_one_rank_has_no_sequence_parallelism(distillation: Callable[..., Recipe]) -> None:
+    given = distillation(TWO_RANKS | {"trainer": {"tp": 2, "sequence_parallel": True}}, tp=1)
+    assert check(given).tp == 2 and given.for_teachers.trainer.sequence_parallel is None
+
+
+def test_what_a_teacher_with_experts_needs(
+    distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]
+) -> None:
+    sections = TWO_RANKS | {"trainer": {"sequence_parallel": False}}
+    found = told(distillation(sections, teacher=str(tiny_model(family="qwen3_moe")), tp=2))
+    assert "trainer.sequence_parallel = False: experts at distillation.tp 2 need it" in found
+
+
+def test_a_dense_teacher_of_a_policy_with_experts(
+    distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]
+) -> None:
+    model = {"path": str(tiny_model(family="qwen3_moe"))}
+    sections = TWO_RANKS | {"model": model, "trainer": {"ep": 2}}
+    assert "leave it out, or give the teachers sizes of their own: distillation.tp" in told(distillation(sections))
+    assert check(distillation(sections, tp=1)).ep == 2
+
+
+def test_a_teacher_sees_no_evaluation(distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]) -> None:
+    sampling = {"evaluation": {"sampling": {"max_new_tokens": 200}}}
+    short = str(tiny_model(max_position_embeddings=100))
+    assert check(distillation(sampling, teacher=short)).world_size == 1
+    sampling["rollout"] = {"sampling": {"max_new_tokens": 61}}
+    assert "rollout.sampling.max_new_tokens = 61: exceeds" in told(distillation(sampling, teacher=short))
+
+
+def test_a_fault_of_the_trainer_is_told_once(distillation: Callable[..., Recipe]) -> None:
+    found = told(distillation({"rollout": {"tp": 3}}, tp=1))
+    assert found.count("rollout.tp = 3: does not divide the 1 ranks") == 1
+
+
 def test_a_run_of_no_steps_has_no_teacher(distillation: Callable[..., Recipe]) -> None:
     heldout = {"heldout": distillation().data.train}
     only = distillation({"train": {"steps": 0}, "data": {"validation": heldout}}, teacher="absent")
