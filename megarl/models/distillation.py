@@ -18,7 +18,7 @@ from megarl.algorithms.divergences import DIVERGENCES, TAILS
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.config import DistillationConfig
 from megarl.models.divergence import (
-    Divergence,
+    DivergenceFunction,
     vocab_parallel_divergence,
     vocab_parallel_gathered,
     vocab_parallel_top_k,
@@ -31,7 +31,7 @@ _OTHERS_BYTES = 4
 """Of all other tokens: their log-prob together, float32."""
 
 
-def divergence_of(config: DistillationConfig) -> Divergence:
+def divergence_of(config: DistillationConfig) -> DivergenceFunction:
     """The divergence that a recipe names, with its keywords."""
     function = DIVERGENCES[config.divergence]
     return partial(function, **supported_kwargs(function, {"beta": config.jsd_beta}))

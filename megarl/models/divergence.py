@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.models.logprobs import all_reduce, vocabulary_blocks
 
-Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function of `algorithms.divergences`, its keywords bound."""
 
 
@@ -20,7 +20,7 @@ def vocab_parallel_divergence(
     weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
-    divergence: Divergence,
+    divergence: DivergenceFunction,
     *,
     group: dist.ProcessGroup | None,
     temperature: float,
@@ -49,7 +49,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
         weight: Tensor,
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
-        divergence: Divergence,
+        divergence: DivergenceFunction,
         group: Any,
         temperature: float,
         chunk: int,

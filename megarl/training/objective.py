@@ -156,7 +156,7 @@ def old_logprobs_of(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
 
 
 def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-    """The divergence of policy and teacher, from the output [3, tokens] of a `models.student.StudentModel`.
+    """The divergence of policy and teacher, from the output [3, tokens] of a `models.distillation.StudentModel`.
 
     Metrics: `distillation/divergence`, nats a token, `train/entropy`, `logprob_gap/` as of `policy_objective`.
     """
