@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.logprobs import all_reduce, vocabulary_blocks
+from megarl.models.logprobs import all_reduce, columns_of, vocabulary_blocks
 
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function of `algorithms.divergences`, its keywords bound."""
+_BLOCK_SHARE = 3
+"""Tensors of a block's size in memory at once, both models' log-probs and what a divergence makes of them, for each
+that log-probs alone take."""
 
 
 def vocab_parallel_divergence(
@@ -30,9 +33,9 @@ def vocab_parallel_divergence(
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding; teacher_hidden
     [tokens, teacher's hidden_size]; teacher_weight [local_vocabulary, teacher's hidden_size], the rows of the same
-    tokens. Returns float32 [tokens], in nats, equal on all ranks of `group`. Forward and backward hold at most
-    `chunk_tokens` * local_vocabulary logits of each model at once. Gradient flows to hidden and weight; that of
-    `hidden` is partial: the caller's tensor-parallel mapping all-reduces it.
+    tokens. Returns float32 [tokens], in nats, equal on all ranks of `group`. Forward and backward take about the memory
+    that log-probs take with these `chunk_tokens`, for fewer logits at once. Gradient flows to hidden and weight; that
+    of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it.
     """
     return _VocabParallelDivergence.apply(
         hidden, weight, teacher_hidden, teacher_weight, divergence, group, temperature, chunk_tokens
@@ -54,7 +57,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
         temperature: float,
         chunk: int,
     ) -> Tensor:
-        blocks = vocabulary_blocks(len(hidden), len(weight), chunk)
+        blocks = vocabulary_blocks(_BLOCK_SHARE * len(hidden), len(weight), chunk)
         pairs = (hidden, weight), (teacher_hidden, teacher_weight)
         log_totals = [_log_totals(*pair, blocks, temperature, group) for pair in pairs]
         sums = torch.zeros(2, len(hidden), dtype=torch.float32, device=hidden.device)
@@ -110,7 +113,8 @@ def vocab_parallel_gathered(
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
     them being token `first_token_id`; token_ids int64 [tokens, k], global ids, those of a position differ. Returns
     float32 [tokens, k] and [tokens], in nats, equal on all ranks of `group`; minus infinity where there is no other.
-    Memory and gradients as of `vocab_parallel_divergence`.
+    Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. Gradients as of
+    `vocab_parallel_divergence`.
     """
     return _VocabParallelGathered.apply(hidden, weight, token_ids, first_token_id, group, temperature, chunk_tokens)
 
@@ -132,7 +136,7 @@ class _VocabParallelGathered(torch.autograd.Function):
         chosen = torch.zeros_like(local, dtype=torch.float32)
         parts = _no_parts(hidden, blocks)
         for index, block in enumerate(blocks):
-            columns, is_here = _columns(local, block)
+            columns, is_here = columns_of(local, block)
             logits = _logits(hidden, weight, block, temperature)
             chosen += logits.gather(1, columns) * is_here
             parts[index] = _others(logits, columns, is_here).logsumexp(-1)
@@ -159,7 +163,7 @@ class _VocabParallelGathered(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         for block in blocks:
-            columns, is_here = _columns(local, block)
+            columns, is_here = columns_of(local, block)
             logits = _others(_logits(hidden, weight, block, temperature), columns, is_here)
             grad_logits = logits.sub_(of_others[:, None]).exp_().mul_(of_rest[:, None])
             grad_logits = grad_logits.scatter_add_(1, columns, of_chosen * is_here).to(weight.dtype)
@@ -251,9 +255,3 @@ def _log_total(parts: Tensor, group: Any) -> Tensor:
 def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float) -> Tensor:
     """Logits of a block, float32 [tokens, block]: as exact as the product of the models' type is."""
     return (hidden @ weight[block.start : block.stop].T).float().div_(temperature)
-
-
-def _columns(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
-    """Column of each token in a block's logits, any valid one where another block has it, and whether it is here."""
-    columns = local - block.start
-    return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))

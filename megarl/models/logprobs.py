@@ -75,7 +75,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         room = hidden.new_empty(len(targets) * max(map(len, blocks), default=0))
         for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
-            columns, is_here = _columns(local, block)
+            columns, is_here = columns_of(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
             if cut is not None:
                 log_totals[index], entropies[index] = _of_kept(logits, cut.outside(index))
@@ -122,7 +122,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_logits = logprobs.exp_().mul_(slope)
             if cut is not None:
                 grad_logits.masked_fill_(cut.outside(index), 0.0)
-            columns, is_here = _columns(local, block)
+            columns, is_here = columns_of(local, block)
             grad_logits.scatter_add_(1, columns[:, None], (of_logprob * is_here)[:, None])
             if grad_logits.dtype != weight.dtype:
                 grad_logits = logits.copy_(grad_logits)
@@ -186,10 +186,11 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
     return logits.addmm_(hidden, rows, beta=0, alpha=1 / temperature)
 
 
-def _columns(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
-    """Column of each target in a block's logits, and whether the block has it; local, and both results, [tokens].
+def columns_of(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
+    """Column of each target in a block's logits, and whether the block has it; both results of the shape of `local`.
 
-    The column of a target that another block has is any valid one.
+    `local` int64 [tokens, ...] are places in this rank's vocabulary. The column of a target that another block has is
+    any valid one.
     """
     columns = local - block.start
     return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))
