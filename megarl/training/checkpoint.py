@@ -160,7 +160,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     with ExitStack() as stack:
         for model in saved.values():
             if isinstance(model, FrozenModel):
-                stack.enter_context(model.in_memory())
+                stack.enter_context(model.in_memory(is_changed=True))
         request = _sharded_states(saved, is_loading=True)
         if common["layout"] == layout:
             request["random"] = _random_states()

@@ -266,11 +266,15 @@ class FrozenModel(ModelShard):
             chunk.cpu()
 
     @contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """Within, the model is on the device."""
+    def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
+        """Within, the model is on the device; its parameters are copied back only if they are changed there."""
+        host = [(parameter, parameter.data) for chunk in self.chunks for parameter in chunk.parameters()]
         for chunk in self.chunks:
             chunk.to(self.device)
         yield
+        if not is_changed:
+            for parameter, values in host:
+                parameter.data = values
         for chunk in self.chunks:
             chunk.cpu()
 
