@@ -341,7 +341,7 @@ class RewardConfig(Section):
     (reward/errors, reward/timeouts, reward/parse_errors)."""
     on_failure: Literal["zero", "leave_out"] = "zero"
     """Fate of a completion that could not be scored: the score zero, or no reward, so that its group is compared
-    without it and it is not trained. It is counted in either case."""
+    without it and it is not trained (rl). It is counted in either case."""
     correct_score: float = 1.0
     """Score of a right answer (ColossalRL: 10)."""
     source_field: str | None = "data_source"

@@ -41,7 +41,8 @@ async def train(session: Session) -> None:
 
                 with phase("logprobs"):
                     groups = await buffer.add_old_logprobs(groups, policy.forward)
-                    batch = RLBatch.from_groups(groups, mask_truncated=algorithm.mask_truncated)
+                    truncated = algorithm.mask_truncated
+                    batch = RLBatch.from_groups(groups, mask_truncated=truncated, needs_rewards=False)
                     teachers.assign(batch)
                     if algorithm.old_logprobs == "rollout":
                         batch.start_from_rollout(number)

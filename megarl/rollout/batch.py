@@ -22,7 +22,8 @@ class RLBatch(TokenBatch):
 
     Arrays of trajectories are [samples]: `rewards` float64, `groups` the numbers of their prompts, `num_sampled` the
     tokens that the policy sampled, `num_turns` its completions, `is_correct` that the answer was right. A trajectory
-    that was not scored, without `is_scored`, takes no part in its group's statistics and is not trained.
+    that was not scored, without `is_scored`, takes no part in its group's statistics; where rewards train, it is not
+    trained.
     """
 
     weight_versions: NDArray[np.int32]
@@ -49,10 +50,17 @@ class RLBatch(TokenBatch):
     """[tokens]: the trainer's entropies before the update, in nats; 0 where not sampled; None: not computed."""
 
     @classmethod
-    def from_groups(cls, groups: Sequence[Sequence[Trajectory]], *, mask_truncated: bool = False) -> RLBatch:
+    def from_groups(
+        cls,
+        groups: Sequence[Sequence[Trajectory]],
+        *,
+        mask_truncated: bool = False,
+        needs_rewards: bool = True,
+    ) -> RLBatch:
         """The trajectories of these groups, one per prompt.
 
-        With `mask_truncated` those that a limit of length or of time ended are not trained.
+        With `mask_truncated` those that a limit of length or of time ended are not trained, with `needs_rewards` those
+        that were not scored.
 
         `old_logprobs` are there where any segment has them, NaN on sampled tokens of those that do not.
         """
@@ -61,7 +69,7 @@ class RLBatch(TokenBatch):
         num_segments = np.array([len(trajectory.segments) for trajectory in trajectories])
         rewards = [trajectory.reward for trajectory in trajectories]
         is_scored = np.array([reward is not None for reward in rewards])
-        is_trained = is_scored.copy()
+        is_trained = is_scored | (not needs_rewards)
         if mask_truncated:
             is_trained &= np.array([trajectory.ended not in ("length", "seconds") for trajectory in trajectories])
         lengths = np.array([len(segment) for segment in segments])

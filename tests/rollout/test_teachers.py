@@ -13,6 +13,7 @@ import pytest
 from megarl.config import DistillationConfig, Recipe
 from megarl.data.batch import TokenBatch
 from megarl.families.shape import ModelShape, read_model_shape
+from megarl.rollout.batch import RLBatch
 from megarl.rollout.teachers import Teachers, compute_teacher_advantages
 from tests.rollout.test_batch import attempt, batch_of, of_sequences
 
@@ -66,6 +67,12 @@ def test_samples_get_the_teacher_of_their_source() -> None:
     [minibatch] = [batch.select_samples([2, 0])]
     assert minibatch.taught is not None and minibatch.taught.tolist() == [[0, 2], [1, 0]]
     assert batch.with_arrays({}).taught is None
+
+
+def test_a_reward_that_failed_keeps_no_sample_from_its_teacher() -> None:
+    unscored = replace(attempt(0, 1.0, 2), reward=None)
+    scored, taught = (RLBatch.from_groups([[unscored]], needs_rewards=needed) for needed in (True, False))
+    assert scored.loss_mask.tolist() == [False] * 4 and taught.loss_mask.tolist() == [False, False, True, True]
 
 
 @dataclass
