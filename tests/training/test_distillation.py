@@ -195,8 +195,26 @@ CASES += [("tp2 pp2, many rows", "top-k"), ("one rank, packed", "jsd")]
 def test_the_gradient_is_that_of_float64(
     ranks: RankPool, folders: tuple[Path, list[Path]], name: str, loss: str
 ) -> None:
+    found = learn_exactly(ranks, *folders, name, loss)
+    # Both teachers are dense and share their groups.
+    assert {rank["groups"] for rank in found} == {int("teachers" in name)}
+
+
+def test_a_teacher_with_experts(
+    ranks: RankPool, folders: tuple[Path, list[Path]], tiny_model: Callable[..., Path]
+) -> None:
+    policy, [_, dense] = folders
+    experts = tiny_model(
+        family="qwen3_moe", hidden_size=48, vocab_size=419, seed=5, num_layers=2, num_heads=4, num_kv_heads=2,
+        initializer_range=0.15,
+    )  # fmt: skip
+    found = learn_exactly(ranks, policy, [experts, dense], "tp2", "reverse")
+    assert {rank["groups"] for rank in found} == {1}
+
+
+def learn_exactly(ranks: RankPool, policy: Path, teachers: list[Path], name: str, loss: str) -> list[dict[str, Any]]:
+    """What the ranks of a layout return of an update, whose loss and gradient are those of float64."""
     sizes, of_teachers, trainer = LAYOUTS[name]
-    policy, teachers = folders
     recipe = recipe_of(policy, teachers, *LOSSES[loss], **trainer)
     one = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     layout, teacher_layout = replace(one, **sizes), replace(one, **of_teachers)
@@ -209,6 +227,5 @@ def test_the_gradient_is_that_of_float64(
     assert metrics["distillation/divergence"] == pytest.approx(expected_loss, rel=1e-6)
     assert distance(join([rank["gradient"] for rank in found]), expected) <= 1e-6
     assert {number for rank in found for number in rank["held"]} == set(range(len(LENGTHS)))
-    # Both teachers are dense and share theirs.
-    assert {rank["groups"] for rank in found} == {int(teacher_layout != layout)}
     assert not any(rank["left"] or any(rank["lessons"]) for rank in found)
+    return found
