@@ -26,6 +26,7 @@ MOST_LINES = 200
 """Steps of a run up to which each has a line."""
 
 STEP_LINE = (
+    ("divergence", ("distillation/divergence", "distillation/reverse_kl")),
     ("reward", ("reward/mean",)),
     ("accuracy", ("reward/accuracy", "preference/accuracy")),
     ("length", ("rollout/completion_tokens/mean",)),

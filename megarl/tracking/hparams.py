@@ -75,6 +75,8 @@ def _metrics(recipe: Recipe) -> list[str]:
     """The metrics that runs are compared by."""
     sets = dict.fromkeys(name for source in recipe.sources for name in source.recipe.data.validation)
     of_loop = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
+    if recipe.loop == "distillation":
+        of_loop.insert(0, "distillation/reverse_kl" if recipe.has_advantages else "distillation/divergence")
     return [*(f"val/{name}/accuracy" for name in sets), *of_loop]
 
 

@@ -120,6 +120,14 @@ def test_a_step_s_line_shows_what_gives_a_hacked_reward_away() -> None:
     assert text.getvalue().splitlines()[2].startswith("step 4/12  KL 0.25  loss 0.5  1.0 s")
 
 
+@pytest.mark.parametrize("name", ["distillation/divergence", "distillation/reverse_kl"])
+def test_a_distillation_s_line_begins_with_what_it_learns(name: str) -> None:
+    display, _, text = displayed()
+    display.begin_steps(12)
+    display.step(1, ROW | {name: 0.125})
+    assert text.getvalue().splitlines()[0].startswith("step 1/12  divergence 0.125  reward 0.5")
+
+
 def test_the_live_line_counts_down_and_shows_the_course_of_the_reward() -> None:
     display, clock, _ = displayed()
     display.begin_steps(10)
