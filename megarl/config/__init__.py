@@ -319,7 +319,8 @@ class RewardConfig(Section):
     functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="boxed"),)
     """Reward functions whose weighted scores are added: names of `megarl.rewards`, reasoning_gym.TASK, judge, remote,
     `package.module:function` or `path/to/file.py:function`; with a weight or arguments {name: ..., weight: ...,
-    kwargs: {...}}. Relative paths begin at the current folder."""
+    kwargs: {...}}. Relative paths begin at the current folder. A distillation without data.validation may have none,
+    []: then nothing is measured, and records need no answer."""
     function_weight: NonNegativeFloat = 1.0
     """Weight of the functions' scores beside the reward model's; 0: they only measure accuracy."""
     model: str | None = None

@@ -60,6 +60,7 @@ def read_problems(
     max_prompt_tokens: int,
     name: str = "",
     needed: str | None = None,
+    has_answers: bool = True,
     names: FieldNames | None = None,
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
@@ -68,7 +69,8 @@ def read_problems(
 
     Raises DataError, with the line, for a faulty record and a conversation that does not end with what must be
     answered. A prompt longer than `max_prompt_tokens` is never cut: `on_long` is told of it, or it is an error. `name`
-    is that of the problems' `source`; `needed` is a field that each record must have.
+    is that of the problems' `source`; `needed` is a field that each record must have, with `has_answers` beside a gold
+    answer; without, answers are empty.
     """
 
     def make(index: int, record: Record) -> Problem:
@@ -76,17 +78,30 @@ def read_problems(
             raise record.error(
                 f"has no field {needed!r} of data.curriculum.by; add it to every record, or name another"
             )
-        made = problem_of(record, index, tokenizer, system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens)
+        made = problem_of(
+            record,
+            index,
+            tokenizer,
+            system_prompt=system_prompt,
+            max_prompt_tokens=max_prompt_tokens,
+            has_answer=has_answers,
+        )
         return replace(made, source=name) if name else made
 
     return collect(read_records(source, names), make, on_long)
 
 
 def problem_of(
-    record: Record, index: int, tokenizer: Tokenizer, *, system_prompt: str | None, max_prompt_tokens: int
+    record: Record,
+    index: int,
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str | None,
+    max_prompt_tokens: int,
+    has_answer: bool = True,
 ) -> Problem:
     """A record as a problem. Raises DataError, and TooLongError for a prompt longer than `max_prompt_tokens`."""
-    answer, messages = record.answer(), record.prompt(system_prompt)
+    answer, messages = record.answer() if has_answer else "", record.prompt(system_prompt)
     if messages[-1]["role"] not in ("user", "tool"):
         raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
     try:

@@ -210,6 +210,7 @@ def read_problems(
             max_prompt_tokens=recipe.data.max_prompt_tokens,
             name=name,
             needed=by,
+            has_answers=bool(recipe.reward.functions),
             **_reading(recipe, path, dropped, collect),
         ),
         path,

@@ -166,7 +166,8 @@ def rewards(recipe: Recipe) -> Iterator[str]:
     from megarl.rewards import locate, metric_name
 
     reward = recipe.reward
-    if recipe.has_engine and not reward.functions:
+    only_teaches = recipe.loop == "distillation" and not recipe.data.validation
+    if recipe.has_engine and not reward.functions and not only_teaches:
         yield "reward.functions = []: something must say what is right; beside a reward model its weight may be 0"
     names = [function.name for function in reward.functions]
     for name in {name: None for name in names if names.count(name) > 1}:

@@ -46,6 +46,8 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
             served.append(served_reward(function))
         except ConfigError as error:
             yield str(error)
+    if not recipe.reward.functions:
+        return  # a distillation that measures nothing; records need no answer
     path = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
     if num_made(path) is not None:
         return  # there is no record to try them on

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.rewards.calling import Sample
-from megarl.rewards.scores import FunctionScore, with_served
+from megarl.rewards.scores import FunctionScore, combined, with_served
 from megarl.rewards.served import ServedReward, ServerFailedError, served_reward
 from megarl.rewards.worker import RewardWorker, Scored, WorkerSettings
 from megarl.terminal import FirstOfEachKind
@@ -74,8 +74,8 @@ class RewardPool:
     A completion whose scoring exceeds a time limit, raises, ends its process, or returns anything but what `scores`
     accepts gets the score zero and a `Scored.failure`, and is left out where the settings say so. Time is measured from
     when a process, its functions imported, takes the completion. Construction starts the processes without waiting for
-    them; without functions there are none, and all rewards are servers'. It raises ConfigError for wrong settings of a
-    server.
+    them; without functions there are none, and all rewards are servers', or zero. It raises ConfigError for wrong
+    settings of a server.
     `make_worker` makes them, here or elsewhere; their output goes to `log_folder/reward_NNNN.log`, numbered from
     `first_log`; `notice` is called with the first failure of each kind.
     """
@@ -116,7 +116,9 @@ class RewardPool:
         imported, PeerLostError if the processes do not start or the pool is closed meanwhile. Where it is cancelled,
         the process is killed and replaced: it does not go on with what nobody wants.
         """
-        if not self._served:
+        if not self._served and not self._workers:
+            scored = Scored(combined({}, {}))
+        elif not self._served:
             scored = await self._by_functions(sample)
         else:
             scored = await self._by_all(sample)

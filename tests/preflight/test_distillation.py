@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.families.shape import read_model_shape
-from megarl.preflight import check
+from megarl.preflight import check, check_rewards, count_records
 from megarl.types import ConfigError, DataError
 from tests.preflight.test_models import with_value_head
 
@@ -114,6 +114,21 @@ def test_a_teacher_sees_no_evaluation(distillation: Callable[..., Recipe], tiny_
 def test_a_fault_of_the_trainer_is_told_once(distillation: Callable[..., Recipe]) -> None:
     found = told(distillation({"rollout": {"tp": 3}}, tp=1))
     assert found.count("rollout.tp = 3: does not divide the 1 ranks") == 1
+
+
+def test_prompts_without_answers_are_distilled_where_nothing_is_measured(
+    distillation: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text('{"messages": {"role": "user", "content": "1 + 2"}}\n' * 2)
+    sections: dict[str, Any] = {"data": {"train": str(bare)}, "reward": {"functions": []}}
+    unmeasured = distillation(sections)
+    assert check(unmeasured).world_size == 1 and count_records(unmeasured) == {"train": 2}
+    check_rewards(unmeasured)
+    with pytest.raises(DataError, match="has no field 'gt_answer'"):
+        count_records(distillation({"data": {"train": str(bare)}}))
+    sections["data"] |= {"validation": {"heldout": str(bare)}}
+    assert "reward.functions = []: something must say what is right" in told(distillation(sections))
 
 
 def test_a_run_of_no_steps_has_no_teacher(distillation: Callable[..., Recipe]) -> None:

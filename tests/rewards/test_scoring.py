@@ -24,6 +24,11 @@ def test_scores_are_those_of_the_function_called_directly():
         assert [(summed(scored), scored.failure) for scored in bomb] == [(Reward(0.0, True, False), None)] * 2
 
 
+def test_without_functions_all_rewards_are_zero():
+    with pool_of() as pool:
+        assert len(pool) == 0 and score_all(pool, "3", "4", answer="3") == [Reward(0.0, False, False)] * 2
+
+
 def test_several_functions_are_summed_and_must_all_agree(module):
     with pool_of(f"{module}:act", f"{module}:second", correct_score=2.0) as pool:
         assert score_all(pool, "answer", "ill") == [Reward(2.25, True, True), Reward(2.25, False, False)]
