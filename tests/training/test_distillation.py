@@ -31,9 +31,9 @@ TOKENS = 400
 @pytest.fixture(scope="module")
 def folders(tiny_model: Callable[..., Path]) -> tuple[Path, list[Path]]:
     """A policy and two teachers, all of other sizes; each vocabulary has rows that others lack."""
-    sizes: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.15}
+    sizes: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.1}
     policy = tiny_model(
-        hidden_size=32, intermediate_size=48, vocab_size=431, **(sizes | {"num_layers": 4, "initializer_range": 0.03})
+        hidden_size=32, intermediate_size=48, vocab_size=431, **(sizes | {"num_layers": 4, "initializer_range": 0.06})
     )
     large = tiny_model(hidden_size=48, intermediate_size=64, vocab_size=419, seed=5, tie_word_embeddings=False, **sizes)
     other = tiny_model(family="llama", hidden_size=40, intermediate_size=32, vocab_size=463, seed=7, **sizes)
@@ -222,10 +222,12 @@ def learn_exactly(ranks: RankPool, policy: Path, teachers: list[Path], name: str
     found = ranks.run(taught, recipe, layout, teacher_layout, batch, world_size=layout.world_size)
     expected_loss, expected = written_out(recipe, batch)
     metrics = values(merge(rank["metrics"] for rank in found))
-    assert metrics["train/loss"] == pytest.approx(expected_loss, rel=1e-6)
+    assert metrics["train/loss"] == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
     # Token weights are those of a mean over tokens.
-    assert metrics["distillation/divergence"] == pytest.approx(expected_loss, rel=1e-6)
-    assert distance(join([rank["gradient"] for rank in found]), expected) <= 1e-6
+    assert metrics["distillation/divergence"] == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
+    # Of a few tokens alone the differences are small beside the float32 logits that they are of.
+    limit = 1e-6 if recipe.distillation.loss == "full_vocabulary" else 2e-6
+    assert distance(join([rank["gradient"] for rank in found]), expected) <= limit
     assert {number for rank in found for number in rank["held"]} == set(range(len(LENGTHS)))
     assert not any(rank["left"] or any(rank["lessons"]) for rank in found)
     return found
