@@ -37,7 +37,7 @@ def span(name: str) -> AbstractContextManager[None]:
 
 
 def seconds_of_a_span() -> float:
-    """What recording a span takes here and now, mean of many; nothing may be recorded meanwhile."""
+    """Time that recording a span takes here and now, mean of many; nothing may be recorded meanwhile."""
     record(True)
     began = time.monotonic()
     for _ in range(_NUM_MEASURED):
