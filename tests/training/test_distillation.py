@@ -130,7 +130,8 @@ def written_out(recipe: Recipe, batch: TokenBatch) -> tuple[float, dict[str, tor
     from transformers import AutoModelForCausalLM
 
     def load(folder: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        # transformers' grouped products of experts have no float64.
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
 
     assert batch.taught is not None
     policy, teachers, config = load(recipe.model.path), list(map(load, recipe.teachers.values())), recipe.distillation
@@ -206,7 +207,7 @@ def test_a_teacher_with_experts(
     policy, [_, dense] = folders
     experts = tiny_model(
         family="qwen3_moe", hidden_size=48, vocab_size=419, seed=5, num_layers=2, num_heads=4, num_kv_heads=2,
-        initializer_range=0.15,
+        initializer_range=0.1,
     )  # fmt: skip
     found = learn_exactly(ranks, policy, [experts, dense], "tp2", "reverse")
     assert {rank["groups"] for rank in found} == {1}
