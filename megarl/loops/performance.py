@@ -21,7 +21,7 @@ METRICS = {
     "perf/rollout_tokens_per_second_per_rank": (
         "tokens/s",
         "sampled tokens by the time of the phase rollout and the ranks; where attempts go on from step to step "
-        "(rollout.stragglers) by rollout/open_seconds",
+        "(rollout.stragglers) by perf/engines_open_seconds",
     ),
     "perf/tflops_per_rank": (
         "TFLOP/s",
@@ -99,7 +99,7 @@ class Performance:
             metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_ranks
         if self._goes_on:
             # They are sampled from the reshard on, before the phase begins.
-            rollout = max(rollout, min(whole, scalars.get("rollout/open_seconds", 0.0)))
+            rollout = max(rollout, min(whole, scalars.get("perf/engines_open_seconds", 0.0)))
         if rollout and "rollout/sampled_tokens" in scalars:
             metrics["perf/rollout_tokens_per_second_per_rank"] = scalars["rollout/sampled_tokens"] / rollout / num_ranks
         if work.flops and train + scoring:

@@ -172,8 +172,9 @@ class Session:
 
     async def sleep_engines(self) -> None:
         """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then."""
-        await self.pool.hold()
-        await self.ranks.call("sleep_engine")
+        with span("sleep engines"):
+            await self.pool.hold()
+            await self.ranks.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:
         """With router replay, drop the routed experts on the ranks but those of groups that wait for a later step.
@@ -182,7 +183,8 @@ class Session:
         """
         if not self.recipe.trainer.router_replay:
             return {}
-        held = await self.ranks.call("retain_experts", state.waiting_experts)
+        with span("retain experts"):
+            held = await self.ranks.call("retain_experts", state.waiting_experts)
         return {"rollout/routed_experts_bytes": float(sum(held))}
 
     async def move_reference(self, step: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ METRICS = {
         "the engines' time with nothing to sample, but for that in which they are held for training",
     ),
     "rollout/held_seconds": ("seconds", "how long the engines were held while requests waited"),
-    "rollout/open_seconds": (
+    "perf/engines_open_seconds": (
         "seconds",
         "how long the engines were open to requests, from one reshard to the next hold",
     ),
@@ -205,7 +205,7 @@ class EnginePool:
         found = {
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
             "rollout/held_seconds": self._seconds_waited,
-            "rollout/open_seconds": open_seconds,
+            "perf/engines_open_seconds": open_seconds,
             "rollout/prefix_hits": self._num_cached / max(self._num_prompt_tokens, 1),
             "rollout/sampled_tokens": float(self._num_sampled),
         }

@@ -89,7 +89,7 @@ def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
             }
         )  # fmt: skip
         performance = Performance(recipe, Ranks((None, None)), {"policy": SimpleNamespace(work=Work())})  # type: ignore[arg-type, dict-item]
-        sampled = {"rollout/sampled_tokens": 400.0, "rollout/open_seconds": 8.0}
+        sampled = {"rollout/sampled_tokens": 400.0, "perf/engines_open_seconds": 8.0}
         found = asyncio.run(performance.of_step(SECONDS, sampled))
         rates.append(found["perf/rollout_tokens_per_second_per_rank"])
     assert rates == [40.0, 25.0]
