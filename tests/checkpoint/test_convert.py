@@ -89,7 +89,11 @@ def test_casting_changes_the_type_in_config_json(tmp_path: Path) -> None:
 def test_a_recipe_s_override_decides_what_can_be_read(tmp_path: Path) -> None:
     plain = moe_folder(tmp_path / "source")
     to_megatron(plain, tmp_path / "megatron")
-    scaled = moe_folder(tmp_path / "scaled", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    scaled = moe_folder(tmp_path / "scaled")
+    unreadable = json.loads((scaled / "config.json").read_text()) | {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0}
+    }
+    (scaled / "config.json").write_text(json.dumps(unreadable))
     done = to_hf(tmp_path / "megatron", tmp_path / "hf", hf=scaled, verify=True, override={"rope_scaling": None})
     assert done.is_verified
     assert_equal_bits(tensors_of(plain), tensors_of(tmp_path / "hf"))
