@@ -197,6 +197,9 @@ def test_calls_are_noted_with_the_memory_that_they_took() -> None:
     import torch  # noqa: F401  (a process without it has no memory of interest)
 
     activity = Activity()
+    with activity.during("all before"):
+        pass
+    activity.take()
     with activity.during("small"):
         pass
     with activity.during("large"):

@@ -223,9 +223,9 @@ def visits_of(reference: Any) -> list[None]:
     in_memory = reference.in_memory
 
     @contextmanager
-    def counted() -> Iterator[None]:
+    def counted(**kwargs: Any) -> Iterator[None]:
         visits.append(None)
-        with in_memory():
+        with in_memory(**kwargs):
             yield
 
     reference.in_memory = counted
