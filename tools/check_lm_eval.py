@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-HARNESS = "lm-eval==0.4.13"
+HARNESS = "lm-eval[hf]==0.4.13"
 TASK = """
 task: megarl_check
 dataset_path: json
