@@ -185,7 +185,7 @@ async def attempt(
         finally:
             pool.forget(task.name)
     calls, steps = course.calls, course.steps
-    texts = [dialogue.text(call.completion.token_ids) for call in calls]
+    texts = [turn.completion for turn in course.turns]
     trajectory = unscored(
         task,
         calls,
@@ -209,7 +209,7 @@ async def attempt(
         task.problem,
         calls[-1].completion if calls else _UNANSWERED,
         texts[-1] if texts else "",
-        prompt_messages=course.before_last(texts),
+        prompt_messages=course.before_last(),
         turn=max(len(calls), 1),
     )
     scored = await score(sample)

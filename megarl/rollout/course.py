@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,11 +98,11 @@ class Course:
         token_ids = self.calls[-1].token_ids.astype(np.int32)
         self.prompt = np.concatenate([token_ids, self.dialogue.observation(token_ids, step.messages, self.tools)])
 
-    def before_last(self, texts: Sequence[str]) -> tuple[Message, ...]:
-        """The messages before the last completion; `texts` are the calls' completions."""
+    def before_last(self) -> tuple[Message, ...]:
+        """The messages before the last completion, the policy's as it completed them."""
         messages = list(self.opening)
-        for text, step in zip(texts[:-1], self.steps, strict=False):
-            messages += [{"role": "assistant", "content": text}, *step.messages]
+        for turn, step in zip(self.turns[:-1], self.steps, strict=False):
+            messages += [{"role": "assistant", "content": turn.completion}, *step.messages]
         return tuple(messages)
 
     def _shortened(self, message: Message, max_tokens: int) -> Message:

@@ -102,7 +102,7 @@ class EnginePool:
     `max_running` bounds the requests that a replica runs. Requests are admitted in the order in which they were filed,
     so that those of one prompt share a replica's prefix cache; a replica that finishes early is given more.
 
-    An engine runs until a sixteenth of its requests have finished, at most `budget_seconds`; the driver's other tasks,
+    An engine runs until an eighth of its requests have finished, at most `budget_seconds`; the driver's other tasks,
     such as scoring, go on meanwhile. The error of a pump is raised by all requests, later ones too.
 
     While the pool is held the engines have no request: those that ran are parked, with their tokens kept here, and go
@@ -308,7 +308,7 @@ class EnginePool:
         """Give a replica's leader requests and aborts, and let it sample; the completions that it ended with."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
         per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
-        leave_after = max(1, len(replica.running) // 16)
+        leave_after = max(1, len(replica.running) // 8)
         completions, *_ = await self._ranks.ask(
             replica.ranks, "advance", per_rank, budget_seconds, leave_after, budget_seconds=budget_seconds
         )

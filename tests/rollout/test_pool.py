@@ -75,12 +75,12 @@ def test_turns_on_one_engine_do_not_wait_for_a_long_completion_on_the_other(
         await group.call("seen")
         running = asyncio.create_task(pool.generate(long))
         await asyncio.sleep(0)
-        for turn in range(8):
-            await pool.generate(request(f"turn{turn}", (5, 17, turn), 5), affinity="a")
+        for turn in range(4):
+            await pool.generate(request(f"turn{turn}", (5, 17, turn), 3), affinity="a")
             assert not running.done()
         assert len((await running).token_ids) == 200
         seen = await group.call("seen")
-        assert [[name for name, _, _ in of_rank] for of_rank in seen] == [["long"], [f"turn{n}" for n in range(8)]]
+        assert [[name for name, _, _ in of_rank] for of_rank in seen] == [["long"], [f"turn{n}" for n in range(4)]]
 
     runner.run(drive())
 
