@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.logprobs import all_reduce, columns_of, vocabulary_blocks
+from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabulary_blocks
 
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A function of `algorithms.divergences`, its keywords bound."""
@@ -79,20 +79,14 @@ class _VocabParallelDivergence(torch.autograd.Function):
         divergence, temperature, blocks = ctx.settings
         [grad] = grads
         scale = (grad / temperature)[:, None]
-        for_hidden, for_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-        grad_weight = torch.empty_like(weight) if for_weight else None
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
             logprobs = _logits(hidden, weight, block, temperature).sub_(log_total[:, None])
             of_teacher = _logits(teacher_hidden, teacher_weight, block, temperature).sub_(teacher_log_total[:, None])
             _, slopes = divergence(logprobs, of_teacher)
             grad_logits = torch.addcmul(slopes, logprobs.exp_(), slope[:, None], value=-1).mul_(scale).to(weight.dtype)
-            rows = slice(block.start, block.stop)
-            if grad_hidden is not None:
-                grad_hidden += grad_logits @ weight[rows]
-            if grad_weight is not None:
-                torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 6
+            gradients.add(block, grad_logits)
+        return *gradients.found(), *(None,) * 6
 
 
 def vocab_parallel_gathered(
@@ -159,20 +153,14 @@ class _VocabParallelGathered(torch.autograd.Function):
         of_chosen = of_chosen + logprobs.exp() * whole[:, None]
         of_rest = of_rest + logprob_of_others.exp() * whole
         of_others = of_others.masked_fill(of_others == -torch.inf, 0.0)
-        for_hidden, for_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-        grad_weight = torch.empty_like(weight) if for_weight else None
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
             columns, is_here = columns_of(local, block)
             logits = _others(_logits(hidden, weight, block, temperature), columns, is_here)
             grad_logits = logits.sub_(of_others[:, None]).exp_().mul_(of_rest[:, None])
             grad_logits = grad_logits.scatter_add_(1, columns, of_chosen * is_here).to(weight.dtype)
-            rows = slice(block.start, block.stop)
-            if grad_hidden is not None:
-                grad_hidden += grad_logits @ weight[rows]
-            if grad_weight is not None:
-                torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 5
+            gradients.add(block, grad_logits)
+        return *gradients.found(), *(None,) * 5
 
 
 @torch.no_grad()

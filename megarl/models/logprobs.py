@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,9 +110,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         of_logprob = torch.zeros_like(log_total) if of_logprob is None else of_logprob
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
         constant = -of_logprob if of_entropy is None else -of_logprob - of_entropy * entropy
-        for_hidden, for_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-        grad_weight = torch.empty_like(weight) if for_weight else None
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
         for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
@@ -126,12 +125,33 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(1, columns[:, None], (of_logprob * is_here)[:, None])
             if grad_logits.dtype != weight.dtype:
                 grad_logits = logits.copy_(grad_logits)
-            rows = slice(block.start, block.stop)
-            if grad_hidden is not None:
-                grad_hidden += grad_logits @ weight[rows]
-            if grad_weight is not None:
-                torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, *(None,) * 6
+            gradients.add(block, grad_logits)
+        return *gradients.found(), *(None,) * 6
+
+
+class HeadGradients:
+    """Gradients of the hidden states [tokens, hidden_size] and of the head's weight [local_vocabulary, hidden_size].
+
+    `needs` says of each, in this order, whether it is wanted; what is not costs nothing.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None
+        self._of_weight = torch.empty_like(weight) if needs[1] else None
+
+    def add(self, block: range, grad_logits: Tensor) -> None:
+        """Take in the gradient of a block's logits, [tokens, block] in the weight's type; each block is given once."""
+        rows = slice(block.start, block.stop)
+        if self._of_hidden is not None:
+            self._of_hidden += grad_logits @ self._weight[rows]
+        if self._of_weight is not None:
+            torch.mm(grad_logits.T, self._hidden, out=self._of_weight[rows])
+
+    def found(self) -> tuple[Tensor | None, Tensor | None]:
+        """Both, when all blocks are in, each in its tensor's type; None for one that is not wanted."""
+        of_hidden = None if self._of_hidden is None else self._of_hidden.to(self._hidden.dtype)
+        return of_hidden, self._of_weight
 
 
 class _Cut:
