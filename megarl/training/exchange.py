@@ -1,7 +1,8 @@
-"""Rows of arrays from every rank to every other, in numbers that both sides know."""
+"""Rows of arrays from every rank to every other: in known numbers, or of tokens that the receiving rank asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,3 +26,45 @@ def exchanged(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: N
         (num_sent * row_bytes).tolist(),
     )
     return received
+
+
+def fetched(
+    runs: NDArray[np.int64],
+    holders: NDArray[np.int64],
+    held: Callable[[int, int, int, int], NDArray[Any]],
+    nothing: NDArray[Any],
+) -> NDArray[Any]:
+    """Values of the tokens of all runs, in order, from the ranks that hold them; a collective over the world.
+
+    `runs` [runs, 3]: number, first token and end of tokens that follow each other in a sequence; `holders` [runs]: the
+    rank that holds each. `held` has this rank's values for rank, number, first and end; `nothing` [0, ...] has their
+    type and shape on this rank, as the result [tokens, ...] has.
+    """
+    world_size = dist.get_world_size()
+    by_holder = np.argsort(holders, kind="stable")
+    asked = runs[by_holder]
+    num_asked = np.bincount(holders, minlength=world_size)
+    ones = np.ones_like(num_asked)
+    num_told = exchanged(num_asked[:, None], ones, ones)[:, 0]
+    told = np.split(exchanged(asked, num_asked, num_told), np.cumsum(num_told)[:-1])
+    answers = [[held(rank, *run).ravel() for run in requests.tolist()] for rank, requests in enumerate(told)]
+    num_sent = np.array([sum(values.size for values in of_rank) for of_rank in answers])
+    sizes = asked[:, 2] - asked[:, 1]
+    of_token = nothing.shape[1:]
+    num_tokens = np.bincount(holders[by_holder], sizes, world_size).astype(np.int64)
+    sent = np.concatenate([nothing.ravel(), *(values for of_rank in answers for values in of_rank)])
+    received = exchanged(sent, num_sent, num_tokens * int(np.prod(of_token)))
+    # Back from the holders' order to that of the runs.
+    pieces = np.split(received.reshape(-1, *of_token), np.cumsum(sizes)[:-1])
+    return np.concatenate([nothing, *(pieces[place] for place in np.argsort(by_holder))])
+
+
+def runs_of(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[runs, names + 2]: the sequence's names, first and end of tokens that follow each other in it, in order.
+
+    `names` [sequences, names]; `sequence` and `token` [tokens]: the place of each token's sequence, its place in it.
+    """
+    is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
+    firsts = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(token)])
+    lasts = np.append(firsts[1:], len(token))[: len(firsts)] - 1
+    return np.column_stack([names[sequence[firsts]], token[firsts], token[lasts] + 1])

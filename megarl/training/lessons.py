@@ -22,7 +22,7 @@ from megarl.data.batch import TokenBatch
 from megarl.models.distillation import Lesson
 from megarl.platform import signed
 from megarl.training.batch import Microbatch, is_predicted, places_in_row
-from megarl.training.exchange import exchanged
+from megarl.training.exchange import fetched, runs_of
 
 
 class HeldLessons:
@@ -114,9 +114,11 @@ class Pupil:
         lessons: list[list[Lesson]] = [[] for _ in rows]
         for teacher, width in enumerate(self._widths):
             own = [_own_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
-            runs = [runs_of(row, positions) for row, (positions, _) in zip(rows, own, strict=True)]
-            asked = np.concatenate([np.zeros((0, 3), np.int64), *(runs if is_asking else ())])
-            found = iter(np.split(self._fetch(asked, holders, width), _ends(runs if is_asking else ())))
+            runs = [_runs(row, positions) for row, (positions, _) in zip(rows, own, strict=True)] if is_asking else []
+            asked = np.concatenate([np.zeros((0, 3), np.int64), *runs])
+            of_run = np.array([holders[number] for number in asked[:, 0].tolist()], np.int64)
+            lessons_of_runs = fetched(asked, of_run, self._held_for, np.zeros((0, width), np.uint8))
+            found = iter(np.split(lessons_of_runs, _ends(runs)))
             for of_row, (_, indices) in zip(lessons, own, strict=True):
                 contents = next(found) if is_asking else np.empty((len(indices), width), np.uint8)
                 places = torch.from_numpy(indices)
@@ -141,36 +143,14 @@ class Pupil:
         """Give the device's memory of the heads back."""
         self._on_device = []
 
-    def _fetch(self, runs: NDArray[np.int64], holders: dict[int, int], width: int) -> NDArray[np.uint8]:
-        """The lessons [tokens of all runs, width] of runs [runs, 3]: number, first and end of trained tokens."""
-        world_size = dist.get_world_size()
-        of_run = np.array([holders[number] for number in runs[:, 0].tolist()], np.int64)
-        by_holder = np.argsort(of_run, kind="stable")
-        asked = runs[by_holder]
-        num_asked = np.bincount(of_run, minlength=world_size)
-        ones = np.ones_like(num_asked)
-        num_told = exchanged(num_asked[:, None], ones, ones)[:, 0]
-        told = exchanged(asked, num_asked, num_told)
-        answers = [self._held.of_tokens(*run) for run in told.tolist()]
-        num_sent = _sums(told[:, 2] - told[:, 1], num_told)
-        sizes = asked[:, 2] - asked[:, 1]
-        nothing = np.zeros((0, width), np.uint8)
-        received = exchanged(np.concatenate([nothing, *answers]), num_sent, _sums(sizes, num_asked))
-        # Back from the holders' order to that of the runs.
-        pieces = np.split(received, np.cumsum(sizes)[:-1])
-        return np.concatenate([nothing, *(pieces[place] for place in np.argsort(by_holder))])
+    def _held_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
+        return self._held.of_tokens(number, first, end)
 
 
-def runs_of(row: TokenBatch, positions: TaughtPositions) -> NDArray[np.int64]:
+def _runs(row: TokenBatch, positions: TaughtPositions) -> NDArray[np.int64]:
     """[runs, 3]: number of the sequence, first and end of trained tokens that follow each other, in order."""
     assert row.taught is not None
-    if not len(positions.place):
-        return np.zeros((0, 3), np.int64)
-    is_next = (np.diff(positions.sequence) == 0) & (np.diff(positions.ordinal) == 1)
-    firsts = np.flatnonzero(np.concatenate([[True], ~is_next]))
-    lasts = np.append(firsts[1:], len(positions.place)) - 1
-    numbers = row.taught[positions.sequence[firsts], 1]
-    return np.column_stack([numbers, positions.ordinal[firsts], positions.ordinal[lasts] + 1])
+    return runs_of(row.taught[:, 1:], positions.sequence, positions.ordinal)
 
 
 def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TaughtPositions, NDArray[np.int64]]:
@@ -184,10 +164,3 @@ def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[Ta
 def _ends(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Where the lessons of each row but the last end: [rows - 1]."""
     return np.cumsum([(of_row[:, 2] - of_row[:, 1]).sum() for of_row in runs])[:-1].astype(np.int64)
-
-
-def _sums(sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of each of the parts, `counts` [parts] long, that `sizes` [sum of counts] consists of."""
-    ends = np.cumsum(counts)
-    cumulative = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return cumulative[ends] - cumulative[ends - counts]

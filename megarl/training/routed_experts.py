@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save
 from megarl.data.batch import TokenBatch
 from megarl.files.atomic import disk_full_named
 from megarl.platform import signed
-from megarl.training.exchange import exchanged
+from megarl.training.exchange import fetched, runs_of
 from megarl.types import DataError, ExpertsHandle
 
 _MOST_RANKS = 1 << 20
@@ -107,30 +107,12 @@ class ExpertExchange:
 
         `runs` [runs, 4]: holding rank, number, first token and end of tokens that follow each other in a sequence.
         """
-        world_size = dist.get_world_size()
-        by_holder = np.argsort(runs[:, 0] % world_size, kind="stable")
-        asked = runs[by_holder]
-        holders = asked[:, 0] % world_size
-        num_asked = np.bincount(holders, minlength=world_size)
-        num_told = exchanged(num_asked[:, None], np.ones_like(num_asked), np.ones_like(num_asked))[:, 0]
-        told = exchanged(asked[:, 1:], num_asked, num_told)
-        answers = [
-            np.concatenate([np.zeros((0, len(layers), self._top_k), np.int16), *self._answers(layers, requests)])
-            for layers, requests in zip(self._layers_of, np.split(told, np.cumsum(num_told)[:-1]), strict=True)
-        ]
-        num_sent = np.array([answer.size for answer in answers])
-        sizes = asked[:, 3] - asked[:, 2]
-        values_of_token = self._num_layers * self._top_k
-        num_received = np.bincount(holders, sizes, world_size).astype(np.int64) * values_of_token
-        received = exchanged(np.concatenate([answer.ravel() for answer in answers]), num_sent, num_received)
-        # Back from the holders' order to that of the runs.
-        ends = np.cumsum(sizes)
-        pieces = np.split(received.reshape(-1, self._num_layers, self._top_k), ends[:-1])
-        ordered = [pieces[place] for place in np.argsort(by_holder)]
-        return np.concatenate([np.zeros((0, self._num_layers, self._top_k), np.int16), *ordered])
+        nothing = np.zeros((0, self._num_layers, self._top_k), np.int16)
+        return fetched(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._held_for, nothing)
 
-    def _answers(self, layers: Sequence[int], requests: NDArray[np.int64]) -> list[NDArray[np.int16]]:
-        return [self._held.of_tokens(*request)[:, layers] for request in requests.tolist()]
+    def _held_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
+        """Experts of these tokens in the layers of a rank."""
+        return self._held.of_tokens(number, first, end)[:, self._layers_of[rank]]
 
 
 class OwnTokens:
@@ -145,10 +127,7 @@ class OwnTokens:
         self.is_token = token < batch.lengths[sequence]
         """[own tokens]: False on padding."""
         sequence, token = sequence[self.is_token], token[self.is_token]
-        is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
-        firsts = np.flatnonzero(np.concatenate([[True], ~is_next])) if len(token) else np.zeros(0, np.int64)
-        lasts = np.append(firsts[1:], len(token)) - 1 if len(token) else firsts
-        self.runs = np.column_stack([batch.experts[sequence[firsts]], token[firsts], token[lasts] + 1])
+        self.runs = runs_of(batch.experts, sequence, token)
         """[runs, 4] as of `ExpertExchange.fetch`, in the order of the own tokens."""
 
 
