@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megarl.tracking.table import find
 
 
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def unknown_metrics(run: Path) -> set[str]:
     """Names in a run's metrics.jsonl that the table of all metrics lacks; `step` is none."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    names = {name for line in lines for name in line} - {"step"}
+    names = {name for line in metrics(run) for name in line} - {"step"}
     assert len(names) > 5
     return {name for name in names if find(name) is None}

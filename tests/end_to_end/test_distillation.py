@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
+
+from tests.end_to_end.command import train
+from tests.end_to_end.recorded import metrics
 
 RECIPE = """
 name: whole
@@ -34,17 +34,6 @@ checkpoint: {{every_steps: 3, keep: 3}}
 """
 
 
-def train(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
@@ -58,7 +47,7 @@ def runs(
         other=tiny_model(seed=4, family="llama", **wide),
     )
     (folder / "recipe.yaml").write_text(recipe)
-    train(folder)
+    train(folder, "recipe.yaml")
     return folder / "runs"
 
 
@@ -80,7 +69,7 @@ def test_a_run_taken_up_again_ends_bit_equal(runs: Path) -> None:
     for left in ("checkpoints/step_000005", "hf"):
         shutil.rmtree(runs / "again" / left)
     (runs / "again/status.json").unlink()  # it says that the run is finished
-    assert "resuming from" in train(runs.parent, "name=again", "--resume")
+    assert "resuming from" in train(runs.parent, "recipe.yaml", "name=again", "--resume")
     timeless = [
         [
             {k: v for k, v in step.items() if not any(group in k for group in ("time/", "perf/", "memory/"))}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
+
+from tests.end_to_end.command import train
+from tests.end_to_end.recorded import metrics
 
 RECIPE = """
 name: experts
@@ -43,11 +43,8 @@ def test_experts_are_trained_where_the_engine_sent_its_tokens(
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
     (tmp_path / "expert_reward.py").write_text(REWARD)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model))
-    command = [sys.executable, "-m", "megarl", "train", "recipe.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "runs/experts/metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "train/loss" in line]
+    train(tmp_path, "recipe.yaml")
+    steps = [line for line in metrics(tmp_path / "runs/experts") if "train/loss" in line]
     assert len(steps) == 2 and all(step["train/grad_norm"] > 0 for step in steps)
     assert all(step["logprob_gap/max"] <= 1e-5 for step in steps)
     assert all("time/reshard_verify_seconds" in step for step in steps)
@@ -59,8 +56,7 @@ def test_experts_are_trained_where_the_engine_sent_its_tokens(
     shutil.rmtree(run / "checkpoints/step_000002")
     shutil.rmtree(run / "hf")
     (run / "status.json").unlink()  # it says that the run is finished
-    done = subprocess.run([*command[:-1], "runs/experts", "--resume"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "resuming from" in done.stdout, done.stdout + done.stderr
-    resumed = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "resuming from" in train(tmp_path, "runs/experts", "--resume")
+    resumed = metrics(run)[-1]
     assert resumed["train/loss"] == steps[-1]["train/loss"] and resumed["logprob_gap/max"] <= 1e-5
     assert kept == {sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}

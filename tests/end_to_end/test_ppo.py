@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from tests.end_to_end.recorded import unknown_metrics
+from tests.end_to_end.command import train
+from tests.end_to_end.recorded import metrics, unknown_metrics
 
 PAIRS = """
 name: reward
@@ -42,18 +40,6 @@ train: {{steps: 5, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step:
 evaluation: {{max_problems: 4}}
 checkpoint: {{every_steps: 3, keep: 3}}
 """
-
-
-def train(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", "train", *arguments], cwd=folder, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests.end_to_end.recorded import unknown_metrics
+from tests.end_to_end.command import train
+from tests.end_to_end.recorded import metrics, unknown_metrics
 
 RECIPE = """
 name: pairs
@@ -26,24 +24,13 @@ checkpoint: {{every_steps: 3}}
 """
 
 
-def train(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_judged_answers_are_learned(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
     recipe = RECIPE.format(model=tiny_model()).replace("pairs.jsonl", "judged.jsonl")
     (tmp_path / "recipe.yaml").write_text(recipe)
-    train(tmp_path, "preference.loss=kto")
+    train(tmp_path, "recipe.yaml", "preference.loss=kto")
     first, *steps = metrics(tmp_path / "runs/pairs")
     assert first["val/heldout/accuracy"] == 0.5 and steps[0]["train/loss"] == pytest.approx(0.5)
     assert steps[0]["kl/reference"] == 0 and steps[0]["preference/accuracy"] == 0
@@ -57,8 +44,8 @@ def test_a_reference_that_moves_is_the_policy_again_also_after_a_resume(
 ) -> None:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
-    train(tmp_path, "algorithm.reference_update_steps=3", "train.steps=3")
-    train(tmp_path, "algorithm.reference_update_steps=3", "train.steps=4", "--resume")
+    train(tmp_path, "recipe.yaml", "algorithm.reference_update_steps=3", "train.steps=3")
+    train(tmp_path, "recipe.yaml", "algorithm.reference_update_steps=3", "train.steps=4", "--resume")
     steps = metrics(tmp_path / "runs/pairs")[1:]
     assert [step["kl/reference_moved"] for step in steps] == [0, 0, 1, 0]
     assert [step["preference/margin"] == 0 for step in steps] == [True, False, False, True]
@@ -71,7 +58,7 @@ def test_pairs_are_learned(
 ) -> None:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=16)
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
-    assert "pairs" in train(tmp_path, f"preference.loss={loss}")
+    assert "pairs" in train(tmp_path, "recipe.yaml", f"preference.loss={loss}")
     first, *steps = metrics(tmp_path / "runs/pairs")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     if loss == "dpo":
