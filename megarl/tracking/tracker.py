@@ -79,11 +79,11 @@ class Tracker:
         """Log a step's scalars; steps increase. A value that is not finite is null in metrics.jsonl."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}; a step is logged once")
-        now = time.monotonic()
-        timing = {"time/step_seconds": now - self._step_started, **self._phase_seconds}
+        timing = self.seconds
         row = {name: float(value) for name, value in {**scalars, **timing}.items()}
         self._add_to_totals(timing)
-        self._phase_seconds, self._step_started = {}, now
+        self._phase_seconds = {}
+        self._step_started += timing["time/step_seconds"]
         append_whole(self._folder.metrics_file, json_line({"step": step, **row}))
         self._to_trackers(lambda tracker: tracker.log(step, row))
         self._last_step = step
