@@ -44,7 +44,7 @@ METRICS = {
 }
 """Names, units and meanings, for `tracking.table`."""
 
-_COUNTED = ("calls", "errors", "timeouts", "parse_errors", "retries", "cancelled", "substituted")
+_COUNTED = tuple(name.rpartition("/")[2] for name in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
 """Whom calls are counted for: attempts of training may go on during an evaluation."""
 
