@@ -137,7 +137,7 @@ class ModelShard:
         if not self.reports:
             return None
         return [
-            np.stack([unpack_row(whole_row(one, batch.row), batch.lengths, batch.padded) for one in values])
+            np.stack([unpack_row(one, batch.lengths, batch.padded) for one in whole_row(values.T, batch.row).T])
             for values, batch in outputs
         ]
 
