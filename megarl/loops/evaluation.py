@@ -34,7 +34,8 @@ from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.sources import Source
 from megarl.serving.local_model import model_folder
-from megarl.terminal import FirstOfEachKind, Terminal
+from megarl.terminal import FirstOfEachKind
+from megarl.tracking.display import Display
 from megarl.tracking.tracker import json_line
 from megarl.types import ConfigError, StoppedError
 
@@ -74,9 +75,9 @@ def prepare(
     """
     folder = model_folder(model if model.exists() else Path(found_folder(str(model))), is_best=is_best)
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
+    as_written = read(file, overrides, is_of_run=recipe.is_dir()).recipe
+    places = [f"mixture.{name}." for name in as_written.mixture] or [""]
     given = [*overrides, f"model.path={json.dumps(str(folder))}"]
-    sources = load(file, given, is_of_run=recipe.is_dir()).mixture
-    places = [f"mixture.{name}." for name in sources] or [""]
     given += [f"{place}evaluation.{name}={json.dumps(value)}" for place in places for name, value in options.items()]
     loaded = load(file, given, is_of_run=recipe.is_dir())
     if loaded.loop not in ("rl", "sft", "distillation"):
@@ -93,8 +94,7 @@ def prepare(
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
     is_override_given = any(override.startswith("model.override_config") for override in overrides)
-    own = read(file, overrides, is_of_run=recipe.is_dir()).recipe.model.folder
-    if not is_override_given and Path(own).resolve() != folder.resolve():
+    if not is_override_given and Path(as_written.model.folder).resolve() != folder.resolve():
         # It is of the recipe's model; one that was exported from it has the changed fields already.
         changed = loaded.model.model_copy(update={"override_config": {}})
         loaded = loaded.model_copy(update={"model": changed})
@@ -191,20 +191,12 @@ async def _sources(evaluation: Evaluation, stack: AsyncExitStack) -> list[Source
 
 
 class _Screen:
-    """The terminal."""
+    """The terminal, as `sources.Screen`."""
 
     def __init__(self) -> None:
-        self._console = Terminal(highlight=False, soft_wrap=True, markup=False)
-        self._notices = FirstOfEachKind(self.notice)
-
-    def tell(self, text: str) -> None:
-        self._console.print(text, style="dim")
-
-    def notice(self, text: str) -> None:
-        self._console.print(f"warning: {text}", style="yellow")
-
-    def notice_once(self, kind: str, text: str) -> None:
-        self._notices.tell(kind, text)
+        display = Display()
+        self.tell, self.notice = display.tell, display.warn
+        self.notice_once = FirstOfEachKind(display.warn).tell
 
 
 @contextmanager
