@@ -61,7 +61,9 @@ class RankPool(AbstractContextManager["RankPool"]):
         self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float, world_size: int
     ) -> list[Any]:
         if self._group is None:
-            self._group = await LocalGroup(self.world_size, imports=device.forkable_imports("megarl.worker")).start(
+            self._group = await LocalGroup(
+                self.world_size, imports=device.forkable_imports("megarl.worker.colocated")
+            ).start(
                 "megarl.testing:FunctionRunner",
                 {},
                 log_folder=Path(self._logs.name),

@@ -131,7 +131,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
         ranks = await start_ranks(recipe.cluster, logs)
         stack.push_async_callback(ranks.close)
         settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
-        await ranks.construct("megarl.worker:Worker", settings)
+        await ranks.construct("megarl.worker.colocated:Worker", settings)
         await ranks.call("reshard")
         found: list[Trajectory] = []
         num_differing = num_sampled = 0

@@ -49,8 +49,8 @@ class Work:
 class RankModel:
     """A model on the ranks, called with whole batches.
 
-    `name` is its name in `worker.Worker`. A replica's rows are sent to its first rank, which broadcasts them within the
-    replica.
+    `name` is its name in `worker.trainer.TrainerWorker`. A replica's rows are sent to its first rank, which broadcasts
+    them within the replica.
     """
 
     group: WorkerGroup

@@ -26,14 +26,11 @@ from megarl.cluster.handshake import StrangerError, admit, introduce, receive_js
 from megarl.cluster.rank import serve
 from megarl.cluster.rank_handle import RankHandle, log_tail
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.platform import rendezvous
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.rendezvous import Rendezvous
 from megarl.types import PeerLostError
-
-START_LOG = "start.log"
-"""Log of the processes until they know their ranks."""
 
 _INTRODUCTION_SECONDS = 10
 _END_SECONDS = 60.0
@@ -63,8 +60,10 @@ class _RemoteHandle(RankHandle):
 class ConnectedGroup(WorkerGroup):
     """A `WorkerGroup` of processes that a launcher starts on several nodes."""
 
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
+    def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
+        super().__init__(world_size, part)
+        self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
+        """Log of the processes until they know their ranks."""
         self._remote_handles: list[_RemoteHandle] = []
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
@@ -80,6 +79,10 @@ class ConnectedGroup(WorkerGroup):
     @abstractmethod
     def end_processes(self) -> None:
         """Have the launcher kill what still runs; may be called again."""
+
+    def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
+        """Each rank's place among all ranks of its node; None where no other group is there."""
+        return None
 
     def show_stacks(self) -> None:
         """Do nothing, unless the launcher can reach the processes."""
@@ -100,7 +103,7 @@ class ConnectedGroup(WorkerGroup):
         with socket.create_server(("", 0), backlog=self.world_size + _STRANGERS) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
-            await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self._key)
+            await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self.part.key)
             self._ended = asyncio.create_task(self._watch())
             try:
                 await asyncio.wait_for(self._meet(met, server, log_folder), self.start_timeout_seconds)
@@ -116,12 +119,12 @@ class ConnectedGroup(WorkerGroup):
         await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met))
 
     def _rendezvous(self, port: int) -> Rendezvous:
-        return Rendezvous(self._key, host=self._addresses[0], port=port)
+        return Rendezvous(self.part.key, host=self._addresses[0], port=port)
 
     def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         self._remote_handles = [
             _RemoteHandle(rank, process.node, met[process], log_folder / f"rank_{rank:04d}.log", self)
-            for rank, process in enumerate(in_order(met))
+            for rank, process in enumerate(in_order(met), self.part.first_rank)
         ]
         self._handles = list(self._remote_handles)
         if self._ended is not None and self._ended.done():
@@ -132,12 +135,14 @@ class ConnectedGroup(WorkerGroup):
         self._addresses = reached_at(
             [(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._remote_handles]
         )
-        for handle, environment in zip(self._remote_handles, environments(processes), strict=True):
+        own = environments(processes, self.local_ranks(processes))
+        told = zip(self._remote_handles, own, self._addresses, strict=True)
+        for handle, environment, address in told:
             handle.socket.setblocking(True)
             own = {
                 "environment": environment,
                 "log": str(handle.log.absolute()),
-                "address": self._addresses[handle.rank],
+                "address": address,
             }
             try:
                 send_json(handle.socket, own)
@@ -170,7 +175,7 @@ class ConnectedGroup(WorkerGroup):
             connected.setblocking(False)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             try:
-                told = await asyncio.wait_for(admit(connected, self._key), _INTRODUCTION_SECONDS)
+                told = await asyncio.wait_for(admit(connected, self.part.key), _INTRODUCTION_SECONDS)
                 met[Introduction.from_plain(told)] = connected
             except (StrangerError, OSError, ValueError, TypeError, TimeoutError):
                 connected.close()
@@ -197,7 +202,7 @@ class ConnectedGroup(WorkerGroup):
             await asyncio.wait([accepting])
         if not complete.done():
             how = ended.result() if ended.done() else f"accepting connections failed: {accepting.exception()}"
-            raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / START_LOG)}")
+            raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / self.start_log)}")
 
     async def _end(self) -> None:
         await super()._end()

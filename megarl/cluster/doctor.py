@@ -74,7 +74,7 @@ async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[
         ranks = await start_ranks(recipe.cluster, Path(folder).absolute())
         try:
             wrong, notices = await inspect(ranks, recipe, Path(folder).absolute())
-            await ranks.construct("megarl.cluster.doctor:Doctor", {})
+            await ranks.trainers.construct("megarl.cluster.doctor:Doctor", {})
             answers = await ranks.call("examine")
         finally:
             await ranks.close()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.cluster.local import LocalGroup
+from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.srun import SrunGroup
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.environments.process import EnvironmentProcess, MakeProcess
 from megarl.platform import device
@@ -15,14 +19,35 @@ from megarl.rewards.scoring import MakeScorer
 from megarl.rewards.worker import RewardWorker
 
 
-async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> WorkerGroup:
+async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: Sequence[int] = ()) -> RunRanks:
     """Start the ranks of a cluster, with a `NodeReport` as first worker; see `WorkerGroup.start`.
 
+    `replica_sizes` are the ranks of each engine replica that gets a group of its own; the trainers have the others.
     Raises ConfigError or DiskFullError if this machine is to run them and its shared memory cannot be written.
     """
     if cluster.launcher == "local":
         check_shared_memory()
-    return await _group(cluster).start(
+    key = secrets.token_bytes(32)
+    trainers = await start_group(cluster, log_folder, cluster.world_size - sum(replica_sizes), 0, key)
+    starts = [cluster.world_size - sum(replica_sizes[index:]) for index in range(len(replica_sizes))]
+    starting = [
+        asyncio.ensure_future(start_group(cluster, log_folder, size, first, key))
+        for size, first in zip(replica_sizes, starts, strict=True)
+    ]
+    try:
+        return RunRanks(trainers, await asyncio.gather(*starting))
+    except BaseException:
+        for start in starting:
+            start.cancel()
+        found = await asyncio.gather(*starting, return_exceptions=True)
+        started = [group for group in found if isinstance(group, WorkerGroup)]
+        await asyncio.gather(*(group.close() for group in [trainers, *started]))
+        raise
+
+
+async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first_rank: int, key: bytes) -> WorkerGroup:
+    """Start `size` of a cluster's ranks, from `first_rank` on, as a group that shares the run's key."""
+    return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key)).start(
         "megarl.cluster.node_checks:NodeReport",
         {},
         log_folder=log_folder,
@@ -31,14 +56,14 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path) -> WorkerGroup:
     )
 
 
-def _group(cluster: ClusterConfig) -> WorkerGroup:
+def _group(cluster: ClusterConfig, size: int, part: PartOfRun) -> WorkerGroup:
     if cluster.launcher == "slurm":
-        return SrunGroup(cluster.world_size, cluster.srun_options)
+        return SrunGroup(size, cluster.srun_options, part)
     if cluster.launcher == "ray":
         from megarl.cluster.ray import RayGroup
 
-        return RayGroup(cluster.world_size, cluster.ray_address, cluster.ranks_per_node)
-    return LocalGroup(cluster.world_size, imports=device.forkable_imports("megarl.worker"))
+        return RayGroup(size, cluster.ray_address, cluster.ranks_per_node, part)
+    return LocalGroup(size, part, imports=device.forkable_imports("megarl.worker.colocated"))
 
 
 def reward_workers(cluster: ClusterConfig) -> MakeScorer:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.cluster.rank_handle import RankHandle
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.platform.fork_server import ForkedProcess, fork_server
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.rendezvous import Rendezvous
@@ -25,7 +25,8 @@ _HOST = "127.0.0.1"
 class _LocalHandle(RankHandle):
     """A forked process at the other end of a socket pair."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log: Path) -> None:
+    def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log_folder: Path) -> None:
+        log = log_folder / f"rank_{rank:04d}.log"
         super().__init__(rank, log)
         with log.open("ab") as output:
             server = fork_server(environment, imports, output)
@@ -67,8 +68,8 @@ class LocalGroup(WorkerGroup):
     `imports` are modules that their fork server imports once, before the first rank is forked.
     """
 
-    def __init__(self, world_size: int, *, imports: Sequence[str] = ()) -> None:
-        super().__init__(world_size)
+    def __init__(self, world_size: int, part: PartOfRun | None = None, *, imports: Sequence[str] = ()) -> None:
+        super().__init__(world_size, part)
         self._imports = tuple(imports)
         self.hosts, self.topology = [_HOST] * world_size, [(socket.gethostname(),)] * world_size
         self._folder: PrivateFolder | None = None
@@ -86,12 +87,13 @@ class LocalGroup(WorkerGroup):
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
         for rank in range(self.world_size):
-            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._handles.append(_LocalHandle(rank, own, self._imports, log_folder / f"rank_{rank:04d}.log"))
+            number = self.part.first_rank + rank
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(number)}
+            self._handles.append(_LocalHandle(number, own, self._imports, log_folder))
 
     def _rendezvous(self, port: int) -> Rendezvous:
         assert self._folder is not None
-        return Rendezvous(self._key, file=str(self._folder.path / "store"))
+        return Rendezvous(self.part.key, file=str(self._folder.path / "store"))
 
     async def _end(self) -> None:
         await super()._end()

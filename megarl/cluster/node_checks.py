@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.cluster.bandwidth import slow_links, summary
 from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.platform import transformer_engine
@@ -91,14 +92,14 @@ def gpus() -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-async def inspect(ranks: WorkerGroup, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
+async def inspect(ranks: RunRanks, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
     """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and notices about them.
 
-    The group's worker must be a `NodeReport`; it may be replaced afterwards.
+    The ranks' worker must be a `NodeReport`; it may be replaced afterwards. Bandwidths are those within each group.
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
-    ranks.deadlines = Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds")
+    ranks.set_deadlines(lambda: Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds"))
     nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))
     reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
@@ -110,10 +111,19 @@ async def inspect(ranks: WorkerGroup, recipe: Recipe, run_folder: Path) -> tuple
     await ranks.call("close")
     if wrong or len(nodes) == 1 or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return wrong, []
-    settings = {"topology": ranks.topology, "timeout_seconds": cluster.collective_timeout_seconds}
-    await ranks.construct("megarl.cluster.bandwidth:Bandwidth", settings)
-    measured = await ranks.call("measure")
-    return list(slow_links(ranks.topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]
+    linked = [group for group in ranks.groups if group.world_size > 1]
+    measured = [
+        speeds for found in await together([_bandwidths(group, recipe) for group in linked]) for speeds in found
+    ]
+    topology = [place for group in linked for place in group.topology]
+    return list(slow_links(topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]
+
+
+async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
+    """Each rank's bandwidths to others of its group; see `Bandwidth.measure`."""
+    settings = {"topology": group.topology, "timeout_seconds": recipe.cluster.collective_timeout_seconds}
+    await group.construct("megarl.cluster.bandwidth:Bandwidth", settings)
+    return await group.call("measure")
 
 
 def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int) -> Iterator[str]:

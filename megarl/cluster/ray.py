@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.topology import Introduction
+from megarl.cluster.worker_group import PartOfRun
 from megarl.environments.process import EnvironmentProcess, MakeProcess, ProcessSettings
 from megarl.rewards.on_ray import actor_on, nodes_in_turn
 from megarl.types import ConfigError, PeerLostError
@@ -64,12 +65,13 @@ def join(address: str) -> None:
 class RayGroup(ConnectedGroup):
     """A `WorkerGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
 
-    The ranks of a node are consecutive. Waits for nodes that the cluster lacks; raises ConfigError, with what there is,
-    if they do not join.
+    The ranks of a node are consecutive. A group that is a part of the run has whole nodes' places, and a node's rest
+    together: the ranks of an engine share a node where they fit. Waits for nodes that the cluster lacks; raises
+    ConfigError, with what there is, if they do not join.
     """
 
-    def __init__(self, world_size: int, address: str, ranks_per_node: int) -> None:
-        super().__init__(world_size)
+    def __init__(self, world_size: int, address: str, ranks_per_node: int, part: PartOfRun | None = None) -> None:
+        super().__init__(world_size, part)
         self._address, self._ranks_per_node = address, ranks_per_node
         self._actors: list[Any] = []
         self._served: list[Any] = []
@@ -81,7 +83,7 @@ class RayGroup(ConnectedGroup):
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         per_node = self._ranks_per_node
-        nodes = self.world_size // per_node
+        nodes = self.part.num_ranks // per_node
         deadline, told = time.monotonic() + self.start_timeout_seconds, ""
         while True:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -99,7 +101,8 @@ class RayGroup(ConnectedGroup):
                 print(f"waiting for {self.start_timeout_seconds:g} s at most: {lack}", file=sys.stderr, flush=True)
             told = lack
             await asyncio.sleep(1.0)
-        self._placed = placement_group([{kind: per_node}] * nodes, strategy="STRICT_SPREAD")
+        places = [min(per_node, self.world_size - first) for first in range(0, self.world_size, per_node)]
+        self._placed = placement_group([{kind: count} for count in places], strategy="STRICT_SPREAD")
         try:
             await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
         except RayError as error:

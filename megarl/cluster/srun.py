@@ -11,39 +11,69 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.cluster.connected import START_LOG, Address, ConnectedGroup, connect
+from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.rank import leave
 from megarl.cluster.topology import Introduction
+from megarl.cluster.worker_group import PartOfRun
 from megarl.platform.processes import die_with
 
 
 class SrunGroup(ConnectedGroup):
     """A `WorkerGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
 
-    The key is sent over standard input, which srun forwards to every task: no other user can read
-    it, and no file has it.
+    A group that is a part of the run has the part's places in the job, filled node by node in Slurm's order: the ranks
+    of an engine share a node where their number divides a node's. The key is sent over standard input, which srun
+    forwards to every task: no other user can read it, and no file has it.
     """
 
-    def __init__(self, world_size: int, options: Sequence[str] = ()) -> None:
-        super().__init__(world_size)
+    def __init__(self, world_size: int, options: Sequence[str] = (), part: PartOfRun | None = None) -> None:
+        super().__init__(world_size, part)
         self._options = options
+        self._placed: Path | None = None
         self._srun: asyncio.subprocess.Process | None = None
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-        per_node = self.world_size // nodes
+        placed = {}
+        if self.world_size == self.part.num_ranks:
+            nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+            sizes = [f"--nodes={nodes}", f"--ntasks-per-node={self._ranks_per_node}", "--distribution=block"]
+        else:
+            # A node's name for each task.
+            names = await self._nodes()
+            self._placed = log_folder / f"nodes_{self.part.first_rank:04d}.txt"
+            self._placed.write_text("".join(f"{name}\n" for name in names))
+            placed = {"SLURM_HOSTFILE": str(self._placed.absolute())}
+            sizes = [f"--nodes={len(set(names))}", "--distribution=arbitrary"]
         command = [
-            "srun", f"--nodes={nodes}", f"--ntasks={self.world_size}", f"--ntasks-per-node={per_node}",
-            "--distribution=block", "--kill-on-bad-exit=1", "--overlap",
-            f"--output={log_folder.absolute() / START_LOG}", *self._options,
+            "srun", *sizes, f"--ntasks={self.world_size}", "--kill-on-bad-exit=1", "--overlap",
+            f"--output={log_folder.absolute() / self.start_log}", *self._options,
             sys.executable, "-P", "-m", "megarl.cluster.srun", address[0], str(address[1]),
         ]  # fmt: skip
+        inherited = dict(os.environ)
+        if placed:
+            inherited.pop("SLURM_NTASKS_PER_NODE", None)  # of the whole job
         self._srun = await asyncio.create_subprocess_exec(
-            *command, env={**os.environ, **environment}, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            *command, env={**inherited, **environment, **placed}, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         assert self._srun.stdin is not None
         self._srun.stdin.write(key.hex().encode() + b"\n")
         self._srun.stdin.close()
+
+    async def _nodes(self) -> list[str]:
+        """The node of each of the group's tasks."""
+        listing = await asyncio.create_subprocess_exec(
+            "scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"], stdout=asyncio.subprocess.PIPE
+        )
+        names = (await listing.communicate())[0].decode().split()
+        first = self.part.first_rank
+        return [names[number // self._ranks_per_node] for number in range(first, first + self.world_size)]
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return self.part.num_ranks // int(os.environ["SLURM_JOB_NUM_NODES"])
+
+    def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
+        return [(self.part.first_rank + process.turn) % self._ranks_per_node for process in processes]
 
     async def await_end(self) -> str:
         assert self._srun is not None

@@ -42,13 +42,19 @@ def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
     return [(p.node, *(reversed(p.switches) if len(depths) == 1 else ())) for p in processes]
 
 
-def environments(processes: Sequence[Introduction]) -> Iterator[dict[str, str]]:
-    """Environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs."""
+def environments(
+    processes: Sequence[Introduction], local_ranks: Sequence[int] | None = None
+) -> Iterator[dict[str, str]]:
+    """Environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs.
+
+    `local_ranks`, by rank, are given where ranks of other groups are on the nodes too.
+    """
     on_node, local_rank = Counter(process.node for process in processes), Counter[str]()
     world = {"WORLD_SIZE": str(len(processes))}
     for rank, process in enumerate(processes):
         node = process.node
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank[node]), "LOCAL_WORLD_SIZE": str(on_node[node])}
+        place = local_rank[node] if local_ranks is None else local_ranks[rank]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(on_node[node])}
         # Every rank sees all GPUs of its node's ranks, whoever gave them out.
         gpus = ",".join(str(gpu) for other in processes if other.node == node for gpu in other.gpus)
         yield world | own | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})

@@ -44,12 +44,26 @@ class RankFailedError(types.MegarlError):
         super().__init__(cause)
         self.rank = rank
         self.cause = cause
+        self.is_echo = False
+        """Whether the rank only met a collective that another one had left."""
         if details:
             self.add_note(details.rstrip())
 
 
 class RankLostError(RankFailedError, types.PeerLostError):
     """A rank died, missed a deadline, or lost its device or its peers; a note has its log's end or its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfRun:
+    """A group's place in a run of several groups: its ranks are `first_rank` and on of `num_ranks`, all with one key.
+
+    Logs and messages have these numbers; calls, and the ranks themselves, number a group's ranks from 0.
+    """
+
+    first_rank: int
+    num_ranks: int
+    key: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,11 +108,14 @@ class WorkerGroup(ABC):
     how others reach its node, `topology` which node that is and which switches are above it, nearest first.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
+        """`part` is the group's place in the run; left out, it is all of it."""
         self.world_size = world_size
+        self.part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
         self.hosts: list[str] = []
         self.topology: list[tuple[str, ...]] = []
-        self._key = secrets.token_bytes(32)
+        self.meeting: Rendezvous | None = None
+        """Where the ranks meet, once they have started."""
         self.start_timeout_seconds = 300.0
         self.deadlines = Deadlines.same(self.start_timeout_seconds)
         self._handles: list[RankHandle] = []
@@ -131,8 +148,9 @@ class WorkerGroup(ABC):
             await self._start_processes(log_folder, environment or {})
             everyone = range(self.world_size)
             ports = await self._exchange("start", everyone, [b""] * self.world_size)  # each rank answers once unasked
-            meeting = pack(("__settle__", (self._rendezvous(ports[0]),), {}))
-            await self._exchange("settle", everyone, [meeting] * self.world_size)
+            self.meeting = self._rendezvous(ports[0])
+            settle = pack(("__settle__", (self.meeting,), {}))
+            await self._exchange("settle", everyone, [settle] * self.world_size)
             await self.construct(worker, kwargs)
         except BaseException as error:
             await self._end_once(partial(self._abandon, "start", error))
@@ -276,7 +294,7 @@ class WorkerGroup(ABC):
         """End the group and return the error that names the first cause."""
         handle, report, is_dead = first.handle, first.report, first.handle.died.done()
         await self._end()
-        where = f"rank {handle.rank} of {self.world_size}"
+        where = f"rank {handle.rank} of {self.part.num_ranks}"
         if report is None:
             return RankLostError(
                 handle.rank, f"{where} {handle.exit_reason(is_dead)} during `{method}`", handle.log_tail()
@@ -287,7 +305,9 @@ class WorkerGroup(ABC):
             return error
         cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
         kind = RankLostError if report["lost"] else RankFailedError
-        return kind(handle.rank, cause, report["traceback"])
+        error = kind(handle.rank, cause, report["traceback"])
+        error.is_echo = first.echo
+        return error
 
     async def _fall_silent(
         self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
@@ -298,7 +318,7 @@ class WorkerGroup(ABC):
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         await self._end()
-        cause = f"{_ranks(stopped)} of {self.world_size} {what}"
+        cause = f"{_ranks(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {_ranks(waiting)} waited in a collective"
         error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))

@@ -180,6 +180,13 @@ class BudgetConfig(Section):
 
 
 class RolloutConfig(Section):
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Ranks of the engines: those of the trainer, in turn with it (colocated); or `rollout.ranks` of their own, which
+    the weights reach shard to shard and which keep their memory (separate). Each replica is then a group of processes
+    of its own."""
+    ranks: PositiveInt | None = None
+    """Ranks that only sample (separate): the last of cluster.nodes * cluster.ranks_per_node; the trainer has the
+    others."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM engine; there are ranks / tp replicas."""
     sampling: SamplingConfig = SamplingConfig()
@@ -604,6 +611,17 @@ class Recipe(Section):
     def has_engine(self) -> bool:
         """Whether anything is sampled."""
         return self.is_on_policy or (self.loop == "sft" and bool(self.data.validation))
+
+    @property
+    def separate_ranks(self) -> int:
+        """Ranks that only sample: `rollout.ranks` of a separate placement, else 0."""
+        is_separate = self.has_engine and self.rollout.placement == "separate"
+        return self.rollout.ranks or 0 if is_separate else 0
+
+    @property
+    def trainer_ranks(self) -> int:
+        """Ranks that train."""
+        return self.cluster.world_size - self.separate_ranks
 
     @property
     def validation_sets(self) -> tuple[str, ...]:

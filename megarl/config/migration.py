@@ -322,9 +322,18 @@ COUNTERPARTS = (
         "by vLLM's own names",
     ),
     Counterpart(
-        ("use_vllm", "vllm_mode", "rollout.name", "colocate", "colocate_all_models", "colocate_all",
-         "free_cache_engine", "vllm_enable_sleep", "enable_sleep_mode"),
-        note="vLLM always shares the ranks with the trainer and sleeps while it works",
+        ("use_vllm", "rollout.name", "free_cache_engine", "vllm_enable_sleep", "enable_sleep_mode"),
+        note="vLLM samples; where it shares the ranks with the trainer it sleeps while that works",
+    ),
+    Counterpart(
+        ("vllm_mode", "colocate", "colocate_all_models", "colocate_all"),
+        ("rollout.placement",),
+        "colocated or separate",
+    ),
+    Counterpart(
+        ("num_inferencer", "rollout_num_gpus"),
+        ("rollout.ranks",),
+        "ranks of their own, with rollout.placement separate",
     ),
     # Trainer
     Counterpart(
@@ -376,7 +385,7 @@ COUNTERPARTS = (
         ("cluster.ranks_per_node",),
     ),
     Counterpart(("nnodes", "num_nodes", "actor_num_nodes"), ("cluster.nodes",)),
-    Counterpart(("num_trainers", "num_inferencer"), ("cluster.ranks_per_node",), "every rank trains and samples"),
+    Counterpart(("num_trainers",), ("cluster.ranks_per_node",), "all ranks, of which rollout.ranks may only sample"),
     Counterpart(("experiment_name", "run_name", "exp_name"), ("name",)),
     Counterpart(("output_dir", "default_local_dir", "checkpoint_dir", "ckpt_path", "save_path", "save_dir"),
                 ("runs_folder",)),

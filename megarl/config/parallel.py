@@ -30,8 +30,9 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Sizes of the trainer's grid and of the engines over the same world.
+    """Sizes of the trainer's grid, and of the engines over the same ranks or over `rollout_ranks` of their own.
 
+    The trainer's ranks are the first, engines' own ones the last of the run's; `rollout_ranks` 0: they share.
     `vpp` is the number of model chunks of a pipeline stage; `etp` and `ep` split experts; `rollout_ep` says that
     engines deal experts out instead of splitting each. `order` is Megatron's. `rank_permutation` is `(a, b)`: in each
     block of a * b ranks, rank i * b + j plays the part that the order gives to j * a + i, so that neighbours hold far
@@ -47,6 +48,7 @@ class ParallelConfig:
     ep: int = 1
     etp: int = 1
     rollout_ep: bool = False
+    rollout_ranks: int = 0
     order: str = RANK_ORDERS[0]
     rank_permutation: tuple[int, int] = (1, 1)
 
@@ -65,12 +67,25 @@ class ParallelConfig:
         engines = f"tp {self.rollout_tp}"
         if self.rollout_ep:
             engines += " with expert parallelism"
-        num_replicas = self.world_size // self.rollout_tp
-        return f"{self.world_size} ranks: trainer {trainer}, vLLM {engines} * {num_replicas} replicas"
+        engines = f"vLLM {engines} * {len(self.leaders())} replicas"
+        if self.is_separate:
+            return f"{self.world_size} ranks: trainer {trainer}; {self.rollout_ranks} ranks: {engines}"
+        return f"{self.world_size} ranks: trainer {trainer}, {engines}"
 
     @property
     def world_size(self) -> int:
+        """The trainer's ranks."""
         return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether the engines have ranks of their own."""
+        return self.rollout_ranks > 0
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks of the run."""
+        return self.world_size + self.rollout_ranks
 
     def coordinates(self, rank: int) -> Coordinates:
         """The trainer coordinates of a rank."""
@@ -110,7 +125,8 @@ class ParallelConfig:
 
     def leaders(self) -> tuple[int, ...]:
         """The ranks that own an engine's scheduler: the first of each vLLM group."""
-        return tuple(range(0, self.world_size, self.rollout_tp))
+        first = self.world_size if self.is_separate else 0
+        return tuple(range(first, self.num_ranks, self.rollout_tp))
 
     @property
     def sequence_multiple(self) -> int:

@@ -182,9 +182,12 @@ class RolloutEngine:
         with preserved_random_state():
             self._worker.reload_weights(weights_iterator=tensors)
 
-    def weights_updated(self) -> None:
-        """Say that the live weights were rewritten: nothing computed with the old ones is reused."""
-        self.weight_version += 1
+    def weights_updated(self, version: int | None = None) -> None:
+        """Say that the live weights were rewritten: nothing computed with the old ones is reused.
+
+        `version` is theirs, the next one unless given.
+        """
+        self.weight_version = self.weight_version + 1 if version is None else version
         self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:

@@ -105,9 +105,16 @@ def prepare(
 
 
 def _checked(recipe: Recipe) -> ParallelConfig:
+    """The layout of the engines. Raises ConfigError for a recipe that cannot run."""
     layout = check(recipe, is_trained=False)
     check_rewards(recipe)
-    return layout
+    if not layout.is_separate:
+        return layout
+    # Nobody trains: the engines have all ranks.
+    world, tp = layout.num_ranks, layout.rollout_tp
+    if world % tp:
+        raise ConfigError(f"rollout.tp = {tp}: does not divide the {world} ranks, all of which sample here")
+    return ParallelConfig(tp=1, pp=1, dp=world, rollout_tp=tp, rollout_ep=layout.rollout_ep)
 
 
 def _made(out: Path | None, wanted: Path) -> Path:
@@ -158,7 +165,7 @@ async def _sources(evaluation: Evaluation, stack: AsyncExitStack) -> list[Source
     for path, count in dropped.items():
         screen.notice(f"{path}: {count} prompts are longer than data.max_prompt_tokens and are left out")
     logs = evaluation.folder / "logs"
-    ranks = await start_ranks(recipe.cluster, logs)
+    ranks = (await start_ranks(recipe.cluster, logs)).trainers
     stack.push_async_callback(ranks.close)
     ranks.deadlines = run_deadlines(recipe.cluster)
     engines = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megarl.cluster.activity import Activity
 from megarl.cluster.batching import RankModel
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.tracking.metrics import merge, values
 
@@ -17,21 +17,29 @@ METRICS = {
         "tokens that the step's updates were made on, prompts included, by its time and the number of ranks (GPUs, on "
         "a CPU processes)",
     ),
-    "perf/train_tokens_per_second_per_rank": ("tokens/s", "the same by the time of the phase train alone"),
+    "perf/train_tokens_per_second_per_rank": (
+        "tokens/s",
+        "the same by the time of the phase train alone and the ranks that train",
+    ),
     "perf/rollout_tokens_per_second_per_rank": (
         "tokens/s",
-        "sampled tokens by the time of the phase rollout and the ranks; where attempts go on from step to step "
-        "(rollout.stragglers) by perf/engines_open_seconds",
+        "sampled tokens by the time of the phase rollout and the ranks that sample; where attempts go on from step to "
+        "step (rollout.stragglers) by perf/engines_open_seconds",
     ),
     "perf/tflops_per_rank": (
         "TFLOP/s",
-        "model FLOPs of the step's updates and scoring passes by the ranks and the time of the phases train, logprobs",
+        "model FLOPs of the step's updates and scoring passes by the ranks that train and the time of the phases "
+        "train, logprobs",
     ),
     "perf/mfu": (
         "share",
         "model FLOPs utilisation: perf/tflops_per_rank by the device's peak (cluster.peak_tflops, or a known GPU's)",
     ),
     "time/ranks_idle": ("share", "the step's time in which ranks carried out no call of the driver, mean over ranks"),
+    "time/trainers_idle": (
+        "share",
+        "the same of the ranks that train, where others sample (rollout.placement separate)",
+    ),
     "memory/PHASE_gib": (
         "GiB",
         "most memory in use in a phase, of the rank with the most: the device's, on a CPU the process's; scoring "
@@ -56,7 +64,7 @@ _PHASES = {
 class Performance:
     """Measures the steps of a run. Metrics: METRICS, and those of the engines."""
 
-    def __init__(self, recipe: Recipe, ranks: WorkerGroup, models: Mapping[str, RankModel]) -> None:
+    def __init__(self, recipe: Recipe, ranks: RunRanks, models: Mapping[str, RankModel]) -> None:
         self._ranks = ranks
         self._work = models["policy"].work
         self._peak_tflops = recipe.cluster.peak_tflops
@@ -70,7 +78,7 @@ class Performance:
         if not self._has_begun:
             self._has_begun = True
             await self._ranks.call("__activity__")
-            await self._ranks.call("engine_metrics")
+            await self._ranks.call_engines("engine_metrics")
             self._work.take()
             self._first_began = time.monotonic()
 
@@ -83,27 +91,30 @@ class Performance:
             self._first_began = None
         await self._ask_for_peak()
         activities: list[Activity] = await self._ranks.call("__activity__")
-        engines = values(merge(await self._ranks.call("engine_metrics")))
+        engines = values(merge(await self._ranks.call_engines("engine_metrics")))
         whole = max(seconds["time/step_seconds"], 1e-9)
-        busy = sum(activity.busy_seconds for activity in activities) / len(activities)
-        metrics = engines | peak_memory(activities) | {"time/ranks_idle": min(1.0, max(0.0, 1 - busy / whole))}
+        metrics = engines | peak_memory(activities) | {"time/ranks_idle": idle_share(activities, whole)}
+        if self._ranks.is_separate:
+            metrics["time/trainers_idle"] = idle_share(activities[: self._ranks.trainers.world_size], whole)
         return metrics | self._throughput(seconds, scalars)
 
     def _throughput(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
-        work, num_ranks = self._work.take(), self._ranks.world_size
+        work, num_ranks, num_trainers = self._work.take(), self._ranks.world_size, self._ranks.trainers.world_size
+        num_samplers = num_ranks - num_trainers or num_ranks
         whole, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
         scoring, rollout = seconds.get("time/logprobs_seconds", 0.0), seconds.get("time/rollout_seconds", 0.0)
         metrics: dict[str, float] = {}
         if work.update_tokens and train:
             metrics["perf/tokens_per_second_per_rank"] = work.update_tokens / whole / num_ranks
-            metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_ranks
+            metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_trainers
         if self._goes_on:
             # They are sampled from the reshard on, before the phase begins.
             rollout = max(rollout, min(whole, scalars.get("perf/engines_open_seconds", 0.0)))
         if rollout and "rollout/sampled_tokens" in scalars:
-            metrics["perf/rollout_tokens_per_second_per_rank"] = scalars["rollout/sampled_tokens"] / rollout / num_ranks
+            sampled = scalars["rollout/sampled_tokens"]
+            metrics["perf/rollout_tokens_per_second_per_rank"] = sampled / rollout / num_samplers
         if work.flops and train + scoring:
-            tflops = work.flops / (train + scoring) / num_ranks / 1e12
+            tflops = work.flops / (train + scoring) / num_trainers / 1e12
             metrics["perf/tflops_per_rank"] = tflops
             if self._peak_tflops is not None:
                 metrics["perf/mfu"] = tflops / self._peak_tflops
@@ -112,9 +123,15 @@ class Performance:
     async def _ask_for_peak(self) -> None:
         """Ask the ranks for their devices' peak, once: the least counts; where one is not known, there is none."""
         if not self._knows_peak:
-            peaks = await self._ranks.call("peak_tflops")
+            peaks = await self._ranks.trainers.call("peak_tflops")
             self._peak_tflops = None if None in peaks else min(peaks)
             self._knows_peak = True
+
+
+def idle_share(activities: Sequence[Activity], seconds: float) -> float:
+    """The share of a time in which ranks carried out no call, mean over ranks."""
+    busy = sum(activity.busy_seconds for activity in activities) / len(activities)
+    return min(1.0, max(0.0, 1 - busy / seconds))
 
 
 def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:

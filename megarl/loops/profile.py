@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.run_ranks import RunRanks
 from megarl.files.atomic import replace_text
 from megarl.platform.spans import record, seconds_of_a_span
 from megarl.tracking.run_folder import RunFolder
@@ -19,7 +19,7 @@ _SAME_CLOCK_SECONDS = 0.1
 
 
 @asynccontextmanager
-async def profiled(ranks: WorkerGroup, folder: RunFolder, tracker: Tracker, number: int) -> AsyncIterator[None]:
+async def profiled(ranks: RunRanks, folder: RunFolder, tracker: Tracker, number: int) -> AsyncIterator[None]:
     """Within, a step is recorded; its trace is in profiles/ afterwards, unless it failed."""
     offsets = await _begin(ranks)
     record(True)
@@ -51,7 +51,7 @@ async def profiled(ranks: WorkerGroup, folder: RunFolder, tracker: Tracker, numb
     )
 
 
-async def _begin(ranks: WorkerGroup) -> list[float]:
+async def _begin(ranks: RunRanks) -> list[float]:
     """Have the ranks record. Returns by how many seconds the driver's clock is ahead of each rank's."""
     # The first answers wait for whatever the ranks are busy with; the second tell the time.
     rounds = [await _ask_clocks(ranks) for _ in range(2)]
@@ -60,7 +60,7 @@ async def _begin(ranks: WorkerGroup) -> list[float]:
     return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, answered - asked) else offset for offset in found]
 
 
-async def _ask_clocks(ranks: WorkerGroup) -> tuple[float, float, list[float]]:
+async def _ask_clocks(ranks: RunRanks) -> tuple[float, float, list[float]]:
     """When the ranks, which now record, were asked for their clocks, when the last answered, and the clocks."""
     asked = time.monotonic()
     clocks = [clock for clock, _ in await ranks.call("__spans__", True)]

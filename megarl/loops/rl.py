@@ -118,7 +118,7 @@ async def resume_or_evaluate(session: Session, state: RLState) -> None:
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
             )
         if session.recipe.trainer.router_replay:
-            await session.ranks.call("load_experts", checkpoint, state.waiting_experts)
+            await session.ranks.trainers.call("load_experts", checkpoint, state.waiting_experts)
         await session.reshard(step.number)
         if session.origin.unlogged is None:
             return

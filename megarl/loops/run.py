@@ -13,6 +13,7 @@ from megarl.cluster.batching import RankModel
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import gpus, inspect
+from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -81,13 +82,16 @@ def _next_commands(folder: RunFolder) -> list[str]:
 
 def _ranks(recipe: Recipe) -> str:
     count, nodes = recipe.cluster.world_size, recipe.cluster.nodes
-    return f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    told = f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    if recipe.separate_ranks:
+        told += f", of which {recipe.separate_ranks} only sample"
+    return told
 
 
 async def _prepare(
-    ranks: WorkerGroup, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
+    ranks: RunRanks, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
 ) -> None:
-    """Put a `Worker` on each rank. Raises ConfigError naming nodes that are not fit."""
+    """Put a worker on each rank. Raises ConfigError naming nodes that are not fit."""
     if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
         tracker.tell(f"ranks on {', '.join(nodes)}")
     if recipe.cluster.preflight:
@@ -96,13 +100,23 @@ async def _prepare(
             raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
         for line in told:
             tracker.tell(line)
-    ranks.deadlines = run_deadlines(recipe.cluster)
+    ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
     teachers = layout_of(recipe.for_teachers) if recipe.distillation.sizes else None
-    settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology, "teacher_layout": teachers}
-    await ranks.construct("megarl.worker:Worker", settings)
+    settings = {"recipe": recipe, "layout": layout}
+    of_trainers = settings | {"teacher_layout": teachers}
+    if not ranks.is_separate:
+        of_trainers["topology"] = ranks.topology
+        await ranks.trainers.construct("megarl.worker.colocated:Worker", of_trainers)
+        return
+    replicas = [
+        group.construct("megarl.worker.engine:EngineWorker", settings | {"replica": number})
+        for number, group in enumerate(ranks.replicas)
+    ]
+    await together([ranks.trainers.construct("megarl.worker.trainer:TrainerWorker", of_trainers), *replicas])
+    await ranks.join(version=1)
 
 
-async def _hardware(ranks: WorkerGroup) -> dict[str, str]:
+async def _hardware(ranks: RunRanks) -> dict[str, str]:
     """The nodes of a run, and the GPUs of the driver's, for attempt.json."""
     on_nodes = Counter(place[0] for place in ranks.topology)
     found = Counter(await asyncio.to_thread(gpus))
@@ -131,9 +145,11 @@ async def _started(
             data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
             with display.phase(f"starting {_ranks(recipe)}", is_told=True):
-                ranks = await start_ranks(recipe.cluster, folder.logs_folder)
+                replicas = [layout.rollout_tp] * (layout.rollout_ranks // layout.rollout_tp)
+                ranks = await start_ranks(recipe.cluster, folder.logs_folder, replicas)
             stack.push_async_callback(ranks.close)
-            ranks.on_asked, stacks.ask_others = stop.ask, ranks.show_stacks
+            ranks.on_asked(stop.ask)
+            stacks.ask_others = ranks.show_stacks
             with display.phase("building models", is_told=True):
                 await _prepare(ranks, recipe, layout, folder, tracker)
             folder.describe({"machine": await _hardware(ranks)})
@@ -158,7 +174,7 @@ async def _started(
             )
             for given in recipe.sources
         ]
-        models = _models(recipe, layout, ranks)
+        models = _models(recipe, layout, ranks.trainers)
         session = Session(
             recipe=recipe,
             layout=layout,
@@ -169,7 +185,7 @@ async def _started(
             models=models,
             pool=pool,
             sources=sources,
-            checkpoints=Checkpoints(recipe, folder, tracker, ranks, origin.inputs.as_json()),
+            checkpoints=Checkpoints(recipe, folder, tracker, ranks.trainers, origin.inputs.as_json()),
             origin=origin,
             stop=stop,
             performance=Performance(recipe, ranks, models),
@@ -177,8 +193,9 @@ async def _started(
         )
         if origin.checkpoint:
             with display.phase("loading the checkpoint", is_told=True):
-                await ranks.call("sleep_engine")
-                await ranks.call("load_checkpoint", origin.checkpoint)
+                if not ranks.is_separate:
+                    await ranks.trainers.call("sleep_engine")
+                await ranks.trainers.call("load_checkpoint", origin.checkpoint)
         stop.steps_begin()
         yield session
 
@@ -226,6 +243,6 @@ async def _export(session: Session) -> None:
     if not session.recipe.train.steps:
         return
     await session.sleep_engines()
-    await session.ranks.call("export", session.folder.model_folder)
+    await session.ranks.trainers.call("export", session.folder.model_folder)
     if session.recipe.has_critic:
-        await session.ranks.call("export", session.folder.path / "hf_critic", "critic")
+        await session.ranks.trainers.call("export", session.folder.path / "hf_critic", "critic")

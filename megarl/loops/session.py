@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.batching import RankModel
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
@@ -44,6 +45,10 @@ METRICS = {
     "kl/reference_moved": (
         "count",
         "1 in steps that move the reference, where algorithm.reference_update_steps is given",
+    ),
+    "perf/engine_pause_seconds": (
+        "seconds",
+        "how long separate engines sampled nothing for a reshard: coming to rest, and receiving the weights",
     ),
     "reshard/KIND_bytes": ("bytes", "bytes of all ranks that the reshard moved so"),
     "reshard/probe_gap": (
@@ -81,7 +86,8 @@ class Session:
     folder: RunFolder
     tracker: Tracker
     tokenizer: Tokenizer
-    ranks: WorkerGroup
+    ranks: RunRanks
+    """All ranks; those that train are `ranks.trainers`."""
     models: Mapping[str, RankModel]
     """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
     pool: EnginePool
@@ -171,10 +177,15 @@ class Session:
         await self.checkpoints.save(step, save_driver, unlogged)
 
     async def sleep_engines(self) -> None:
-        """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then."""
+        """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then.
+
+        Engines with ranks of their own never sleep: they go on.
+        """
+        if self.ranks.is_separate:
+            return
         with span("sleep engines"):
             await self.pool.hold()
-            await self.ranks.call("sleep_engine")
+            await self.ranks.trainers.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:
         """With router replay, drop the routed experts on the ranks but those of groups that wait for a later step.
@@ -184,7 +195,7 @@ class Session:
         if not self.recipe.trainer.router_replay:
             return {}
         with span("retain experts"):
-            held = await self.ranks.call("retain_experts", state.waiting_experts)
+            held = await self.ranks.trainers.call("retain_experts", state.waiting_experts)
         return {"rollout/routed_experts_bytes": float(sum(held))}
 
     async def move_reference(self, step: int) -> dict[str, float]:
@@ -194,16 +205,21 @@ class Session:
             return {}
         is_due = step % every == 0
         if is_due:
-            await self.ranks.call("move_reference")
+            await self.ranks.trainers.call("move_reference")
         return {"kl/reference_moved": float(is_due)}
 
     async def reshard(self, step: int) -> dict[str, float]:
         """Reshard the trainer's weights into the engines. Returns the slowest rank's seconds and the bytes of all.
 
-        `reshard/probe_gap`: how far the log-probs of engines that convert their weights are, where they are compared.
+        Requests that run in separate engines wait meanwhile, and go on under the new weights. `reshard/probe_gap`: how
+        far the log-probs of engines that convert their weights are, where they are compared.
         """
         every = self.recipe.weights.verify_every
-        reports = await self.ranks.call("reshard", verify=every > 0 and step % every == 0)
+        is_verified = every > 0 and step % every == 0
+        if self.ranks.is_separate:
+            reports, pause = await self._reshard_separate(is_verified, version=step + 1)
+        else:
+            reports, pause = await self.ranks.call("reshard", verify=is_verified), {}
         self.pool.release()
         seconds = {
             f"time/reshard_{name}": max(r[name] for r in reports) for name in reports[0] if name.endswith("_seconds")
@@ -212,7 +228,15 @@ class Session:
             f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")
         }
         gaps = {"reshard/probe_gap": max(r["probe_gap"] for r in reports)} if "probe_gap" in reports[0] else {}
-        return seconds | moved | gaps
+        return seconds | moved | gaps | pause
+
+    async def _reshard_separate(self, verify: bool, version: int) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Each rank's report of a reshard to engines that are brought to rest for it; how long that is, as a metric."""
+        began = time.monotonic()
+        with span("hold engines"):
+            await self.pool.hold()
+        reports = await self.ranks.call("reshard", verify, version)
+        return reports, {"perf/engine_pause_seconds": time.monotonic() - began}
 
     @property
     def steps(self) -> range:

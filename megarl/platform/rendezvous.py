@@ -56,6 +56,19 @@ def derived_key(purpose: str) -> bytes:
     return hmac.digest(_Meeting.rendezvous.key, purpose.encode(), hashlib.sha256)
 
 
+def store_beside(meeting: Rendezvous, name: str, num_ranks: int, timeout_seconds: float) -> Store:
+    """A store of this name for ranks of several worlds; on several machines that which `meeting`'s rank 0 serves."""
+    from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    timeout = timedelta(seconds=timeout_seconds)
+    if meeting.file is not None:
+        shared: Store = FileStore(f"{meeting.file}_{name}", num_ranks)
+    else:
+        shared = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+    shared.set_timeout(timeout)
+    return PrefixStore(f"{derived_key('names in the store').hex()} {name}", shared)
+
+
 def store(world_size: int, timeout_seconds: float) -> Store:
     """The store of `torch.distributed`, one per process; rank 0 of several machines serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megarl.platform import rendezvous
+from megarl.platform import bridge, rendezvous
 
 _HEAD = struct.Struct("<32sQ")
 """The signature, and the bytes of the pickle that follows."""
@@ -81,13 +81,18 @@ def between(purpose: str, members: Sequence[int]) -> Conversation:
 def gather(
     value: Value, group: dist.ProcessGroup | None = None, *, to: int | None = None, purpose: str = "gather"
 ) -> list[Value]:
-    """Every rank's value, by rank of the group; only on the global rank `to`, if given. A collective."""
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    """Every rank's value, by rank of the group; only on the global rank `to`, if given. A collective.
+
+    The group may be a bridge, without `to`: its conversations are its own.
+    """
+    name = bridge.name_of(group)
+    members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)
+    own = bridge.rank_in(group) if name else dist.get_rank()
     if len(members) == 1:
         return [value]
-    conversation = between(purpose, members)
-    is_receiver = to is None or dist.get_rank() == to
-    message = conversation.seal(value, dist.get_rank())
+    conversation = between(f"{purpose} {name}" if name else purpose, members)
+    is_receiver = to is None or own == to
+    message = conversation.seal(value, own)
     device = _device(group)
     longest = torch.tensor(len(message), device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX, group)
@@ -98,7 +103,7 @@ def gather(
     else:
         dist.gather(block, blocks or None, dst=to, group=group)
     return [
-        value if rank == dist.get_rank() else conversation.open(theirs.cpu().numpy().data, rank)
+        value if rank == own else conversation.open(theirs.cpu().numpy().data, rank)
         for rank, theirs in zip(members, blocks, strict=is_receiver)
     ]
 
@@ -132,5 +137,5 @@ def broadcast(
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """The device of a group's collectives: the host if it has gloo."""
-    has_gloo = "gloo" in str(dist.get_backend_config(group))
+    has_gloo = bool(bridge.name_of(group)) or "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())

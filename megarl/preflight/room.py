@@ -38,7 +38,7 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
             f"use at most {_RANKS_PER_CORE * cores}"
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if runs_on_cpu() and (needed := ranks * _least_bytes(recipe, layout)) > memory:
+    if runs_on_cpu() and (needed := _least_bytes(recipe, layout)) > memory:
         yield (
             f"cluster.ranks_per_node = {ranks}: the ranks need at least {needed / 2**30:.0f} GiB of memory, this "
             f"machine has {memory / 2**30:.0f}; use fewer, or a smaller model"
@@ -54,11 +54,12 @@ def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
 
 
 def _least_bytes(recipe: Recipe, layout: ParallelConfig) -> float:
-    """Host memory of a rank on CPU, at least: libraries, the trainer's weights and gradients, the engine's weights."""
+    """Host memory of all ranks on CPU, at least: libraries, trainer's weights and gradients, engines' weights."""
     shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
     numbers = sum(prod(size) for size in hf_tensors(shape).values())
     item_bytes = 4 if recipe.model.dtype == "float32" else 2
     gradient_bytes = 4
     trained = numbers / (layout.tp * layout.pp * layout.ep * layout.etp) * (item_bytes + gradient_bytes)
     sampled = numbers / layout.rollout_tp * item_bytes if recipe.has_engine else 0.0
-    return _RANK_BYTES + trained + sampled
+    num_engine_ranks = layout.rollout_ranks or layout.world_size
+    return layout.num_ranks * _RANK_BYTES + layout.world_size * trained + num_engine_ranks * sampled

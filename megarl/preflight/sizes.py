@@ -26,9 +26,10 @@ def layout_of(recipe: Recipe) -> ParallelConfig:
         vpp=trainer.vpp,
         ep=trainer.ep,
         etp=trainer.etp,
-        dp=max(recipe.cluster.world_size // (trainer.tp * trainer.pp * trainer.cp), 1),
+        dp=max(recipe.trainer_ranks // (trainer.tp * trainer.pp * trainer.cp), 1),
         rollout_tp=recipe.rollout.tp,
         rollout_ep=bool(recipe.rollout.vllm.get("enable_expert_parallel", False)),
+        rollout_ranks=recipe.separate_ranks,
         order=trainer.rank_order,
     )
 
@@ -75,10 +76,17 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
 
 
 def ranks(recipe: Recipe) -> Iterator[str]:
-    cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.cluster.world_size
+    """Whether the parallel sizes fit the ranks, where the engines have ranks of their own those that train."""
+    cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
+    if misplaced := [*placement(recipe)]:
+        yield from misplaced
+        return
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
     model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
-    ranks = f"the {world} ranks (cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node})"
+    product = f"cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node}"
+    ranks = f"the {world} ranks ({product})"
+    if recipe.separate_ranks:
+        ranks = f"the {world} ranks that train ({product} - rollout.ranks {recipe.separate_ranks})"
     if world % model_ranks:
         product = " * ".join(axes)
         sizes = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
@@ -99,13 +107,38 @@ def ranks(recipe: Recipe) -> Iterator[str]:
         )
     if trainer.vpp > 1 and trainer.pp == 1:
         yield f"trainer.vpp = {trainer.vpp}: needs trainer.pp > 1, which is 1; leave it out or raise trainer.pp"
-    if world % recipe.rollout.tp:
+    if not recipe.separate_ranks and world % recipe.rollout.tp:
         yield (
             f"rollout.tp = {recipe.rollout.tp}: does not divide {ranks}; "
             f"use {either(_divisors(world))}, or have {_around(world, recipe.rollout.tp)} ranks"
         )
     if trainer.sequence_parallel and trainer.tp == 1:
         yield "trainer.sequence_parallel = True: needs trainer.tp > 1, which is 1; leave it out or raise trainer.tp"
+
+
+def placement(recipe: Recipe) -> Iterator[str]:
+    """Whether separate engines have ranks that they can use, and leave some to the trainer."""
+    cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
+    if not recipe.has_engine or rollout.placement != "separate":
+        return
+    world, tp = cluster.world_size, rollout.tp
+    product = f"cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node}"
+    fitting = list(range(tp, world, tp))
+    use = f"use {either(fitting)}" if fitting else f"have more than {tp} ranks (cluster.ranks_per_node)"
+    if rollout.ranks is None:
+        yield (
+            f"rollout.placement = separate: needs rollout.ranks, how many of the {world} ranks ({product}) sample; "
+            f"{use}"
+        )
+    elif rollout.ranks >= world:
+        yield f"rollout.ranks = {rollout.ranks}: leaves none of the {world} ranks ({product}) to the trainer; {use}"
+    elif rollout.ranks % tp:
+        yield f"rollout.ranks = {rollout.ranks}: is no multiple of rollout.tp {tp}, an engine's ranks; {use}"
+    if trainer.router_replay:
+        yield (
+            "trainer.router_replay = True: the experts that an engine chose stay on its ranks, which under "
+            "rollout.placement separate do not train; leave it out, or set rollout.placement=colocated"
+        )
 
 
 def batches(recipe: Recipe, dp: int) -> Iterator[str]:

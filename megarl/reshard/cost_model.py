@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from megarl.config.parallel import RANK_ORDERS, ParallelConfig
 from megarl.families import hf_tensors
-from megarl.families.shape import ModelShape, padded_vocab_size
-from megarl.reshard.layouts.megatron import megatron_layouts
-from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.families.shape import ModelShape
+from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
 
@@ -94,11 +93,11 @@ def forecast(
     planned = partial(reshard_plan, model, ranks_per_node=ranks_per_node, itemsize=itemsize, bucket_bytes=bucket_bytes)
     started = time.process_time()
     plan = planned(parallel)
-    plan.for_rank(parallel.world_size // 2)
+    plan.for_rank(parallel.num_ranks // 2)
     plan_seconds = time.process_time() - started
     return {
         "layout": dataclasses.asdict(parallel),
-        "num_ranks": parallel.world_size,
+        "num_ranks": parallel.num_ranks,
         "ranks_per_node": ranks_per_node,
         "model_bytes": sum(map(prod, hf_tensors(model).values())) * itemsize,
         "plan_seconds": plan_seconds,
@@ -150,18 +149,20 @@ def reshard_plan(
     model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
 ) -> Plan:
     """The plan of the live reshard from the model's shape: Megatron's layouts to vLLM's, both computed."""
-    padded = padded_vocab_size(model.vocab_size, parallel.tp)
+    ends = reshard_ends(model, parallel, parallel.num_ranks)
     return make_plan(
-        megatron_layouts(model, parallel, padded_vocab_size=padded),
-        VllmLayouts(model, parallel.rollout_tp, parallel.world_size, parallel.rollout_ep),
+        ends.sources,
+        ends.destinations,
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        topology=[(rank // ranks_per_node,) for rank in range(parallel.world_size)],
+        topology=[(rank // ranks_per_node,) for rank in range(parallel.num_ranks)],
     )
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
     """The layout with the rank permutation whose reshard sends the least; unpermuted where none saves anything."""
+    if parallel.is_separate:
+        return parallel
 
     def moved(layout: ParallelConfig) -> int:
         plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
@@ -175,7 +176,12 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
 
 
 def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    """Other orders of the trainer's ranks with their names: Megatron's other order, and permutations."""
+    """Other orders of the trainer's ranks with their names: Megatron's other order, and permutations.
+
+    Separate engines receive all that they hold, whatever the order.
+    """
+    if parallel.is_separate:
+        return
     experts = parallel.etp * parallel.ep if model.num_experts else parallel.tp
     if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == experts:
         for order in RANK_ORDERS:

@@ -6,6 +6,7 @@ checkpoint's, `GatheredReshard` hands full tensors to vLLM's own loader instead.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
+from megarl.platform.bridge import rank_in
 from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.plan import Plan, RankTopology, make_plan
 from megarl.reshard.staging import gathered
-from megarl.reshard.transport import Transport
+from megarl.reshard.transport import Transport, device_of
 from megarl.reshard.verify import verify
 from megarl.types import MegarlError
 
@@ -28,23 +30,29 @@ LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
 """vLLM's loader of full checkpoint tensors."""
 
 
-def record(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> tuple[Layout | None, str]:
+def record(
+    model: nn.Module | None, shape: ModelShape, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> tuple[Layout | None, str]:
     """The recorded layout of this rank's engine; or None, and why some rank's engine cannot be written in place.
 
-    A collective over the world: all ranks write in place, or none does.
+    Without a `model` the rank has no engine: its layout is empty. A collective over the group, or the world: all ranks
+    write in place, or none does.
     """
-    recorded, refusal = None, ""
+    recorded: Layout | None = ()
+    refusal = ""
     try:
-        recorded = record_layout(model, {name: (size, dtype) for name, size in hf_tensors(shape).items()})
+        if model is not None:
+            recorded = record_layout(model, {name: (size, dtype) for name, size in hf_tensors(shape).items()})
     except DirectWriteError as error:
         refusal = str(error)
-    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal)) if text]
+    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal, group)) if text]
     return (None, refusals[0]) if refusals else (recorded, "")
 
 
 class Reshard:
-    """The plan between two layouts over the whole world, bound to this rank's parameters and its engine's.
+    """The plan between two layouts over a group of ranks, bound to this rank's parameters and its engine's.
 
+    A rank that only trains has no `engine`, one that only samples no `parameters`. Without a `group` it is the world.
     `sources` and `destinations` are all ranks' layouts, computed; `recorded` is the layout of this rank's engine. Where
     it equals the computed one on every rank, only digests of the plan are exchanged; else the recorded layouts are, and
     replace the computed ones. The constructor is a collective. Raises RuntimeError if ranks make different plans.
@@ -56,35 +64,37 @@ class Reshard:
         destinations: Sequence[Layout] | None,
         recorded: Layout,
         parameters: Mapping[str, Tensor],
-        engine: nn.Module,
+        engine: nn.Module | None,
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
         topology: RankTopology,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        rank = dist.get_rank()
+        rank = rank_in(group)
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
-        self.is_computed = all(gathered(as_computed))
-        wanted = destinations if self.is_computed and destinations is not None else gathered(recorded)
+        self.is_computed = all(gathered(as_computed, group))
+        wanted = destinations if self.is_computed and destinations is not None else gathered(recorded, group)
         plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology)
-        digests = gathered(plan.digest())
+        digests = gathered(plan.digest(), group)
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
         self._engine = engine
-        self._live = dict(engine.named_parameters())
+        self._live = dict(engine.named_parameters()) if engine is not None else {}
         self._bound: Any = (plan.for_rank(rank), parameters, self._live)
-        self._dtype = dtype
-        self._transport = Transport(*self._bound, dtype=dtype)
+        self._dtype, self._group = dtype, group
+        self._transport = Transport(*self._bound, dtype=dtype, group=group)
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
         """Move all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
-        zero_padding(self._engine)
+        if self._engine is not None:
+            zero_padding(self._engine)
         return self._transport.reshard()
 
     def verify(self) -> None:
         """Compare checksums of live parameters with the trainer's. Raises MegarlError with the first that differs."""
-        verify(*self._bound, dtype=self._dtype)
+        verify(*self._bound, dtype=self._dtype, group=self._group)
 
     @torch.no_grad()
     def self_test(self) -> None:
@@ -95,7 +105,9 @@ class Reshard:
         self.verify()
         for name, parameter in self._live.items():
             if parameter.isnan().any():
-                raise MegarlError(f"rank {dist.get_rank()}: no reshard reaches all of the engine's parameter {name}.")
+                raise MegarlError(
+                    f"rank {rank_in(self._group)}: no reshard reaches all of the engine's parameter {name}."
+                )
 
 
 class GatheredReshard:
@@ -103,7 +115,8 @@ class GatheredReshard:
 
     The engine's weights are converted, so that no bytes can be compared: `reshard.probe` compares log-probs instead.
 
-    `sources` are all ranks' layouts. Memory beside the staging: full tensors of `bucket_bytes`, at least one tensor.
+    A rank without `load` has no engine and only sends. `sources` are all ranks' layouts; ranks from `first_engine` on
+    have engines. Memory beside the staging: full tensors of `bucket_bytes`, at least one tensor.
     """
 
     def __init__(
@@ -111,14 +124,16 @@ class GatheredReshard:
         sources: Sequence[Layout],
         shape: ModelShape,
         parameters: Mapping[str, Tensor],
-        load: LoadTensors,
+        load: LoadTensors | None,
         *,
         dtype: torch.dtype,
         bucket_bytes: int,
         topology: RankTopology,
+        first_engine: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._parameters, self._load, self._dtype = parameters, load, dtype
-        world = dist.get_world_size()
+        self._parameters, self._load, self._dtype, self._group = parameters, load, dtype, group
+        num_engines = len(topology) - first_engine
         groups: list[dict[str, tuple[int, ...]]] = []
         filled = bucket_bytes
         for name, size in hf_tensors(shape).items():
@@ -130,17 +145,19 @@ class GatheredReshard:
 
         def plan(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
             full = tuple(dense_piece(name, size, name, 0) for name, size in tensors.items())
-            return make_plan(
-                sources, [full] * world, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology
-            )
+            wanted: list[Layout] = [()] * first_engine + [full] * num_engines
+            return make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology)
 
-        self._groups = [(tensors, plan(tensors).for_rank(dist.get_rank())) for tensors in groups]
+        self._groups = [(tensors, plan(tensors).for_rank(rank_in(group))) for tensors in groups]
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
         """Load all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
         report: dict[str, float] = {}
-        self._load(self._gathered(report))
+        if self._load is not None:
+            self._load(self._gathered(report))
+        else:
+            deque(self._gathered(report), maxlen=0)
         return report
 
     def self_test(self) -> None:
@@ -148,9 +165,11 @@ class GatheredReshard:
         self.run()
 
     def _gathered(self, report: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
-        device = next(iter(self._parameters.values())).device
+        here = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
-            full = {name: torch.empty(size, dtype=self._dtype, device=device) for name, size in tensors.items()}
-            for key, value in Transport(plan, self._parameters, full, dtype=self._dtype).reshard().items():
+            wanted = tensors if self._load is not None else {}
+            full = {name: torch.empty(size, dtype=self._dtype, device=here) for name, size in wanted.items()}
+            transport = Transport(plan, self._parameters, full, dtype=self._dtype, group=self._group)
+            for key, value in transport.reshard().items():
                 report[key] = report.get(key, 0.0) + value
             yield from full.items()

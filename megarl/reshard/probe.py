@@ -6,6 +6,7 @@ For engines that keep their weights in another form than the checkpoint's.
 from __future__ import annotations
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megarl.reshard.staging import gathered
@@ -24,15 +25,20 @@ def probe_prompt(vocab_size: int, max_tokens: int) -> NDArray[np.int64]:
 
 
 def check_logprobs(
-    trainer: NDArray[np.float32] | None, engine: NDArray[np.float32] | None, *, replica: int, tolerance: float
+    trainer: NDArray[np.float32] | None,
+    engine: NDArray[np.float32] | None,
+    *,
+    replica: int,
+    tolerance: float,
+    group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Compare the prompt's log-probs, float32 [tokens] where a rank has them; all ranks of the world call this.
+    """Compare the prompt's log-probs, float32 [tokens] where a rank has them; all ranks of the reshard call this.
 
     The first entry, before which there is nothing, does not count. Returns the largest engine's mean distance in nats.
     Raises MegarlError, on all ranks the same, for the first rank whose engine is farther than `tolerance`, or not
     finite, from the trainer.
     """
-    found = gathered((trainer, engine, replica))
+    found = gathered((trainer, engine, replica), group)
     expected = next(logprobs for logprobs, _, _ in found if logprobs is not None)
     gaps: list[float] = []
     for rank, (_, logprobs, number) in enumerate(found):

@@ -91,7 +91,7 @@ class SharedSlots:
         self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
         self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]
         self._nothing = torch.empty(0, dtype=dtype)
-        dist.barrier(group)
+        gathered(None, group)  # all have mapped it
         os.close(file)
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:

@@ -24,19 +24,24 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def verify(
-    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], *, dtype: torch.dtype
+    plan: RankPlan,
+    sources: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Compare every copy of a rank's plan with its source. A collective.
 
-    `sources`, `destinations` and `dtype` are those of the plan's `Transport`. Raises MegarlError, on all ranks the
-    same, with the first live parameter that differs.
+    `sources`, `destinations`, `dtype` and `group` are those of the plan's `Transport`. Raises MegarlError, on all ranks
+    the same, with the first live parameter that differs.
     """
 
-    copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype)
+    copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype, group=group)
     wrong = (expected.cpu() != found.cpu()).nonzero().flatten().tolist()
     first = copies[wrong[0]] if wrong else None
     own = None if first is None else (first.destination.storage, first.name, len(wrong))
-    reports = signed.gather(own, purpose="verification") if plan.num_ranks > 1 else [own]
+    reports = signed.gather(own, group, purpose="verification") if plan.num_ranks > 1 else [own]
     for rank, report in enumerate(reports):
         if report is not None:
             raise MegarlError(
@@ -46,7 +51,12 @@ def verify(
 
 
 def copy_checksums(
-    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], *, dtype: torch.dtype
+    plan: RankPlan,
+    sources: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[list[Transfer], Tensor, Tensor]:
     """The copies to this rank, with the checksums of their sources and of their destinations. A collective.
 
@@ -64,7 +74,7 @@ def copy_checksums(
     # Buckets list the copies between two ranks in the same order on both, and so does a stable sort of all buckets.
     sends = sorted((t for bucket in plan.buckets for t in bucket.sends), key=lambda t: t.destination_rank)
     receives = sorted((t for bucket in plan.buckets for t in bucket.receives), key=lambda t: t.source_rank)
-    incoming = _exchange(plan, sends, receives, _stacked(map(at_source, sends), device))
+    incoming = _exchange(plan, sends, receives, _stacked(map(at_source, sends), device), group)
     expected = torch.cat([_stacked(map(at_source, local), device), incoming])
     return [*local, *receives], expected, _stacked(map(at_destination, [*local, *receives]), device)
 
@@ -85,7 +95,13 @@ def _multipliers(device: torch.device) -> Tensor:
     return torch.arange(1, 2 * _CHUNK, 2, device=device) * 0x5851F42D4C957F2D
 
 
-def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], outgoing: Tensor) -> Tensor:
+def _exchange(
+    plan: RankPlan,
+    sends: list[Transfer],
+    receives: list[Transfer],
+    outgoing: Tensor,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
     """The sources' checksums of the copies that this rank received: int64 [receives]."""
     if plan.num_ranks == 1:
         return outgoing
@@ -96,7 +112,7 @@ def _exchange(plan: RankPlan, sends: list[Transfer], receives: list[Transfer], o
         counts[1][t.source_rank] += 1
     # A rank without copies takes part too, and its empty tensors decide which backend it takes part in.
     incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
-    dist.all_to_all_single(incoming, outgoing, counts[1], counts[0])
+    dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group)
     return incoming
 
 

@@ -72,6 +72,39 @@ class Layouts(Sequence[Layout]):
         )
 
 
+class PlacedLayouts(Layouts):
+    """Layouts of consecutive ranks, the first of which is rank `first` of `num_ranks`; the others hold nothing."""
+
+    def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
+        assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from {first} on are not among {num_ranks}"
+        self._layouts, self._first, self._num_ranks = layouts, first, num_ranks
+        # The holdings of a kind of tensor are one object; it is kept, so that its id stays its own.
+        self._placed: dict[int, tuple[tuple[Holding, ...], tuple[Holding, ...]]] = {}
+
+    @cached_property
+    def tensors(self) -> Sequence[TensorName]:
+        return self._layouts.tensors
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    def __repr__(self) -> str:
+        return f"{self._layouts!r} from rank {self._first} of {self._num_ranks}"
+
+    def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
+        found = self._layouts.holdings(tensor)
+        if id(found) not in self._placed:
+            placed = tuple(holding._replace(ranks=_moved(holding.ranks, self._first)) for holding in found)
+            self._placed[id(found)] = found, placed
+        return self._placed[id(found)][1]
+
+
+def _moved(ranks: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(ranks, range):
+        return range(ranks.start + by, ranks.stop + by, ranks.step)
+    return tuple(rank + by for rank in ranks)
+
+
 class ListedLayouts(Layouts):
     """Layouts given as lists of pieces, recorded or read."""
 

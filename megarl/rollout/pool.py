@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.parts import joined, num_kept, rest_of
 from megarl.types import Completion, Request
@@ -43,6 +42,16 @@ Queue = OrderedDict[str, Request]
 
 class AbandonedError(Exception):
     """Sampling was abandoned; all its requests have left the engines."""
+
+
+class Asks(Protocol):
+    """The ranks that have engines, by number: a `WorkerGroup`, or `RunRanks`."""
+
+    async def ask(
+        self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
+    ) -> list[Any]:
+        """As `WorkerGroup.ask`."""
+        ...
 
 
 class Generates(Protocol):
@@ -110,7 +119,7 @@ class EnginePool:
     """
 
     def __init__(
-        self, ranks: WorkerGroup, layout: ParallelConfig, *, max_running: int, budget_seconds: float = BUDGET_SECONDS
+        self, ranks: Asks, layout: ParallelConfig, *, max_running: int, budget_seconds: float = BUDGET_SECONDS
     ) -> None:
         self._ranks = ranks
         self._max_running = max_running

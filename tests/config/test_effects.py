@@ -89,6 +89,27 @@ from tests.config.refusals import faults
             id="staleness of what is given up",
         ),
         pytest.param(
+            ["rollout.ranks=2"],
+            "rollout.ranks = 2",
+            "under rollout.placement=colocated",
+            "set rollout.placement to separate",
+            id="ranks of engines that share them",
+        ),
+        pytest.param(
+            ["rollout.placement=separate", "rollout.ranks=1", "trainer.align_ranks=false"],
+            "trainer.align_ranks = False",
+            "under rollout.placement=separate",
+            "set rollout.placement to colocated",
+            id="order of ranks that share nothing",
+        ),
+        pytest.param(
+            ["loop=sft", "rollout.placement=separate"],
+            "rollout.placement = separate",
+            "without data.validation",
+            "give",
+            id="placement of no engine",
+        ),
+        pytest.param(
             ["algorithm.oversampling=2"],
             "algorithm.oversampling = 2.0",
             "under rollout.stragglers=wait without algorithm.dynamic_sampling",

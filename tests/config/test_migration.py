@@ -134,7 +134,7 @@ WRITTEN = {
 
 NONE = {
     "actor_rollout_ref.model.trust_remote_code": "never run",
-    "use_vllm": "vLLM always shares",
+    "use_vllm": "vLLM samples",
     "lmbda": "policy's samples",
     "opd_kl_coef": "teachers alone",
     "zero_stage": "Megatron-Core trains",

@@ -85,11 +85,11 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     from safetensors.torch import load_file
 
     from megarl.reshard.live import Reshard
-    from megarl.worker import Worker
+    from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine is not None and isinstance(worker.resharding, Reshard)
-    assert worker.resharding.is_computed, "vLLM's layout is not as computed"
+    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
+    assert worker.weights.resharding.is_computed, "vLLM's layout is not as computed"
     update(worker, layout)
     live = dict(worker.engine.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in live.items()}
@@ -196,7 +196,7 @@ def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     from megarl.engine.engine import RolloutEngine
     from megarl.reshard.live import Reshard
     from megarl.training.engine import TrainingEngine
-    from megarl.worker import Worker
+    from megarl.worker.colocated import Worker
 
     notes: list[str] = []
     spied = [(RolloutEngine, name) for name in ("__init__", "sleep", "wake", "weights_updated")]
@@ -231,11 +231,11 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
 
     from megarl.reshard.live import Reshard
     from megarl.types import MegarlError
-    from megarl.worker import Worker
+    from megarl.worker.colocated import Worker
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine is not None and isinstance(worker.resharding, Reshard)
+    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
     said = []
     if rank == 1:
         with torch.no_grad():
@@ -243,7 +243,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
             parameter[:2] = parameter[[1, 0]]
     for _ in range(2):
         try:
-            worker.resharding.verify()
+            worker.weights.resharding.verify()
             said.append("equal")
         except MegarlError as error:
             said.append(str(error))
@@ -266,7 +266,7 @@ def train_and_gather(recipe: Recipe, layout: ParallelConfig, exported: str) -> t
     import torch
     from safetensors.torch import load_file
 
-    from megarl.worker import Worker
+    from megarl.worker.colocated import Worker
 
     worker = Worker(torch.distributed.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine is not None
@@ -309,11 +309,12 @@ def probe_clean_and_spoiled(
 
     from megarl.reshard.live import GatheredReshard
     from megarl.types import MegarlError
-    from megarl.worker import Worker
+    from megarl.worker.colocated import Worker
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    resharding, engine = worker.resharding, worker.engine
+    assert worker.weights is not None
+    resharding, engine = worker.weights.resharding, worker.engine
     assert engine is not None and isinstance(resharding, GatheredReshard)
     assert engine.weight_version == 1
     update(worker, layout)

@@ -33,7 +33,7 @@ class Ranks:
     """Two ranks that answer what they are given, and what was asked of them."""
 
     def __init__(self, peaks: tuple[float | None, float | None]) -> None:
-        self.world_size, self.asked = 2, list[str]()
+        self.world_size, self.asked, self.is_separate, self.trainers = 2, list[str](), False, self
         self._answers: dict[str, list[Any]] = {
             "peak_tflops": [*peaks],
             "__activity__": [
@@ -46,6 +46,8 @@ class Ranks:
     async def call(self, method: str) -> list[Any]:
         self.asked.append(method)
         return self._answers[method]
+
+    call_engines = call
 
 
 def measured(peaks: tuple[float | None, float | None] = (None, None), **cluster: float) -> list[dict[str, float]]:

@@ -35,10 +35,20 @@ def test_sizes_that_fit(
     assert check(recipe(cluster={"ranks_per_node": ranks}, trainer={"tp": tp, "pp": pp}, rollout=rollout)) == layout
 
 
+def test_engines_on_ranks_of_their_own_leave_the_trainer_the_others(recipe: Callable[..., Recipe]) -> None:
+    sizes = {"cluster": {"ranks_per_node": 6}, "trainer": {"tp": 2}, "rollout": {**SEPARATE, "ranks": 2, "tp": 2}}
+    layout = check(recipe(**sizes))
+    # Nothing is gained by another order of the ranks.
+    assert layout == ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2, rollout_ranks=2)
+    assert (layout.world_size, layout.num_ranks, layout.leaders()) == (4, 6, (4,))
+    assert str(layout) == "4 ranks: trainer tp 2 * pp 1 * dp 2; 2 ranks: vLLM tp 2 * 1 replicas"
+
+
 PPO = {"preset": "ppo"}
 
 
 RANKS_4 = {"ranks_per_node": 4}
+SEPARATE = {"placement": "separate"}
 
 
 WRONG = [
@@ -56,6 +66,41 @@ WRONG = [
         {"cluster": RANKS_4, "trainer": {"tp": 2, "dp": 4}},
         ["trainer.dp = 4", "set trainer.dp=2, leave it out, or have 8 ranks"],
         id="dp",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "rollout": {"placement": "separate"}},
+        ["rollout.placement = separate", "needs rollout.ranks, how many of the 4 ranks", "use 1, 2 or 3"],
+        id="engines without ranks",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "rollout": {**SEPARATE, "ranks": 4, "tp": 2}},
+        ["rollout.ranks = 4", "leaves none of the 4 ranks", "to the trainer; use 2"],
+        id="a trainer without ranks",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "rollout": {**SEPARATE, "ranks": 3, "tp": 2}},
+        ["rollout.ranks = 3", "is no multiple of rollout.tp 2", "use 2"],
+        id="part of an engine",
+    ),
+    pytest.param(
+        {"rollout": {**SEPARATE, "ranks": 1}},
+        ["rollout.ranks = 1", "leaves none of the 1 ranks", "have more than 1 ranks (cluster.ranks_per_node)"],
+        id="one rank for both",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "trainer": {"tp": 2}, "rollout": {**SEPARATE, "ranks": 1}},
+        [
+            "trainer.tp = 2",
+            "does not divide the 3 ranks that train",
+            "- rollout.ranks 1",
+            "1 or 3, or have 2 or 4 ranks",
+        ],
+        id="ranks that are left to the trainer",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "trainer": {"dp": 4}, "rollout": {**SEPARATE, "ranks": 2}},
+        ["trainer.dp = 4", "the 2 ranks that train", "set trainer.dp=2"],
+        id="dp of all ranks",
     ),
     pytest.param({"rollout": {"tp": 2}}, ["rollout.tp = 2", "the 1 ranks", "use 1, or have 2 ranks"], id="rollout.tp"),
     pytest.param(

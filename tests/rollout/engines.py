@@ -82,7 +82,7 @@ class Engines:
 async def engines(model_path: str, world_size: int, **settings: Any) -> AsyncIterator[LocalGroup]:
     """So many ranks, each an engine of its own, with the settings of `Engines`."""
     with tempfile.TemporaryDirectory() as folder:
-        group = await LocalGroup(world_size, imports=device.forkable_imports("megarl.worker")).start(
+        group = await LocalGroup(world_size, imports=device.forkable_imports("megarl.worker.colocated")).start(
             "tests.rollout.engines:Engines",
             {"model_path": model_path, **settings},
             log_folder=Path(folder),

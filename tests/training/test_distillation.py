@@ -93,16 +93,10 @@ def taught(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
     """One rank's metrics of an update, what it held for it, and what it holds of the gradient."""
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.worker import Worker
-
-    class Trainer(Worker):
-        """A rank that samples nothing: the tokens are here."""
-
-        def _build_engine(self) -> Any:
-            return None
+    from megarl.worker.trainer import TrainerWorker
 
     rank = dist.get_rank()
-    worker = Trainer(rank, layout.world_size, recipe, layout, [("node",)] * layout.world_size, teacher_layout)
+    worker = TrainerWorker(rank, layout.world_size, recipe, layout, teacher_layout)
     assert batch.taught is not None
     for number, name in enumerate(recipe.teachers):
         own = np.flatnonzero(batch.taught[:, 0] == number)

@@ -1,38 +1,30 @@
-"""The worker of a rank: the trainer's shard, the engine's shard, and the reshard from one to the other."""
+"""The worker of a rank that trains: its share of the models, by name, and of what is saved of them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.checkpoint import peft, safetensors
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
 from megarl.data.chat import tokenizer_of
-from megarl.engine.engine import RolloutEngine
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
 from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.distillation import StudentModel, lesson_bytes
 from megarl.platform import device
+from megarl.platform.bridge import close_bridge, open_bridge
 from megarl.platform.megatron_ranks import RankGroups
-from megarl.platform.spans import span
+from megarl.platform.rendezvous import Rendezvous
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
-from megarl.reshard.layouts.vllm_computed import VllmLayouts
-from megarl.reshard.live import GatheredReshard, Reshard, record
 from megarl.reshard.plan import RankTopology
-from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
-from megarl.tracking.metrics import Metric
 from megarl.training import checkpoint
 from megarl.training.engine import StartingPolicy, TrainingEngine
 from megarl.training.lessons import HeldLessons, Pupil
@@ -40,12 +32,13 @@ from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, HeldExperts
 from megarl.training.teacher import InOwnGroups, Teacher
-from megarl.types import Completion, ExpertsHandle, Request, TrainingSequence
+from megarl.types import ExpertsHandle
+from megarl.worker.weights import WeightsEnd
 
 Model = TypeVar("Model", bound=ModelShard)
 
 
-class Worker:
+class TrainerWorker:
     """The methods that the driver calls on a rank, and its models, whose methods it calls as `policy.update`.
 
     The models are those of the recipe: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
@@ -57,28 +50,35 @@ class Worker:
         world_size: int,
         recipe: Recipe,
         layout: ParallelConfig,
-        topology: RankTopology,
         teacher_layout: ParallelConfig | None = None,
     ) -> None:
         """`teacher_layout` is that of the teachers, unless they have the trainer's."""
-        self.recipe, self.layout, self.rank, self.topology = recipe, layout, rank, topology
+        self._join_world(rank, world_size, recipe, layout)
+        self._build_models(teacher_layout)
+        self.policy.onload()
+
+    def _join_world(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig) -> None:
+        self.recipe, self.layout, self.rank = recipe, layout, rank
         device.init_world(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(layout)
         self.further_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
         """Groups of ranks that are not the policy's, by their layout and whether their models have experts."""
         self.held_experts = HeldExperts(rank, world_size)
-        # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
-        # building the models takes as much.
-        self.engine = self._build_engine() if recipe.has_engine else None
-        if self.engine:
-            self.engine.sleep()
+        self.held_lessons = HeldLessons()
+        self.weights: WeightsEnd | None = None
+        """This rank's end of the reshard, if anything is sampled."""
+        self.weight_version = 0
+        """The version of the engines' weights."""
+        self._bridge: dist.ProcessGroup | None = None
+
+    def _build_models(self, teacher_layout: ParallelConfig | None) -> None:
+        recipe, layout = self.recipe, self.layout
         self.reference: FrozenModel | StartingPolicy | None = None
         if recipe.has_reference and not recipe.lora.rank:
             self.reference = self._build(FrozenModel, recipe.model.folder)
         self.reward_model: FrozenModel | None = None
         if (reward_model := recipe.further_models.get("reward.model")) is not None:
             self.reward_model = self._build(FrozenModel, reward_model, has_value_head=True)
-        self.held_lessons = HeldLessons()
         for name, folder in recipe.teachers.items():
             setattr(self, name, self._build_teacher(folder, teacher_layout or layout))
         is_reward_model = recipe.loop == "reward_model"
@@ -97,110 +97,40 @@ class Worker:
             self.critic = self._build(critic, self._critic_source, has_value_head=True)
             self.critic.offload()
             self.policy.onload(("parameters",))
-        self.notices: list[str] = []
-        self.resharding = None
-        if self.engine:
-            with self._reshard_memory(self.engine):
-                self.resharding = self._plan_reshard(self.engine)
-                self.resharding.self_test()
-                trainer_logprobs = self._probe_trainer() if self._is_probed else None
-            if self._is_probed:
-                self._check_probe(trainer_logprobs)
+
+    def join(self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int) -> None:
+        """Join a bridge to separate engines, and give them the policy's weights.
+
+        The bridge of this name is over all ranks of `topology`; a group's own are the ranks from `first` on. `version`
+        is that of the weights. A collective of all ranks; a bridge that was there before is left.
+        """
+        self._leave_bridge()
+        timeout = self.recipe.cluster.collective_timeout_seconds
+        self._bridge = open_bridge(meeting, name, first + self.rank, len(topology), timeout)
+        self.weights = WeightsEnd(
+            self.recipe,
+            self.layout,
+            topology,
+            policy=self.policy,
+            transformer_engine=uses_transformer_engine(),
+            group=self._bridge,
+        )
+        self.weight_version = version
+
+    def reshard(self, verify: bool = False, version: int | None = None) -> dict[str, float]:
+        """Reshard the policy's weights into the engines'; see `WeightsEnd.reshard`."""
+        assert self.weights is not None
+        report = self.weights.reshard(verify=verify, version=version)
+        self.weight_version = self.weight_version + 1 if version is None else version
+        return report
 
     def start_notices(self) -> list[str]:
         """Notices for the user about how this run is executed."""
-        return self.notices
-
-    def advance(
-        self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
-    ) -> list[Completion]:
-        """Step the engine: new requests and aborts in, finished completions out (leaders only).
-
-        `work` is (requests, ids to abort); `budget_seconds` and `leave_after` as in `RolloutEngine.advance`.
-        """
-        assert self.engine is not None
-        return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
-
-    def engine_metrics(self) -> dict[str, Metric]:
-        """Metrics of the engine since the call before, on leaders."""
-        return self.engine.metrics() if self.engine else {}
+        return self.weights.notices if self.weights else []
 
     def peak_tflops(self) -> float | None:
         """Peak of this rank's device at the model's type, as far as it is known."""
         return device.peak_tflops(self.recipe.model.dtype)
-
-    def sleep_engine(self) -> None:
-        """Free the engine's memory for the trainer until the next reshard."""
-        if self.engine:
-            self.engine.sleep()
-        self.policy.onload()
-
-    def reshard(self, verify: bool = False) -> dict[str, float]:
-        """Reshard the trainer's weights into the engine's; with `verify`, compare checksums.
-
-        Returns seconds and bytes by stage.
-
-        Compared are checksums, or where the engine converts its weights log-probs: then `probe_gap` is the mean
-        distance in nats. Raises MegarlError with the first parameter that differs, or the rank whose log-probs do.
-        """
-        assert self.engine is not None and self.resharding is not None
-        trainer_logprobs = None
-        with self._reshard_memory(self.engine):
-            with span("move weights"):
-                report = self.resharding.run()
-            started = time.perf_counter()
-            if verify and isinstance(self.resharding, Reshard):
-                self.resharding.verify()
-            elif verify:
-                trainer_logprobs = self._probe_trainer()
-            seconds = time.perf_counter() - started
-        if not verify:
-            return report
-        if self._is_probed:
-            started = time.perf_counter()
-            report["probe_gap"] = self._check_probe(trainer_logprobs)
-            seconds += time.perf_counter() - started
-        report["verify_seconds"] = seconds
-        return report
-
-    @property
-    def _is_probed(self) -> bool:
-        """Whether a reshard is verified by log-probs: the engine holds the weights in another form."""
-        return isinstance(self.resharding, GatheredReshard)
-
-    def _probe_trainer(self) -> NDArray[np.float32] | None:
-        """The probe prompt's log-probs by the trainer, on ranks that report."""
-        prompt = self._probe_prompt()
-        row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
-        found = self.policy.forward([row] * self.layout.rows_multiple)
-        return found[0] if found else None
-
-    def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
-        """Mean distance, in nats, of the engine's log-probs of the probe prompt from the trainer's; see `probe`."""
-        assert self.engine is not None
-        tolerance = self.recipe.weights.probe_tolerance or TOLERANCES[self.recipe.model.dtype]
-        return check_logprobs(
-            trainer_logprobs,
-            self.engine.prompt_logprobs(self._probe_prompt()),
-            replica=self.engine.replica,
-            tolerance=tolerance,
-        )
-
-    def _probe_prompt(self) -> NDArray[np.int64]:
-        # One less: the engine samples a token behind a prompt that it scores.
-        return probe_prompt(self.policy.shape.vocab_size, self.recipe.trained_tokens - 1)
-
-    @contextmanager
-    def _reshard_memory(self, engine: RolloutEngine) -> Iterator[None]:
-        """Within it only the weights of trainer and engine are on the device; afterwards the engine can sample."""
-        self.policy.offload(but=("parameters",))
-        self.policy.onload(("parameters",))
-        engine.wake(["weights"])
-        with self.policy.merged():
-            yield
-        self.policy.offload()
-        engine.wake(["kv_cache"])
-        engine.weights_updated()
 
     def export(self, folder: Path, model: str = "policy") -> None:
         """Export a model to a Hugging Face folder, and its LoRA adapters, if any, to a folder beside it.
@@ -250,7 +180,7 @@ class Worker:
 
         `is_resharded`: the engine has these weights already; after a resume it gets them by one more reshard.
         """
-        version = self.engine.weight_version - is_resharded if self.engine else 0
+        version = self.weight_version - is_resharded if self.weights else 0
         with self._everything_saved() as models, checkpoint.moved_in_memory(models):
             self.held_experts.save(folder)
             self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
@@ -261,11 +191,10 @@ class Worker:
         return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load a checkpoint that `check_harmless` has passed. Afterwards the engine needs a reshard."""
+        """Load a checkpoint that `check_harmless` has passed. Afterwards the engines need a reshard."""
         with self._everything_saved() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
-        if self.engine:
-            self.engine.weight_version = driver["weight_version"]
+        self.weight_version = driver["weight_version"]
 
     def retain_experts(self, handles: Sequence[ExpertsHandle]) -> int:
         """Drop all routed experts but those with these handles. Returns the bytes that were held before."""
@@ -304,24 +233,6 @@ class Worker:
         if model.chat_template is None and not model.chat_template_kwargs:
             return {}
         return {"chat_template.jinja": str(tokenizer_of(model).chat_template)}
-
-    def _build_engine(self) -> RolloutEngine:
-        recipe = self.recipe
-        rollout = recipe.rollout
-        samplings = [source.recipe.rollout.sampling for source in recipe.sources]
-        if truncated := next((sampling for sampling in samplings if sampling.is_truncated), None):
-            rollout = rollout.model_copy(update={"sampling": truncated})
-        if recipe.trainer.router_replay:
-            rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
-        return RolloutEngine(
-            recipe.model.folder,
-            rollout,
-            max_model_len=recipe.context_tokens,
-            dtype=recipe.model.dtype,
-            seed=recipe.seed,
-            override=recipe.model.override_config,
-            keep_experts=self.held_experts.keep,
-        )
 
     def _build(
         self,
@@ -404,39 +315,15 @@ class Worker:
             transformer_engine=uses_transformer_engine(),
         )
 
-    def _plan_reshard(self, engine: RolloutEngine) -> Reshard | GatheredReshard:
-        bucket_bytes = self.recipe.weights.bucket_mib << 20
-        dtype, shape = self.policy.dtype, self.policy.shape
-        layouts = self._layouts(shape)
-        recorded, refusal = record(engine.model, shape, dtype)
-        if recorded is None:
-            self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
-            return GatheredReshard(
-                layouts,
-                shape,
-                self.policy.weights,
-                engine.load_tensors,
-                dtype=dtype,
-                bucket_bytes=bucket_bytes,
-                topology=self.topology,
-            )
-        layout = self.layout
-        computed = VllmLayouts(shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
-        return Reshard(
-            layouts,
-            computed,
-            recorded,
-            self.policy.weights,
-            engine.model,
-            dtype=dtype,
-            bucket_bytes=bucket_bytes,
-            topology=self.topology,
-        )
-
     def close(self) -> None:
-        """Close the engine and leave `torch.distributed`'s world."""
-        if self.engine:
-            self.engine.close()
+        """Leave bridge and world."""
+        self._leave_bridge()
         for replica in (self.replica, *(replica for _, replica in self.further_groups.values())):
             replica.close()
         dist.destroy_process_group()
+
+    def _leave_bridge(self) -> None:
+        self.weights = None
+        if self._bridge is not None:
+            close_bridge(self._bridge)
+        self._bridge = None

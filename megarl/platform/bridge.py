@@ -1,0 +1,59 @@
+"""Bridges: process groups over ranks of several worlds of `torch.distributed`, made anew when a world comes or goes.
+
+A bridge is no subgroup of a world: its ranks are numbered by themselves (`rank_in`, `ProcessGroup.size`), and functions
+of torch that look a group up in the world's tables do not take it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+
+from megarl.platform import device, rendezvous
+from megarl.platform.rendezvous import Rendezvous
+
+_names: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+
+
+def open_bridge(meeting: Rendezvous, name: str, rank: int, num_ranks: int, timeout_seconds: float) -> ProcessGroup:
+    """The process group of this name over the ranks that meet there: gloo, and NCCL for tensors of a GPU.
+
+    A collective of theirs. `name` was never used in the run before.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    store = rendezvous.store_beside(meeting, name, num_ranks, timeout_seconds)
+    group = ProcessGroup(store, rank, num_ranks)
+    kinds = ProcessGroup.BackendType
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
+    group._set_default_backend(kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if device.current().type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    _names[group] = name
+    return group
+
+
+def close_bridge(group: ProcessGroup) -> None:
+    """Leave a bridge, whether or not the other ranks can still be reached: those that wait for this one fail."""
+    _names.pop(group, None)
+    # What is under way with ranks that are gone shall not be waited for.
+    with suppress(RuntimeError):
+        group.abort()
+
+
+def name_of(group: ProcessGroup | None) -> str:
+    """The name of a bridge; empty for a group of this rank's own world."""
+    return _names.get(group, "") if group is not None else ""
+
+
+def rank_in(group: ProcessGroup | None) -> int:
+    """This process's rank in a group; None: in its world."""
+    return dist.get_rank() if group is None else group.rank()

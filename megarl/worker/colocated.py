@@ -1,0 +1,83 @@
+"""The worker of a rank that both trains and samples: trainer and engine take turns with its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.engine.engine import RolloutEngine
+from megarl.models.configuration import uses_transformer_engine
+from megarl.reshard.plan import RankTopology
+from megarl.tracking.metrics import Metric
+from megarl.types import Completion, Request
+from megarl.worker.engine import build_engine
+from megarl.worker.trainer import TrainerWorker
+from megarl.worker.weights import WeightsEnd
+
+
+class Worker(TrainerWorker):
+    """A trainer's rank with its share of an engine beside it, if the recipe has one."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        recipe: Recipe,
+        layout: ParallelConfig,
+        topology: RankTopology,
+        teacher_layout: ParallelConfig | None = None,
+    ) -> None:
+        """`topology` is that of the world; `teacher_layout` as of `TrainerWorker`."""
+        self._join_world(rank, world_size, recipe, layout)
+        # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
+        # building the models takes as much.
+        self.engine: RolloutEngine | None = None
+        if recipe.has_engine:
+            self.engine = build_engine(recipe, self.held_experts.keep)
+            self.engine.sleep()
+        self._build_models(teacher_layout)
+        if self.engine is not None:
+            self.weights = WeightsEnd(
+                recipe,
+                layout,
+                topology,
+                policy=self.policy,
+                engine=self.engine,
+                transformer_engine=uses_transformer_engine(),
+                replica=self.engine.replica,
+            )
+            self.weight_version = self.engine.weight_version
+
+    def advance(
+        self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
+    ) -> list[Completion]:
+        """Step the engine: new requests and aborts in, finished completions out (leaders only).
+
+        `work` is (requests, ids to abort); `budget_seconds` and `leave_after` as in `RolloutEngine.advance`.
+        """
+        assert self.engine is not None
+        return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
+
+    def engine_metrics(self) -> dict[str, Metric]:
+        """Metrics of the engine since the call before, on leaders."""
+        return self.engine.metrics() if self.engine else {}
+
+    def sleep_engine(self) -> None:
+        """Free the engine's memory for the trainer until the next reshard."""
+        if self.engine:
+            self.engine.sleep()
+        self.policy.onload()
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """As of a trainer."""
+        super().load_checkpoint(folder)
+        if self.engine:
+            self.engine.weight_version = self.weight_version
+
+    def close(self) -> None:
+        """Close the engine and leave `torch.distributed`'s world."""
+        if self.engine:
+            self.engine.close()
+        super().close()

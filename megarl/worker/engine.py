@@ -1,0 +1,100 @@
+"""The worker of a rank that samples: its share of one engine replica, in a world of that replica's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.engine.engine import RolloutEngine
+from megarl.platform import device
+from megarl.platform.bridge import close_bridge, open_bridge
+from megarl.platform.rendezvous import Rendezvous
+from megarl.reshard.plan import RankTopology
+from megarl.tracking.metrics import Metric
+from megarl.types import Completion, ExpertsHandle, Request
+from megarl.worker.weights import WeightsEnd
+
+
+class EngineWorker:
+    """The methods that the driver calls on a rank of a separate engine replica."""
+
+    def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, replica: int) -> None:
+        """`replica` is the number of the engine."""
+        self._recipe, self._layout, self._rank, self._replica = recipe, layout, rank, replica
+        device.init_world(recipe.cluster.collective_timeout_seconds)
+        self._engine = build_engine(recipe)
+        self._bridge: dist.ProcessGroup | None = None
+        self._weights: WeightsEnd | None = None
+
+    def join(self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int) -> None:
+        """Join a bridge to the trainers, whose weights the engine takes; see `TrainerWorker.join`."""
+        self._leave()
+        timeout = self._recipe.cluster.collective_timeout_seconds
+        self._bridge = open_bridge(meeting, name, first + self._rank, len(topology), timeout)
+        self._weights = WeightsEnd(
+            self._recipe,
+            self._layout,
+            topology,
+            engine=self._engine,
+            replica=self._replica,
+            group=self._bridge,
+            version=version,
+        )
+
+    def start_notices(self) -> list[str]:
+        """Notices for the user about how this run is executed."""
+        return self._weights.notices if self._weights else []
+
+    def advance(
+        self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
+    ) -> list[Completion]:
+        """As `colocated.Worker.advance`."""
+        return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
+
+    def engine_metrics(self) -> dict[str, Metric]:
+        """Metrics of the engine since the call before, on leaders."""
+        return self._engine.metrics()
+
+    def reshard(self, verify: bool, version: int) -> dict[str, float]:
+        """Receive the trainers' weights, with this version, while no request runs; see `WeightsEnd.reshard`."""
+        assert self._weights is not None
+        return self._weights.reshard(verify=verify, version=version)
+
+    def close(self) -> None:
+        """Close the engine and leave bridge and world."""
+        self._leave()
+        self._engine.close()
+        dist.destroy_process_group()
+
+    def _leave(self) -> None:
+        self._weights = None
+        if self._bridge is not None:
+            close_bridge(self._bridge)
+        self._bridge = None
+
+
+def build_engine(
+    recipe: Recipe, keep_experts: Callable[[NDArray[np.integer[Any]]], ExpertsHandle] | None = None
+) -> RolloutEngine:
+    """This rank's share of a recipe's engine; a collective over the world. `keep_experts` as in `RolloutEngine`."""
+    rollout = recipe.rollout
+    samplings = [source.recipe.rollout.sampling for source in recipe.sources]
+    if truncated := next((sampling for sampling in samplings if sampling.is_truncated), None):
+        rollout = rollout.model_copy(update={"sampling": truncated})
+    if recipe.trainer.router_replay:
+        rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
+    return RolloutEngine(
+        recipe.model.folder,
+        rollout,
+        max_model_len=recipe.context_tokens,
+        dtype=recipe.model.dtype,
+        seed=recipe.seed,
+        override=recipe.model.override_config,
+        keep_experts=keep_experts,
+    )

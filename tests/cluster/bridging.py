@@ -1,0 +1,51 @@
+"""A worker that meets ranks of other groups on a bridge."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from megarl.platform import device, signed
+from megarl.platform.bridge import close_bridge, open_bridge, rank_in
+
+
+class Bridging:
+    """A rank in the world of its group, and on a bridge between groups once it has joined one."""
+
+    def __init__(self, rank, world_size):
+        self.rank = rank
+        device.init_world(60.0)
+        self.bridge = None
+
+    def join(self, meeting, name, first, topology, version):
+        if self.bridge is not None:
+            close_bridge(self.bridge)
+        self.bridge = open_bridge(meeting, name, first + self.rank, len(topology), 60.0)
+        self.version = version
+
+    def place(self):
+        """Ranks in world and on its node, and the sum of one over the world."""
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return self.rank, os.environ["LOCAL_RANK"], int(total.item())
+
+    def exchange(self):
+        """What all ranks of the bridge say of themselves, and one number from each of them."""
+        size = self.bridge.size()
+        told = signed.gather((rank_in(self.bridge), os.getpid()), self.bridge, purpose="test")
+        received = torch.empty(size)
+        sent = torch.arange(size) + 100.0 * rank_in(self.bridge)
+        dist.all_to_all_single(received, sent, [1] * size, [1] * size, self.bridge)
+        return told, received.tolist(), self.version
+
+    def echo(self, value):
+        return self.rank, value
+
+    def fail(self, rank):
+        """On this rank of the bridge an error; the others meet a collective that it does not come to."""
+        if rank_in(self.bridge) == rank:
+            close_bridge(self.bridge)
+            raise ValueError("the first cause")
+        signed.gather(None, self.bridge, purpose="test")

@@ -1,0 +1,102 @@
+"""Trainers and engine replicas as groups of one run, on real processes: numbers, bridges, a replaced replica."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl.cluster.local import LocalGroup
+from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError
+
+KEY = b"k" * 32
+
+
+async def group(size: int, first: int, logs: Path, num_ranks: int = 4, key: bytes = KEY) -> LocalGroup:
+    return await LocalGroup(size, PartOfRun(first, num_ranks, key)).start("bridging:Bridging", {}, log_folder=logs)
+
+
+@asynccontextmanager
+async def started(logs: Path) -> AsyncIterator[RunRanks]:
+    """Two trainers and two replicas of one rank."""
+    trainers, *replicas = await asyncio.gather(group(2, 0, logs), group(1, 2, logs), group(1, 3, logs))
+    ranks = RunRanks(trainers, replicas)
+    try:
+        yield ranks
+    finally:
+        await ranks.close()
+
+
+def test_ranks_are_numbered_through(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with started(tmp_path) as ranks:
+            assert ranks.world_size == 4 and len(ranks.topology) == 4 and ranks.is_separate
+            # Worlds of their own, on one node.
+            assert await ranks.call("place") == [(0, "0", 2), (1, "1", 2), (0, "2", 1), (0, "3", 1)]
+            assert await ranks.ask([1, 0], "echo", ["a", "b"]) == [(1, "a"), (0, "b")]
+            assert await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
+            assert await ranks.call_engines("place") == [(0, "2", 1), (0, "3", 1)]
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank:04d}.log" for rank in range(4)]
+
+    asyncio.run(play())
+
+
+def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with started(tmp_path) as ranks:
+            for version in (1, 2):
+                await ranks.join(version)
+                answers = await ranks.call("exchange")
+                pids = [pid for _, pid in answers[0][0]]
+                assert len(set(pids)) == 4
+                for rank, (told, received, theirs) in enumerate(answers):
+                    assert told == list(enumerate(pids)) and theirs == version
+                    assert received == [100.0 * other + rank for other in range(4)]
+            os.kill(pids[2], signal.SIGKILL)
+            began = time.monotonic()
+            with pytest.raises(RankLostError, match="rank 2 of 4 was killed by SIGKILL"):
+                await ranks.ask([2], "echo", ["x"])
+            assert time.monotonic() - began < 2.0
+            await ranks.replicas[0].close()
+            # The others are none the worse for it.
+            assert await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
+            ranks.replicas[0] = await group(1, 2, tmp_path)
+            await ranks.join(3)
+            [(told, _, version), *_] = await ranks.call("exchange")
+            assert [pid for _, pid in told][2] not in pids and version == 3
+
+    asyncio.run(play())
+
+
+def test_the_first_cause_is_told_not_the_collective_that_others_lost(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with started(tmp_path) as ranks:
+            await ranks.join(1)
+            with pytest.raises(RankFailedError, match="rank 3 of 4 raised ValueError during `fail`: the first cause"):
+                await ranks.call("fail", 3)
+
+    asyncio.run(play())
+
+
+def test_a_group_with_another_key_is_not_let_onto_the_bridge(tmp_path: Path) -> None:
+    async def play() -> None:
+        trainers, stranger = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2, key=b"s" * 32))
+        ranks = RunRanks(trainers, [stranger])
+        try:
+            joining = asyncio.ensure_future(ranks.join(1))
+            # Each waits at names of the store that the other does not know.
+            done, _ = await asyncio.wait([joining], timeout=3.0)
+            assert not done
+            joining.cancel()
+            await asyncio.wait([joining])
+        finally:
+            await ranks.close()
+
+    asyncio.run(play())
