@@ -2,7 +2,7 @@
 
 Both ends of a connection prove that they know a key (`handshake`). Subclasses start the processes and notice their end:
 `srun.SrunGroup`, `ray.RayGroup`. A process sends its node and switches and receives its rank: nodes under one switch
-get consecutive ranks.
+get consecutive ranks. Of many ranks the driver speaks to one relay a node (`relay`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ import tempfile
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megarl.cluster.handshake import StrangerError, admit, introduce, receive_json, send_json
+from megarl.cluster import relay
+from megarl.cluster.handshake import introduce, receive_json, send_json
+from megarl.cluster.meeting import STRANGERS, meet
 from megarl.cluster.rank import serve
 from megarl.cluster.rank_handle import RankHandle, log_tail
+from megarl.cluster.relayed import Relayed
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.platform import rendezvous
 from megarl.platform.private_folder import PrivateFolder
+from megarl.platform.processes import provide_open_files
 from megarl.platform.rendezvous import Rendezvous
 from megarl.types import PeerLostError
 
-_INTRODUCTION_SECONDS = 10
 _END_SECONDS = 60.0
-_STRANGERS = 64
 _SIOCGIFADDR = 0x8915
 
 Address = tuple[str, int]
@@ -49,11 +52,35 @@ class _RemoteHandle(RankHandle):
         self.node, self._group = node, group
         self.socket = connected
         self.socket.setblocking(False)
+        self.relayed: Relayed | None = None
+        """Its node's relay, if it has one: commands and answers go through it."""
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a JSON message, before the rank serves. Raises PeerLostError."""
+        self.socket.setblocking(True)
+        try:
+            send_json(self.socket, message)
+        except OSError as error:
+            raise PeerLostError(f"a process on node {self.node} was lost before it had its rank: {error}") from None
+        self.socket.setblocking(False)
+
+    def dismiss(self) -> None:
+        if self.relayed is None:
+            super().dismiss()
+        else:
+            self.relayed.dismiss()
 
     def kill(self) -> None:
         self._group.end_processes()
 
+    def release(self) -> None:
+        super().release()
+        if self.relayed is not None:
+            self.relayed.release()
+
     def exit_reason(self, is_dead: bool) -> str:
+        if self.relayed is not None and self.relayed.is_lost:
+            return f"was cut off: the relay of its node {self.node} ended or lost its connection"
         return f"on node {self.node} ended or lost its connection"
 
 
@@ -67,6 +94,8 @@ class ConnectedGroup(WorkerGroup):
         self._remote_handles: list[_RemoteHandle] = []
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
+        self.most_direct = 64
+        """Up to so many ranks are reached directly, more through one relay on each node that has several of them."""
 
     @abstractmethod
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
@@ -99,14 +128,16 @@ class ConnectedGroup(WorkerGroup):
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
+        provide_open_files(2 * self.world_size + STRANGERS, f"{self.world_size} ranks")
         met: dict[Introduction, socket.socket] = {}
-        with socket.create_server(("", 0), backlog=self.world_size + _STRANGERS) as server:
+        with socket.create_server(("", 0), backlog=self.world_size + STRANGERS) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
             await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self.part.key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                await asyncio.wait_for(self._meet(met, server, log_folder), self.start_timeout_seconds)
+                meeting = meet(met, server, self.part.key, self.world_size, Introduction.from_plain)
+                await asyncio.wait_for(self._until_ended(meeting, log_folder), self.start_timeout_seconds)
             except TimeoutError:
                 present = Counter(process.node for process in met)
                 raise PeerLostError(
@@ -116,7 +147,10 @@ class ConnectedGroup(WorkerGroup):
                 ) from None
             finally:
                 self._make_handles(met, log_folder)
-        await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met))
+            relays = self._nodes_with_relay() if self.world_size > self.most_direct else {}
+            await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met), relays)
+            if relays:
+                await self._meet_relays(relays, server, log_folder)
 
     def _rendezvous(self, port: int) -> Rendezvous:
         return Rendezvous(self.part.key, host=self._addresses[0], port=port)
@@ -130,78 +164,101 @@ class ConnectedGroup(WorkerGroup):
         if self._ended is not None and self._ended.done():
             self._note_end()
 
-    def _tell_ranks(self, processes: Sequence[Introduction]) -> None:
+    def _nodes_with_relay(self) -> dict[int, list[_RemoteHandle]]:
+        """The ranks of each node that has several, by the first of them, which starts the node's relay."""
+        on_node: dict[str, list[_RemoteHandle]] = {}
+        for handle in self._remote_handles:
+            on_node.setdefault(handle.node, []).append(handle)
+        return {handles[0].rank: handles for handles in on_node.values() if len(handles) > 1}
+
+    def _tell_ranks(self, processes: Sequence[Introduction], relays: Mapping[int, Sequence[_RemoteHandle]]) -> None:
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
         self._addresses = reached_at(
             [(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._remote_handles]
         )
-        own = environments(processes, self.local_ranks(processes))
-        told = zip(self._remote_handles, own, self._addresses, strict=True)
-        for handle, environment, address in told:
-            handle.socket.setblocking(True)
+        is_relayed = {handle for handles in relays.values() for handle in handles}
+        environs = environments(processes, self.local_ranks(processes))
+        for handle, environment, address in zip(self._remote_handles, environs, self._addresses, strict=True):
             own = {
+                "rank": handle.rank,
                 "environment": environment,
                 "log": str(handle.log.absolute()),
                 "address": address,
+                "is_relayed": handle in is_relayed,
+                "relays": [other.rank for other in relays.get(handle.rank, ())],
             }
-            try:
-                send_json(handle.socket, own)
-            except OSError as error:
-                raise PeerLostError(
-                    f"a process on node {handle.node} was lost before it had its rank: {error}"
-                ) from None
-            handle.socket.setblocking(False)
+            handle.tell(own)
+
+    async def _meet_relays(
+        self, relays: Mapping[int, Sequence[_RemoteHandle]], server: socket.socket, log_folder: Path
+    ) -> None:
+        """Accept the nodes' relays and tell their ranks where they listen. Raises PeerLostError."""
+        met: dict[int, socket.socket] = {}
+        told: dict[int, dict[str, Any]] = {}
+
+        def first_rank(message: dict[str, Any]) -> int:
+            first = message.get("first_rank")
+            if first not in relays or first in told:
+                raise ValueError(f"{first} is the first rank of no node, or its relay is here already")
+            told[first] = {"host": message["host"], "port": message["port"]}
+            return first
+
+        try:
+            meeting = meet(met, server, self.part.key, len(relays), first_rank)
+            await asyncio.wait_for(self._until_ended(meeting, log_folder), self.start_timeout_seconds)
+        except TimeoutError:
+            lacking = ", ".join(handles[0].node for first, handles in relays.items() if first not in met)
+            raise PeerLostError(
+                f"the relays of nodes {lacking} did not connect within {self.start_timeout_seconds:g} s; look at "
+                f"{log_folder}, or raise cluster.start_timeout_seconds"
+            ) from None
+        finally:
+            for first, connected in met.items():
+                relayed = Relayed({handle.rank: handle for handle in relays[first]}, connected)
+                for handle in relays[first]:
+                    handle.relayed = relayed
+        for first, handles in relays.items():
+            for handle in handles:
+                handle.tell(told[first])
+
+    def _ask(self, messages: Mapping[RankHandle, bytes]) -> dict[RankHandle, asyncio.Future[Any]]:
+        direct: dict[RankHandle, bytes] = {}
+        of_relay: dict[Relayed, dict[RankHandle, bytes]] = {}
+        for handle, message in messages.items():
+            assert isinstance(handle, _RemoteHandle)
+            found = direct if handle.relayed is None else of_relay.setdefault(handle.relayed, {})
+            found[handle] = message
+        answers = super()._ask(direct)
+        for relayed, of_node in of_relay.items():
+            answers |= relayed.ask(of_node)
+        return {handle: answers[handle] for handle in messages}
 
     def _note_end(self) -> None:
         for handle in self._remote_handles:
             handle.died.set_result(time.time())
-            with contextlib.suppress(OSError):  # a node that lost its power ends no connection
+            # A node that lost its power ends no connection.
+            with contextlib.suppress(OSError):
                 handle.socket.shutdown(socket.SHUT_RDWR)
+            if handle.relayed is not None:
+                handle.relayed.cut()
 
     async def _watch(self) -> str:
         how = await self.await_end()
         self._note_end()
         return how
 
-    async def _meet(self, met: dict[Introduction, socket.socket], server: socket.socket, log_folder: Path) -> None:
-        """Accept connections, concurrently, until all processes have introduced themselves. Raises PeerLostError."""
-        loop, ended = asyncio.get_running_loop(), self._ended
+    async def _until_ended(self, meeting: Coroutine[Any, Any, None], log_folder: Path) -> None:
+        """Wait for a meeting, unless the processes end before. Raises PeerLostError."""
+        ended, task = self._ended, asyncio.create_task(meeting)
         assert ended is not None
-        complete: asyncio.Future[None] = loop.create_future()
-        # Strangers may hold a connection each for a while, not all descriptors of the driver.
-        room = asyncio.Semaphore(self.world_size + _STRANGERS)
-
-        async def hear(connected: socket.socket) -> None:
-            connected.setblocking(False)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                told = await asyncio.wait_for(admit(connected, self.part.key), _INTRODUCTION_SECONDS)
-                met[Introduction.from_plain(told)] = connected
-            except (StrangerError, OSError, ValueError, TypeError, TimeoutError):
-                connected.close()
-            except asyncio.CancelledError:
-                connected.close()
-                raise
-            finally:
-                room.release()
-            if len(met) == self.world_size and not complete.done():
-                complete.set_result(None)
-
-        async def accept() -> None:
-            async with asyncio.TaskGroup() as heard:
-                while True:
-                    await room.acquire()
-                    connected, _ = await loop.sock_accept(server)
-                    heard.create_task(hear(connected))
-
-        accepting = asyncio.create_task(accept())
         try:
-            await asyncio.wait([accepting, ended, complete], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            accepting.cancel()
-            await asyncio.wait([accepting])
-        if not complete.done():
-            how = ended.result() if ended.done() else f"accepting connections failed: {accepting.exception()}"
+            is_done = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+        if not is_done or task.exception() is not None:
+            how = f"accepting connections failed: {task.exception()}" if is_done else ended.result()
             raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / self.start_log)}")
 
     async def _end(self) -> None:
@@ -226,12 +283,25 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
         os.dup2(output, stream)
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     faulthandler.register(signal.SIGURG, all_threads=True)  # see `_show_last_stacks`
+    served = sock
+    if told["relays"]:
+        relay.start(address, key, told["address"], told["relays"])
+    if told["is_relayed"]:
+        served = _join_relay(receive_json(sock), key, told["rank"])
     folder = PrivateFolder()
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
     try:
-        serve(sock, rendezvous.listen(told["address"]) if os.environ["RANK"] == "0" else 0)
+        serve(served, rendezvous.listen(told["address"]) if os.environ["RANK"] == "0" else 0)
     finally:
         folder.remove()
+
+
+def _join_relay(told: Mapping[str, Any], key: bytes, rank: int) -> socket.socket:
+    """A connection to the relay of this node."""
+    connected = socket.create_connection((told["host"], told["port"]))
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    introduce(connected, key, {"rank": rank})
+    return connected
 
 
 def interface_of(address: str) -> str | None:

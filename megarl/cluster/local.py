@@ -17,6 +17,7 @@ from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.platform.fork_server import ForkedProcess, fork_server
 from megarl.platform.private_folder import PrivateFolder
+from megarl.platform.processes import provide_open_files
 from megarl.platform.rendezvous import Rendezvous
 
 _HOST = "127.0.0.1"
@@ -80,6 +81,7 @@ class LocalGroup(WorkerGroup):
             handle.show_stacks()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
+        provide_open_files(2 * self.world_size, f"{self.world_size} ranks")
         self._folder = PrivateFolder()
         shared = {
             **{"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import re
@@ -85,13 +86,27 @@ class RankHandle(ABC):
         try:
             await asyncio.get_running_loop().sock_sendall(self.socket, message)
             (size,) = HEAD.unpack(await self._read(HEAD.size))
-            answered, content, self.asked = pickle.loads(await self._read(size))
+            answer = await self._read(size)
         except (OSError, EOFError):
-            await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
-            raise RankError(self, self.died.result() if self.died.done() else time.time()) from None
+            raise await self.lost() from None
+        return self.content(answer)
+
+    def content(self, answer: bytearray | memoryview) -> Any:
+        """What the rank's method returned. Raises `RankError` if it raised."""
+        answered, content, self.asked = pickle.loads(answer)
         if not answered:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
+
+    async def lost(self) -> RankError:
+        """The error of a rank that is gone, after a moment in which the end of its process may become known."""
+        await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
+        return RankError(self, self.died.result() if self.died.done() else time.time())
+
+    def dismiss(self) -> None:
+        """Tell the rank, by the end of its stream, to leave."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
 
     async def _read(self, size: int) -> bytearray:
         data = bytearray(size)

@@ -7,9 +7,7 @@ Who starts the processes, and how a rank is reached, is its kinds' part: `local.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import socket
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -72,7 +70,7 @@ class _Call:
 
     method: str
     limit: Limit
-    answers: Mapping[RankHandle, asyncio.Task[Any]]
+    answers: Mapping[RankHandle, asyncio.Future[Any]]
 
     def is_answered(self) -> bool:
         """Whether all ranks have answered, none with an error."""
@@ -92,6 +90,15 @@ class _Call:
 
 def _ranks(handles: Sequence[RankHandle]) -> str:
     return ranks_named([handle.rank for handle in handles])
+
+
+def _packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
+    """A message for each rank; ranks with the same first argument, such as None, have one in common."""
+    messages: dict[int, bytes] = {}
+    for first in per_rank:
+        if id(first) not in messages:
+            messages[id(first)] = pack((method, (first, *args), {}))
+    return [messages[id(first)] for first in per_rank]
 
 
 class WorkerGroup(ABC):
@@ -175,8 +182,7 @@ class WorkerGroup(ABC):
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        messages = [pack((method, (first, *args), {})) for first in per_rank]
-        return await self._exchange(method, range(self.world_size), messages, budget_seconds)
+        return await self._exchange(method, range(self.world_size), _packed(method, per_rank, args), budget_seconds)
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
@@ -193,8 +199,7 @@ class WorkerGroup(ABC):
                 f"ask of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
                 f"got {list(ranks)}"
             )
-        messages = [pack((method, (first, *args), {})) for first in per_rank]
-        return await self._exchange(method, ranks, messages, budget_seconds)
+        return await self._exchange(method, ranks, _packed(method, per_rank, args), budget_seconds)
 
     @abstractmethod
     def show_stacks(self) -> None:
@@ -220,8 +225,7 @@ class WorkerGroup(ABC):
             if self._ending is not None:
                 raise await asyncio.shield(self._ending)
             handles = [self._handles[rank] for rank in ranks]
-            sent = zip(handles, messages, strict=True)
-            answers = {handle: asyncio.create_task(handle.ask(message)) for handle, message in sent}
+            answers = self._ask(dict(zip(handles, messages, strict=True)))
             limit = self.deadlines.of(method)
             call = _Call(method, limit._replace(seconds=limit.seconds + budget_seconds), answers)
             self._calls.add(call)
@@ -241,6 +245,10 @@ class WorkerGroup(ABC):
                 self.on_asked(asked)
             return [answer.result() for answer in answers.values()]
 
+    def _ask(self, messages: Mapping[RankHandle, bytes]) -> dict[RankHandle, asyncio.Future[Any]]:
+        """Send ranks a command each; their answers, in the same order, as of `RankHandle.ask`."""
+        return {handle: asyncio.create_task(handle.ask(message)) for handle, message in messages.items()}
+
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
         """End the group in this way, unless it is ending already; the error of every call from now on."""
         if self._ending is None:
@@ -252,8 +260,7 @@ class WorkerGroup(ABC):
         """Let the ranks exit by themselves, if no call is in progress, and end the group."""
         if not self._calls:
             for handle in self._handles:
-                with contextlib.suppress(OSError):
-                    handle.socket.shutdown(socket.SHUT_WR)
+                handle.dismiss()
             if self._handles:
                 await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
         await self._end()

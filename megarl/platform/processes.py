@@ -15,6 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megarl.types import ConfigError
+
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
 _PR_SET_PDEATHSIG = 1
@@ -22,6 +24,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _OUT_OF_MEMORY = 9
 _WALL_PER_CPU_SECOND = 10.0
+_MOST_OPEN_FILES = 1 << 20
+_OTHER_FILES = 256
 
 
 def die_with(parent: int | None) -> None:
@@ -97,6 +101,21 @@ def allow_open_files(number: int) -> int:
         limit = min(number, highest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
     return limit
+
+
+def provide_open_files(number: int, what: str) -> None:
+    """Raise this process's limit of open files as far as it may be, for `what` needs so many beside those open now.
+
+    Not beyond a million: programs that close all possible files, one by one, take long. Raises ConfigError.
+    """
+    is_open = len(os.listdir("/proc/self/fd"))
+    allowed = allow_open_files(_MOST_OPEN_FILES)
+    if allowed < is_open + number + _OTHER_FILES:
+        raise ConfigError(
+            f"{what} need {number} open files of the driver, which has {is_open} and keeps {_OTHER_FILES} for other "
+            f"things: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
+            f"{is_open + number + _OTHER_FILES} where the driver is started, or start fewer ranks"
+        )
 
 
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:

@@ -1,0 +1,159 @@
+"""The driver's end of a node's relay (`relay`): one message for all ranks of the node, one read for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+from megarl.cluster.rank_handle import RankHandle
+from megarl.cluster.relay import ANSWER, BATCH, PART
+
+_READ_BYTES = 1 << 16
+_MOST_BUFFERS = 64
+"""Buffers that one call of the kernel is given, far below its limit."""
+
+Answers = dict[RankHandle, asyncio.Future[Any]]
+
+
+class Relayed:
+    """The ranks of a node behind its relay; `handles` are known by rank. `is_lost`: the relay has ended."""
+
+    def __init__(self, handles: Mapping[int, RankHandle], connected: socket.socket) -> None:
+        self.is_lost = False
+        self.socket = connected
+        self._handles = handles
+        self._awaited: Answers = {}
+        self._ended: set[RankHandle] = set()
+        self._losses: set[asyncio.Task[None]] = set()
+        self._unread = bytearray()
+        self._unsent: deque[memoryview] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._is_read = False
+
+    def ask(self, messages: Mapping[RankHandle, bytes]) -> Answers:
+        """Send ranks of the node a command each. Their answers fail as those of `RankHandle.ask`."""
+        answers: Answers = {handle: self._loop.create_future() for handle in messages}
+        self._awaited |= answers
+        if not self._is_read:  # ranks answer once unasked, perhaps before anybody awaits it
+            self._loop.add_reader(self.socket, self._read)
+            self._is_read = True
+        if gone := [handle for handle in messages if self.is_lost or handle in self._ended]:
+            for handle in gone:
+                self._lose(handle)
+            messages = {handle: message for handle, message in messages.items() if handle not in gone}
+        if messages:
+            is_sending = bool(self._unsent)
+            self._unsent += [memoryview(part) for part in _batch(messages) if part]
+            if not is_sending:
+                self._write()
+        return answers
+
+    def dismiss(self) -> None:
+        """Tell the ranks, by the end of the stream, to leave."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        """End the connection, for the processes are known to have ended: whoever is awaited is lost."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Close the connection; may be called again."""
+        if self.socket.fileno() >= 0:
+            self._loop.remove_reader(self.socket)
+            self._loop.remove_writer(self.socket)
+            self.socket.close()
+
+    def _write(self) -> None:
+        """Send as much as the connection takes now, and the rest when it takes more."""
+        try:
+            while self._unsent:
+                self._drop(self.socket.sendmsg(list(islice(self._unsent, _MOST_BUFFERS))))
+        except BlockingIOError:
+            self._loop.add_writer(self.socket, self._write)
+            return
+        except OSError:
+            self._unsent.clear()  # reading tells of it
+        self._loop.remove_writer(self.socket)
+
+    def _drop(self, num_sent: int) -> None:
+        while num_sent:
+            first = self._unsent.popleft()
+            if num_sent < len(first):
+                self._unsent.appendleft(first[num_sent:])
+                return
+            num_sent -= len(first)
+
+    def _read(self) -> None:
+        try:
+            received = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self._loop.remove_reader(self.socket)
+            self.is_lost = True
+            for handle in list(self._awaited):
+                self._lose(handle)
+            return
+        self._unread += received
+        self._take_answers()
+
+    def _take_answers(self) -> None:
+        """Give those who wait the answers that are there in full."""
+        view, start = memoryview(self._unread), 0
+        while len(view) - start >= ANSWER.size:
+            rank, size = ANSWER.unpack_from(view, start)
+            end = start + ANSWER.size + size
+            if end > len(view):
+                break
+            handle = self._handles[rank]
+            if size:
+                self._answer(handle, view[end - size : end])
+            else:
+                self._ended.add(handle)
+                self._lose(handle)
+            start = end
+        if start:
+            self._unread = bytearray(view[start:])
+
+    def _answer(self, handle: RankHandle, answer: memoryview) -> None:
+        awaited = self._awaited.pop(handle)
+        if awaited.done():  # the group is at its end
+            return
+        try:
+            awaited.set_result(handle.content(answer))
+        except Exception as error:
+            awaited.set_exception(error)
+
+    def _lose(self, handle: RankHandle) -> None:
+        """Tell who waits for a rank, if anybody does, that it is gone."""
+
+        async def tell(awaited: asyncio.Future[Any]) -> None:
+            error = await handle.lost()
+            if not awaited.done():
+                awaited.set_exception(error)
+
+        if (awaited := self._awaited.pop(handle, None)) is not None:
+            self._losses.add(asyncio.create_task(tell(awaited)))
+
+
+def _batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
+    """The batch of some ranks' commands; one that several have in common goes once."""
+    ranks: dict[int, list[int]] = {}
+    by_id: dict[int, bytes] = {}
+    for handle, message in messages.items():
+        by_id[id(message)] = message
+        ranks.setdefault(id(message), []).append(handle.rank)
+    parts = [BATCH.pack(len(ranks))]
+    for number, whose in ranks.items():
+        parts += [PART.pack(len(whose), len(by_id[number])) + struct.pack(f"<{len(whose)}I", *whose), by_id[number]]
+    return parts

@@ -1,0 +1,333 @@
+"""The driver of a run of a thousand ranks, on one machine: what it costs, beside ranks that compute nothing.
+
+    python tools/bench/driver.py [--ranks 1024] [--per-node 8] [--samples 512] [--tokens 8192]
+
+The driver's parts are those of a run (`Buffer` and `EnginePool`, `RLBatch` and `RankModel`, the calls of a step of RL,
+the merge of their metrics, the comparison of the plans' digests), and so are the connections (`ConnectedGroup`). Only
+the ranks are not: `idle_ranks`. First the ranks are reached one by one, then through the relays of their nodes.
+
+Prints one JSON object a line, then a table of the calls. Measured is the CPU time of the driver's process alone: the
+ranks share the machine's cores, so a call lasts longer than on a cluster. Exits with 1 where a target is missed, unless
+`--no-limits`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from idle_ranks import ForkedGroup
+from report import machine, metric_line, print_line, versions
+
+from megarl.cluster.batching import RankModel
+from megarl.cluster.run_ranks import RunRanks
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.loops.performance import Performance
+from megarl.rollout.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.attempt import Task
+from megarl.rollout.batch import RLBatch
+from megarl.rollout.buffer import Buffer
+from megarl.rollout.metrics import step_metrics, update_metrics
+from megarl.rollout.parts import seed_of
+from megarl.rollout.pool import EnginePool, Generates
+from megarl.rollout.sources import Source
+from megarl.rollout.state import Group, RLState
+from megarl.rollout.stitch import ModelCall, stitch
+from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
+
+SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
+_TCP_INFO_BYTES = struct.Struct("<120xQQ")
+"""Of Linux's `tcp_info`: bytes that the other end acknowledged, bytes received."""
+
+
+@dataclass(slots=True)
+class Cost:
+    """What the driver used: seconds of its CPU and of the clock; bytes and messages to and from the ranks."""
+
+    cpu: float = 0.0
+    wall: float = 0.0
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+
+
+class MeasuredGroup(ForkedGroup):
+    """Ranks whose start and messages are measured. `costs` are by name, of the start `start.STAGE`."""
+
+    def __init__(self, world_size: int, ranks_per_node: int) -> None:
+        super().__init__(world_size, ranks_per_node)
+        self.costs: dict[str, list[Cost]] = {}
+        self._num_messages = 0
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Within it the driver does nothing but what is measured."""
+        before = self._used()
+        yield
+        used = [after - earlier for after, earlier in zip(self._used(), before, strict=True)]
+        self.costs.setdefault(name, []).append(Cost(used[0], used[1], *map(int, used[2:])))
+
+    async def _start_processes(self, *args: Any) -> None:
+        with self.measured("start.connect"):
+            await super()._start_processes(*args)
+
+    async def construct(self, *args: Any) -> None:
+        with self.measured("start.construct"):
+            await super().construct(*args)
+
+    async def _exchange(self, method: str, ranks: Sequence[int], *args: Any) -> list[Any]:
+        self._num_messages += len(ranks)
+        return await super()._exchange(method, ranks, *args)
+
+    def _used(self) -> tuple[float, ...]:
+        told = [
+            _TCP_INFO_BYTES.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES.size))
+            for connection in self.connections
+        ]
+        sent, received = (sum(counts) for counts in zip(*told, strict=True)) if told else (0, 0)
+        return time.process_time(), time.monotonic(), sent, received, self._num_messages
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """Single-turn attempts without texts: one request each, rewarded by chance. In the place of a `GroupSampler`."""
+
+    pool: EnginePool
+
+    def is_abandoned(self) -> bool:
+        return False
+
+    def task(self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings) -> Task:
+        return Task("single_turn", problem, group, number, seed, sampling)
+
+    async def attempt(self, task: Task, pool: Generates) -> Trajectory:
+        prompt, seed = np.array(task.problem.prompt_token_ids, np.int32), seed_of(task.seed, task.name)
+        completion = await pool.generate(Request(task.name, prompt, task.sampling, seed))
+        reward = Reward(float(seed % 2), True, seed % 2 == 1)
+        segments = stitch([ModelCall(prompt, completion)])
+        return Trajectory("single_turn", task.problem, task.group, task.number, segments, reward)
+
+
+@dataclass
+class Driver:
+    """The parts of a run's driver, for ranks of one replica a node."""
+
+    group: MeasuredGroup
+    layout: ParallelConfig
+    num_samples: int
+    mean_tokens: int
+    recipe: Recipe = field(init=False)
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        # Completions have a third of the limit to all of it.
+        limit = (self.mean_tokens - PROMPT_TOKENS) * 3 // 2
+        self.recipe = Recipe.model_validate(
+            {
+                "name": "driver", "loop": "rl", "model": {"path": "none"}, "data": {"train": "none"},
+                "train": {
+                    "prompts_per_step": self.num_samples // SAMPLES_PER_PROMPT,
+                    "samples_per_prompt": SAMPLES_PER_PROMPT,
+                },
+                "rollout": {"sampling": {"max_new_tokens": limit}},
+                "algorithm": {"importance_sampling": "tis"},
+            }
+        )  # fmt: skip
+        self.policy = RankModel(self.group, self.layout, PROMPT_TOKENS + limit)
+        self.performance = Performance(self.recipe, RunRanks(self.group), {"policy": self.policy})
+        self.pool = EnginePool(self.group, self.layout, max_running=64)
+        self.state = RLState(self.recipe.algorithm)
+        self.buffer = Buffer(self.recipe, self._sources(), self.state)
+
+    def _sources(self) -> list[Source]:
+        random, attempts = np.random.default_rng(0), cast(Any, Attempts(self.pool))
+        (given,) = self.recipe.sources
+        count = self.recipe.train.prompts_per_step
+        prompts = random.integers(0, 150000, (count, PROMPT_TOKENS)).tolist()
+        problems = [Problem(n, (), tuple(prompt), "", source=given.name) for n, prompt in enumerate(prompts)]
+        return [Source(given.name, given.weight, given.recipe, attempts, problems)]
+
+    async def begin(self) -> None:
+        """As a run begins: the digests of the ranks' plans agree, and what was before the first step is forgotten."""
+        with self.group.measured("start.digests"):
+            digests = await self.group.call("plan_digest")
+            assert len(set(digests)) == 1
+        await self.performance.begin()
+
+    async def verbs(self, repeats: int) -> None:
+        """Calls of all ranks that do nothing, and of all engines by themselves, as their pumps make them."""
+        tp = self.layout.rollout_tp
+        replicas = [range(leader, leader + tp) for leader in self.layout.leaders()]
+        await self.group.call("nothing")
+        for _ in range(repeats):
+            with self.group.measured("call"):
+                await self.group.call("nothing")
+            nothing: list[Any] = [((), ())] * tp
+            with self.group.measured("advance"):
+                await asyncio.gather(*(self.group.ask(ranks, "advance", nothing, 0.0, 1) for ranks in replicas))
+
+    async def step(self, number: int) -> dict[str, float]:
+        """A step of RL, with the calls that `loops.rl` makes; its metrics."""
+        measured, recipe, began = self.group.measured, self.recipe, time.monotonic()
+        with measured("step.sample"):
+            groups = await self.buffer.take(recipe.train.prompts_per_step, weight_version=number)
+        with measured("step.sleep"):
+            await self.pool.hold()
+            await self.group.call("sleep_engine")
+        with measured("step.logprobs"):
+            groups = await self.buffer.add_old_logprobs(groups, self.policy.forward)
+        with measured("step.batch"):
+            batch = RLBatch.from_groups(groups)
+            self.num_tokens = len(batch.token_ids)
+            metrics = compute_advantages(batch, recipe, 0.0) | compute_importance_weights(batch, recipe.algorithm)
+            minibatches = batch.minibatches(recipe, number)
+        updates = []
+        for minibatch in minibatches:
+            with measured("step.update"):
+                updates.append(await self.policy.update(minibatch, 0.0))
+        with measured("step.metrics"):
+            metrics |= update_metrics(updates) | self._metrics_of(groups, number)
+            seconds = {"time/step_seconds": time.monotonic() - began}
+            metrics |= await self.performance.of_step(seconds, metrics)
+        with measured("step.reshard"):
+            reports = await self.group.call("reshard", verify=False)
+            metrics |= {name: max(report[name] for report in reports) for name in reports[0]}
+            self.pool.release()
+        return metrics
+
+    def _metrics_of(self, groups: Sequence[Group], number: int) -> dict[str, float]:
+        return step_metrics(self.buffer.sampled, groups, self.recipe, weight_version=number) | self.buffer.metrics()
+
+
+async def measure(options: argparse.Namespace, *, relayed: bool) -> dict[str, Any]:
+    """Start ranks, and measure calls, and through relays steps too; the costs, and of relays the memory in bytes."""
+    size = options.ranks
+    tp = min(options.per_node, size)
+    layout = ParallelConfig(tp=tp, pp=1, dp=size // tp, rollout_tp=tp)
+    group = MeasuredGroup(size, options.per_node)
+    group.most_direct = 1 if relayed else size
+    with tempfile.TemporaryDirectory() as folder:
+        with group.measured("start"):
+            await group.start(
+                "idle_ranks:Idle",
+                {"layout": layout, "topology": [(f"node{rank // tp}",) for rank in range(size)]},
+                log_folder=Path(folder),
+                start_timeout_seconds=options.timeout,
+            )
+        try:
+            driver = Driver(group, layout, options.samples, options.tokens)
+            await driver.begin()
+            await driver.verbs(options.repeats)
+            found: dict[str, Any] = {"costs": group.costs, "num_connections": len(group.connections)}
+            if relayed:
+                for number in range(1, options.steps + 1):
+                    with group.measured("step"):
+                        await driver.step(number)
+                found |= {"num_tokens": driver.num_tokens, "memory": memory(await group.call("pid"))}
+            return found
+        finally:
+            await group.close()
+
+
+def memory(ranks: Sequence[int]) -> dict[str, int]:
+    """Bytes: of the driver its peak; of ranks the resident set of the largest, and their own and shared parts' sum."""
+    driver = _kibibytes("/proc/self/status", "VmHWM")
+    own = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in ranks]
+    resident = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Rss") for pid in ranks]
+    return {"driver_peak": driver << 10, "rank_rss": max(resident) << 10, "rank_pss": sum(own) // len(own) << 10}
+
+
+def _kibibytes(path: str, name: str) -> int:
+    (line,) = [line for line in Path(path).read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1])
+
+
+def lines(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str, Any]) -> list[dict[str, Any]]:
+    """The JSON lines."""
+    size = options.ranks
+    where: dict[str, Any] = {"machine": machine(), "versions": versions()}
+    by_rank = f"CPU of the driver in a call of {size} ranks that do nothing, one connection a rank"
+    by_node = f"CPU of the driver in a call of {size} ranks that do nothing, {relayed['num_connections']} connections"
+    tokens = f"{options.samples} samples, {relayed['num_tokens']} tokens, to the first rank of each replica"
+    made: Callable[..., dict[str, Any]] = partial(metric_line, **where)
+    calls = {False: direct["costs"]["call"], True: relayed["costs"]["call"]}
+    steps = relayed["costs"]["step"]
+    found = [
+        made(
+            "driver_cpu_per_rank_and_call", [1e3 * cost.cpu / size for cost in calls[False]], "ms",
+            target="<= 0.1", against=by_rank, digits=4,
+        ),
+        made(
+            "driver_cpu_per_call_relayed", [1e3 * cost.cpu for cost in calls[True]], "ms",
+            target="<= 10", against=by_node,
+        ),
+        made(
+            "driver_cpu_of_rows", [cost.cpu for cost in relayed["costs"]["step.update"]], "s",
+            target="<= 2", against=tokens,
+        ),
+        made(
+            "driver_cpu_of_start", [run["costs"]["start"][0].cpu for run in (direct, relayed)], "s",
+            target="<= 30", against=f"connect, introduce and construct {size} ranks, directly and through relays",
+        ),
+        made("driver_cpu_of_step", [cost.cpu for cost in steps], "s", target=None, against=tokens),
+        made(
+            "driver_bytes_of_step", [cost.sent + cost.received for cost in steps], "bytes",
+            target=None, against=tokens,
+        ),
+    ]  # fmt: skip
+    for name, num_bytes in relayed["memory"].items():
+        found.append(made(f"memory_{name}", [num_bytes], "bytes", target=None, against="after the last step"))
+    return found
+
+
+def table(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str, Any]) -> str:
+    """The calls, each in the median of its repeats."""
+    rows = [
+        f"{'':24} {'CPU ms':>9} {'ms a rank':>10} {'wall ms':>9} {'messages':>9} {'sent MB':>9} {'received MB':>12}"
+    ]
+    for kind, run in (("direct", direct), ("relayed", relayed)):
+        for name, costs in sorted(run["costs"].items()):
+            cost = sorted(costs, key=lambda cost: cost.cpu)[len(costs) // 2]
+            per_rank = 1e3 * cost.cpu / cost.messages if cost.messages else 0.0
+            rows.append(
+                f"{kind:8}{name:16} {1e3 * cost.cpu:9.2f} {per_rank:13.4f} {1e3 * cost.wall:9.1f} {cost.messages:9} "
+                f"{cost.sent / 1e6:9.2f} {cost.received / 1e6:12.2f}"
+            )
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--per-node", type=int, default=8, help="ranks of a node, which are one replica")
+    parser.add_argument("--samples", type=int, default=512, help="completions of a step")
+    parser.add_argument("--tokens", type=int, default=8192, help="mean tokens of prompt and completion")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=20, help="of the calls that do nothing")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the ranks may take to start")
+    parser.add_argument("--no-limits", action="store_true", help="exit with 0 whatever was measured")
+    options = parser.parse_args(arguments)
+    direct = asyncio.run(measure(options, relayed=False))
+    relayed = asyncio.run(measure(options, relayed=True))
+    found = lines(options, direct, relayed)
+    for line in found:
+        print_line(line)
+    print(table(options, direct, relayed), flush=True)
+    return int(not options.no_limits and any(line["met"] is False for line in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
