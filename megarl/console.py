@@ -41,7 +41,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     """Print the sizes that follow from a recipe: batches, updates, epochs; and what its data are taken for."""
     from rich.table import Table
 
-    from megarl.preflight import shortened_warmups, told_formats
+    from megarl.preflight import shortened_warmups, told_formats, uncorrected
     from megarl.terminal import Console
 
     settings = recipe.train
@@ -68,8 +68,8 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     }
     if dropped:
         rows["left out"] = ", ".join(f"{count} too long of {source}" for source, count in dropped.items())
-    if warmups := [*shortened_warmups(recipe)]:
-        rows["warning"] = "; ".join(warmups)
+    if warnings := [*shortened_warmups(recipe), *uncorrected(recipe)]:
+        rows["warning"] = "; ".join(warnings)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
     for row in rows.items():
         table.add_row(*row)

@@ -238,8 +238,18 @@ class RolloutConfig(Section):
     (rollout.max_staleness) and need algorithm.importance_sampling, or old_logprobs rollout and a loss that clips. What
     is parked when depends on the clock, so two runs differ; a checkpoint has all of it. A resumed attempt is given its
     turns anew, and begins again where its environment then is not where it was (rollout/restarted)."""
-    max_staleness: PositiveInt = 1
-    """Reshards that may lie between the oldest token of a group and the step that trains on it (park)."""
+    max_staleness: NonNegativeInt | None = None
+    """Versions at most between the weights that sampled a group's oldest token and those that it trains. The weights
+    that step n trains are version n, whether or not engines ever had them: so this counts steps. 0: synchronous, a step
+    trains on what its own weights sampled. Placement separate, left out 0: engines sample ahead while the trainer
+    trains, and groups start only as far ahead as they can be trained in time, in the order in which they were drawn; 1
+    is one step off. Stragglers park, left out 1: a step waits for groups that may grow no older. Above 0 it needs
+    algorithm.importance_sampling, or old_logprobs rollout and a loss that clips; a written importance_sampling none is
+    let through with a warning. A resumed run with a lower bound drops what is older (staleness/dropped)."""
+    sync_every: PositiveInt = 1
+    """Reshard after every so many steps only, and before an evaluation and a resumed run's first step (placement
+    separate). In between engines keep their version and samples are up to sync_every - 1 versions older: set
+    max_staleness to that at least."""
     on_stale: Literal["wait", "drop"] = "wait"
     """A group that may grow no older and is not complete (park): the step waits for it, or it is dropped one step later
     and another prompt drawn (staleness/dropped; starves problems with long answers)."""
@@ -247,6 +257,23 @@ class RolloutConfig(Section):
     """KV cache of one rank in GiB."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, by their own names."""
+
+    @property
+    def staleness_bound(self) -> int:
+        """Versions at most between the weights that sampled a group's oldest token and those that it trains."""
+        if self.max_staleness is None:
+            return 1 if self.stragglers == "park" else 0
+        return self.max_staleness
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether engines sample ahead of the trainer, as far as the bound of staleness allows."""
+        return self.placement == "separate" and self.staleness_bound > 0
+
+    @property
+    def carries_groups(self) -> bool:
+        """Whether groups that were started in one step may be trained in a later one, or given up there."""
+        return self.is_paced or self.stragglers != "wait"
 
 
 class DataConfig(Section):
@@ -633,6 +660,10 @@ class Recipe(Section):
         """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
         every = self.evaluation.every_steps
         return bool(self.validation_sets) and (step == self.train.steps or (every > 0 and step % every == 0))
+
+    def reshards_at(self, step: int) -> bool:
+        """Whether a step ends with a reshard: every `rollout.sync_every`, and where it evaluates."""
+        return step % self.rollout.sync_every == 0 or self.evaluates_at(step)
 
     @property
     def sources(self) -> tuple[SourceRecipe, ...]:

@@ -103,8 +103,24 @@ _REFERENCE = (
 _LORA = (_LOGPROBS, _above_zero("lora.rank"))
 _FILTER = (_RL, _given("algorithm.dynamic_sampling"))
 _PARK = (_RL, _one_of("rollout.stragglers", "park"))
+_SEPARATE = (_RL, _one_of("rollout.placement", "separate"))
+_COLOCATED = (_RL, _one_of("rollout.placement", "colocated"))
+_STALE = (
+    _RL,
+    Needs(
+        ("rollout.placement", "rollout.stragglers"),
+        "set rollout.placement to separate, or rollout.stragglers to park",
+        lambda recipe: recipe.rollout.placement == "separate" or recipe.rollout.stragglers == "park",
+    ),
+)
+_UNPACED = Needs(
+    ("rollout.placement", "rollout.max_staleness"),
+    "set rollout.max_staleness to 0",
+    lambda recipe: not recipe.rollout.is_paced,
+)
 _SURPLUS = (
     _RL,
+    _UNPACED,
     Needs(
         ("algorithm.dynamic_sampling", "rollout.stragglers"),
         "give algorithm.dynamic_sampling, or set rollout.stragglers to park or abort",
@@ -282,8 +298,9 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.endpoint": (*_ENGINE, _AGENT),
     "rollout.history": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_AGENT),
     "rollout.budget": (*_ENGINE, _NOT_SINGLE_TURN, _NOT_AGENT),
-    "rollout.stragglers": (_RL,),
-    "rollout.max_staleness": _PARK,
+    "rollout.stragglers": _COLOCATED,
+    "rollout.max_staleness": _STALE,
+    "rollout.sync_every": _SEPARATE,
     "rollout.on_stale": _PARK,
     "rollout.max_concurrent_requests": _ENGINE,
     "rollout.kv_cache_gib": _ENGINE,
@@ -396,8 +413,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "train.updates_per_step": (_ON_POLICY,),
     "train.epochs_per_step": (_ON_POLICY,),
     "train.profile_steps": _ALWAYS,
-    "train.max_logprob_gap": (_ON_POLICY,),
-    "train.on_logprob_gap": (_ON_POLICY, _given("train.max_logprob_gap")),
+    "train.max_logprob_gap": (_ON_POLICY, _UNPACED),
+    "train.on_logprob_gap": (_ON_POLICY, _UNPACED, _given("train.max_logprob_gap")),
     "evaluation.every_steps": _ALWAYS,
     "evaluation.at_start": _ALWAYS,
     "evaluation.max_problems": _ALWAYS,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     ModelWrapValidatorHandler,
     NonNegativeFloat,
@@ -42,7 +43,10 @@ def _formula(field: str, *, takes_own: bool = False) -> AfterValidator:
 
 Advantage = Annotated[str, _formula("algorithm.advantage", takes_own=True)]
 PolicyLoss = Annotated[str, _formula("algorithm.policy_loss", takes_own=True)]
-ImportanceSampling = Annotated[str, _formula("algorithm.importance_sampling")]
+ImportanceSampling = Annotated[
+    Annotated[str, _formula("algorithm.importance_sampling")] | None,
+    BeforeValidator(lambda given: None if given == "none" else given),
+]
 Kwargs = dict[str, bool | int | float | str | None]
 """Keyword arguments of a formula, beside those that have a field of their own."""
 PreferenceLoss = Annotated[str, _formula("preference.loss")]
@@ -216,9 +220,10 @@ class AlgorithmConfig(Section):
     reference_mixing: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Share alpha of the policy in the moved reference, alpha * policy + (1 - alpha) * reference, in model.dtype: 1 is
     the policy. In bfloat16 a share below 0.01 is mostly lost to rounding."""
-    importance_sampling: ImportanceSampling | None = None
-    """Importance-sampling correction of the log-prob gap between trainer and engine (`algorithms.importance`); default:
-    none."""
+    importance_sampling: ImportanceSampling = None
+    """Importance-sampling correction from the weights that sampled to the trainer's before the update, of a gap between
+    the two programs and of staleness (`algorithms.importance`); with old_logprobs trainer the decoupled objective of
+    PPO. Default: none, which must be written where a stale group would go uncorrected (rollout.max_staleness)."""
     importance_sampling_low: NonNegativeFloat = 0.5
     """Lowest accepted ratio of trainer to engine (icepop, rejection, masks)."""
     importance_sampling_high: PositiveFloat = 2.0

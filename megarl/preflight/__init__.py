@@ -34,7 +34,7 @@ from megarl.preflight.files import (
     with_steps,
 )
 from megarl.preflight.keywords import keywords
-from megarl.preflight.learning import shortened_warmups
+from megarl.preflight.learning import shortened_warmups, uncorrected
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
@@ -58,6 +58,7 @@ __all__ = [
     "row_multiple",
     "shortened_warmups",
     "told_formats",
+    "uncorrected",
     "with_steps",
 ]
 
@@ -137,7 +138,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *learning.profiles(recipe)]
     wrong += [*learning.evaluation(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
-    wrong += [*learning.stragglers(recipe), *learning.trackers(recipe)]
+    wrong += [*learning.stragglers(recipe), *learning.staleness(recipe), *learning.trackers(recipe)]
     wrong += distillation.teachers(recipe) if is_trained else ()
     incomplete = check_model_folder(recipe.model.folder)
     broken = [*incomplete, *data_files(recipe)]

@@ -226,18 +226,51 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
         yield f"{chosen}: a step samples no more groups than it trains on; set algorithm.oversampling=1.5, say"
     if rollout.stragglers == "abort":
         return
+    if rollout.staleness_bound == 0:
+        yield "rollout.max_staleness = 0: what is parked trains a version later; set 1, or rollout.stragglers=wait"
     if algorithm.oversampling > 2:
         yield (
             f"algorithm.oversampling = {algorithm.oversampling}: under {chosen} a step would leave more groups to the "
             "next than that trains on, and they would grow ever older; use at most 2"
         )
-    is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
-    if algorithm.importance_sampling is None and not is_clipped:
+
+
+def staleness(recipe: Recipe) -> Iterator[str]:
+    """Of tokens that are trained by later weights than those that sampled them."""
+    rollout = recipe.rollout
+    if unmet(recipe, "rollout.max_staleness") is not None:
+        return
+    bound, lag = rollout.staleness_bound, rollout.sync_every - 1
+    if unmet(recipe, "rollout.sync_every") is None and bound < lag:
         yield (
-            f"{chosen}: tokens of earlier weights are trained on (rollout.max_staleness = {rollout.max_staleness}), "
-            "and nothing corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout "
-            "with a policy loss that clips"
+            f"rollout.max_staleness = {bound}: under rollout.sync_every = {rollout.sync_every} samples are up to {lag} "
+            f"versions old before the next reshard; set it to {lag} at least, to {lag + 1} where engines are to sample "
+            "ahead"
         )
+    if _is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set:
+        chosen = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
+        yield (
+            f"{chosen}: tokens of earlier weights are trained on (rollout.max_staleness = {bound}), "
+            "and nothing corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout "
+            "with a policy loss that clips; algorithm.importance_sampling=none if it is meant so"
+        )
+
+
+def uncorrected(recipe: Recipe) -> Iterator[str]:
+    """A warning where a recipe wants stale tokens trained as they are."""
+    if unmet(recipe, "rollout.max_staleness") is None and _is_uncorrected(recipe):
+        yield (
+            "algorithm.importance_sampling = none: tokens up to rollout.max_staleness = "
+            f"{recipe.rollout.staleness_bound} versions old are trained as if the newest weights had sampled them; "
+            "staleness/ has their age"
+        )
+
+
+def _is_uncorrected(recipe: Recipe) -> bool:
+    """Whether stale tokens are trained on and no weight and no clipped ratio corrects for their age."""
+    algorithm = recipe.algorithm
+    is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
+    return recipe.rollout.staleness_bound > 0 and algorithm.importance_sampling is None and not is_clipped
 
 
 def _reward_order(recipe: Recipe) -> Iterator[str]:

@@ -84,8 +84,8 @@ from tests.config.refusals import faults
         pytest.param(
             ["rollout.max_staleness=2", "rollout.stragglers=abort"],
             "rollout.max_staleness = 2",
-            "under rollout.stragglers=abort",
-            "set rollout.stragglers to park",
+            "under rollout.placement=colocated and rollout.stragglers=abort",
+            "set rollout.placement to separate, or rollout.stragglers to park",
             id="staleness of what is given up",
         ),
         pytest.param(
@@ -108,6 +108,27 @@ from tests.config.refusals import faults
             "without data.validation",
             "give",
             id="placement of no engine",
+        ),
+        pytest.param(
+            ["rollout.sync_every=2"],
+            "rollout.sync_every = 2",
+            "under rollout.placement=colocated",
+            "set rollout.placement to separate",
+            id="engines without ranks of their own",
+        ),
+        pytest.param(
+            ["rollout.stragglers=park", "rollout.placement=separate"],
+            "rollout.stragglers = 'park'",
+            "under rollout.placement=separate",
+            "set rollout.placement to colocated",
+            id="stragglers where no engine sleeps",
+        ),
+        pytest.param(
+            ["train.max_logprob_gap=0.1", "rollout.placement=separate", "rollout.max_staleness=1"],
+            "train.max_logprob_gap = 0.1",
+            "under rollout.placement=separate and rollout.max_staleness=1",
+            "set rollout.max_staleness to 0",
+            id="gap of stale tokens",
         ),
         pytest.param(
             ["algorithm.oversampling=2"],

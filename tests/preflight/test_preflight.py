@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.preflight import check, count_records, shortened_warmups
+from megarl.preflight import check, count_records, shortened_warmups, uncorrected
 from megarl.types import ConfigError, DataError
 
 
@@ -49,6 +49,7 @@ PPO = {"preset": "ppo"}
 
 RANKS_4 = {"ranks_per_node": 4}
 SEPARATE = {"placement": "separate"}
+TWO_ENGINES = SEPARATE | {"ranks": 2}
 
 
 WRONG = [
@@ -162,6 +163,28 @@ WRONG = [
         {"rollout": {"stragglers": "park"}, "algorithm": {"oversampling": 3.0, "importance_sampling": "tis"}},
         ["algorithm.oversampling = 3.0", "use at most 2"],
         id="more stragglers than a step trains on",
+    ),
+    pytest.param(
+        {
+            "rollout": {"stragglers": "park", "max_staleness": 0},
+            "algorithm": {"oversampling": 2.0, "importance_sampling": "tis"},
+        },
+        ["rollout.max_staleness = 0", "set 1, or rollout.stragglers=wait"],
+        id="parked for nothing",
+    ),
+    pytest.param(
+        {"cluster": RANKS_4, "rollout": TWO_ENGINES | {"max_staleness": 2}},
+        ["rollout.placement = separate", "rollout.max_staleness = 2", "set algorithm.importance_sampling=tis"],
+        id="staleness without a correction",
+    ),
+    pytest.param(
+        {
+            "cluster": RANKS_4,
+            "rollout": TWO_ENGINES | {"max_staleness": 2, "sync_every": 4},
+            "algorithm": {"importance_sampling": "tis"},
+        },
+        ["rollout.max_staleness = 2", "rollout.sync_every = 4", "up to 3 versions old", "set it to 3 at least"],
+        id="staler than the bound before the next reshard",
     ),
     pytest.param(
         {"algorithm": {"importance_sampling": "icepop", "importance_sampling_low": 3.0}},
@@ -458,6 +481,26 @@ def test_a_warm_up_longer_than_the_run_is_held_to_it(recipe: Callable[..., Recip
     assert [
         *shortened_warmups(recipe(optimizer={"warmup_steps": 20}, train={"steps": 10, "updates_per_step": 2}))
     ] == []
+
+
+@pytest.mark.parametrize(
+    "rollout", [TWO_ENGINES | {"max_staleness": 2}, {"stragglers": "park", "max_staleness": 2}], ids=["separate", "park"]
+)
+def test_stale_tokens_go_uncorrected_only_where_that_is_written(
+    recipe: Callable[..., Recipe], rollout: dict[str, Any]
+) -> None:
+    surplus = {} if "placement" in rollout else {"oversampling": 2.0}
+    base = recipe(cluster=RANKS_4, rollout=rollout, algorithm={**surplus, "importance_sampling": "none"})
+    check(base)
+    [told] = uncorrected(base)
+    assert base.algorithm.importance_sampling is None and "up to rollout.max_staleness = 2 versions old" in told
+    for corrected in ({"importance_sampling": "tis"}, {"old_logprobs": "rollout"}):
+        made = recipe(cluster=RANKS_4, rollout=rollout, algorithm=surplus | corrected)
+        check(made)
+        assert [*uncorrected(made)] == []
+    unclipped = {"old_logprobs": "rollout", "policy_loss": "policy_gradient"}
+    with pytest.raises(ConfigError, match="nothing corrects for it"):
+        check(recipe(cluster=RANKS_4, rollout=rollout, algorithm=surplus | unclipped))
 
 
 def test_a_source_of_a_mixture_is_checked_as_a_recipe_is(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
