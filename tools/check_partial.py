@@ -148,7 +148,7 @@ async def rollouts(
     sampler = LongTailed(
         pool, Dialogue(tokenizer), by_length, "single_turn", SingleTurn, PROMPT_TOKENS, lengths=lengths
     )
-    state = RLState(recipe.algorithm, has_stragglers=stragglers == "park")
+    state = RLState(recipe.algorithm, carries_groups=stragglers == "park")
     make_buffer = PartialBuffer if stragglers == "park" else Buffer
     source = Source("single_turn", 1.0, recipe, sampler, [replace(p, source="single_turn") for p in problems])
     buffer = make_buffer(recipe, [source], state)

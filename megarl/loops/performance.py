@@ -24,7 +24,7 @@ METRICS = {
     "perf/rollout_tokens_per_second_per_rank": (
         "tokens/s",
         "sampled tokens by the time of the phase rollout and the ranks that sample; where attempts go on from step to "
-        "step (rollout.stragglers) by perf/engines_open_seconds",
+        "step (rollout.stragglers, max_staleness) by perf/engines_open_seconds",
     ),
     "perf/tflops_per_rank": (
         "TFLOP/s",
@@ -69,7 +69,7 @@ class Performance:
         self._work = models["policy"].work
         self._peak_tflops = recipe.cluster.peak_tflops
         self._knows_peak = self._peak_tflops is not None
-        self._goes_on = recipe.rollout.stragglers != "wait"
+        self._goes_on = recipe.rollout.carries_groups
         self._has_begun = False
         self._first_began: float | None = None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from megarl.checkpoint.manifest import canonical_sha256, file_record
-from megarl.config import Recipe
+from megarl.config import Recipe, RolloutConfig
 from megarl.config.override import overridden
 from megarl.config.recipe import error_page, recipe_changes
 from megarl.data.chat import template_text
@@ -149,14 +149,20 @@ def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: I
 
 
 def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """A run that waits for stragglers draws batches of prompts, another single ones: neither goes on as the other."""
-    before, now = _value_at(earlier["recipe"], "rollout.stragglers") or "wait", recipe.rollout.stragglers
-    if recipe.loop == "rl" and "wait" in (before, now) and before != now:
-        raise ConfigError(
-            f"rollout.stragglers = {now}: the run began with {before} and cannot go on so, for its position in the "
-            f"data is counted otherwise; set rollout.stragglers={before}, choose another name=NAME, or begin anew with "
-            "--restart"
-        )
+    """A run whose groups go on over steps draws single prompts, another batches of them: neither becomes the other."""
+    names = ("stragglers", "placement", "max_staleness")
+    given = {name: _value_at(earlier["recipe"], f"rollout.{name}") for name in names}
+    before = RolloutConfig.model_validate({name: value for name, value in given.items() if value is not None})
+    if recipe.loop != "rl" or before.carries_groups == recipe.rollout.carries_groups:
+        return
+    then, now = before.model_dump(include=set(names)), recipe.rollout.model_dump(include=set(names))
+    changed = [name for name in names if now[name] != then[name]]
+    told = ", ".join(f"rollout.{name} = {now[name]}" for name in changed)
+    back = " ".join(f"rollout.{name}={'null' if then[name] is None else then[name]}" for name in changed)
+    raise ConfigError(
+        f"{told}: the run began with {back} and cannot go on so, for its position in the data is counted otherwise; "
+        f"set {back}, choose another name=NAME, or begin anew with --restart"
+    )
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:

@@ -7,16 +7,19 @@ from contextlib import aclosing
 
 from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
+from megarl.loops.balance import Balance
 from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
-from megarl.preflight import read_conversations
+from megarl.preflight import read_conversations, uncorrected
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
+from megarl.rollout.ages import metrics_by_age
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.critic import update_critic
 from megarl.rollout.evaluate import failure_metrics
 from megarl.rollout.gap import gap_metrics_before, is_gap_exceeded, told
 from megarl.rollout.metrics import step_metrics, update_metrics
+from megarl.rollout.paced import PacedBuffer
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.scores import add_model_scores, score_tokens
@@ -28,22 +31,26 @@ from megarl.types import MegarlError
 async def train(session: Session) -> None:
     """Sample, score, advantages, update, save, reshard, evaluate; again.
 
-    The version of the weights that sample for a step is its number: each step ends with a reshard.
+    The version of the weights that a step trains is its number. The engines have that version too, since each step
+    ends with a reshard, or with rollout.sync_every an earlier one. In separate placement they sample meanwhile.
     """
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy = recipe.algorithm, session.models["policy"]
-    has_stragglers = recipe.rollout.stragglers != "wait"
-    state = RLState(algorithm, has_stragglers=has_stragglers)
-    make_buffer = PartialBuffer if has_stragglers else Buffer
+    state = RLState(algorithm, carries_groups=recipe.rollout.carries_groups)
+    make_buffer = PacedBuffer if recipe.rollout.is_paced else PartialBuffer if state.carries_groups else Buffer
     conversations_of = _conversations(session)
     forward = policy.forward if algorithm.entropy_top_share is None else policy.forward_with_entropies
+    balance = _balance(session)
+    for warning in uncorrected(recipe):
+        session.tracker.notice(warning)
 
     async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:
         await resume_or_evaluate(session, state)
+        engine_version = session.steps.start
         for number in session.steps:
             async with session.step(number, state) as step:
                 with phase("rollout"):
-                    groups = await buffer.take(recipe.train.prompts_per_step, weight_version=number)
+                    groups = await buffer.take(recipe.train.prompts_per_step, number, engine_version)
                 step.log(buffer.metrics())
                 step.log(failure_metrics(buffer.sampled, recipe.reward.max_failed_fraction, "reward/"))
                 await session.sleep_engines()
@@ -61,7 +68,8 @@ async def train(session: Session) -> None:
                     step.log(compute_advantages(batch, recipe, state.kl_coefficient))
                     step.log(compute_importance_weights(batch, algorithm))
                     step.log(keep_highest_entropies(batch, algorithm))
-                    if recipe.rollout.stragglers == "park":
+                    if state.carries_groups:
+                        step.log(metrics_by_age(batch, weight_version=number))
                         batch.forget_stale_logprobs(weight_version=number)
 
                 of_tokens = await session.token_records(number, groups, batch)
@@ -85,9 +93,13 @@ async def train(session: Session) -> None:
                 step.log(await session.retain_experts(state))
 
                 await session.checkpoints.begin(number, state.save)
-                with phase("reshard"):
-                    step.log(await session.reshard(number))
+                if recipe.reshards_at(number):
+                    with phase("reshard"):
+                        step.log(await session.reshard(number))
+                    engine_version = number + 1
                 step.log(session.pool.metrics())
+                if balance is not None:
+                    step.log(balance.of_step(session.tracker.seconds, step.metrics))
                 shown = in_one(groups) if "reward_model" in models else buffer.sampled
                 await session.write_samples(number, shown, of_tokens)
                 if session.evaluates_at(number):
@@ -128,6 +140,16 @@ async def resume_or_evaluate(session: Session, state: RLState) -> None:
     async with session.leaving_in_order(step, state):
         step.log(await session.evaluate(step.number))
     session.log(step)
+
+
+def _balance(session: Session) -> Balance | None:
+    """Who waits for whom, where trainer and engines have ranks of their own."""
+    rollout, num_ranks = session.recipe.rollout, session.recipe.cluster.world_size
+    if rollout.placement == "colocated":
+        return None
+    return Balance(
+        num_ranks - rollout.ranks, rollout.ranks, session.tracker.notice, takes_turns=rollout.staleness_bound == 0
+    )
 
 
 def _conversations(session: Session) -> Callable[[int], TokenBatch | None]:

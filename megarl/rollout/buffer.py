@@ -56,11 +56,12 @@ class Buffer:
         if recipe.algorithm.dynamic_sampling:
             self._batch_size = ceil(self._batch_size * recipe.algorithm.oversampling)
 
-    async def take(self, num_groups: int, weight_version: int) -> list[Group]:
+    async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
         """The groups that a step is trained on, in the order in which they were drawn.
 
-        `weight_version` is that of the engines; all groups that are sampled now are complete before it changes.
-        It is the step's number too: the temperature is that of the schedule then.
+        `weight_version` is that of the weights that the step trains, its number too: the temperature is that of the
+        schedule then. `engine_version` is that of the engines, unless given the same; here it must be, and all groups
+        that are sampled now are complete before it changes.
 
         Raises MegarlError if `algorithm.max_attempts` batches do not fill a step, AbandonedError where the run is to
         stop: `state.forget_step` then brings back what waited.

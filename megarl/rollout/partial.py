@@ -29,6 +29,14 @@ METRICS = {
     "staleness/waited_seconds": ("seconds", "how long only groups that may not grow older were waited for"),
     "rollout/aborted": ("count", "groups that were given up as surplus"),
     "rollout/in_flight": ("count", "groups that go on into the next step"),
+    "rollout/ready": ("count", "complete groups that wait for a later step"),
+    "rollout/drawn": ("count", "groups that were started since the run began"),
+    "rollout/used": ("count", "groups that steps trained on since the run began"),
+    "rollout/given_up": (
+        "count",
+        "groups that were dropped, aborted or filtered out since the run began; all others that were drawn are used, "
+        "in flight or ready",
+    ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -47,46 +55,47 @@ class PartialBuffer(Buffer):
 
     def __init__(self, recipe: Recipe, sources: Sequence[Source], state: RLState) -> None:
         super().__init__(recipe, sources, state)
-        self._step = 1
-        self._num_live = ceil(recipe.train.prompts_per_step * recipe.algorithm.oversampling)
+        self._step = self._engine_version = 1
+        self._num_groups = recipe.train.prompts_per_step
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._pools: dict[int, list[RecordedPool]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._completed = asyncio.Event()
         self._counts: dict[str, float] = {}
+        self._collected: list[Group] = []
+        """Complete groups since the newest step was given its own."""
+        self._num_started = 0
+        """Groups that were started since then."""
 
-    async def take(self, num_groups: int, weight_version: int) -> list[Group]:
+    async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
         """The groups that a step is trained on, ordered by when their prompts were drawn.
 
         Raises MegarlError if `algorithm.max_attempts` times the groups of a step do not fill it, AbandonedError where
         the run is to stop, and the error of an attempt.
         """
         state = self._state
-        self._step = weight_version
-        self.sampled = []
-        self._num_batches = self._num_passed = 0
+        self._step, self._num_groups = weight_version, num_groups
+        self._engine_version = weight_version if engine_version is None else engine_version
         self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
-        first_draw = state.drawn
-        self._drop_stale(weight_version)
+        state.give([])
+        self._drop_stale()
         while True:
             self._collect()
-            self._start_more(first_draw)
-            if (taken := self._chosen(num_groups, weight_version)) is not None:
+            self._start_more(self._num_live)
+            if (taken := self._chosen()) is not None:
                 break
+            self._refuse_starved()
             is_waited_for = len(state.waiting) >= num_groups
             began = time.monotonic()
             await self._wait_for_a_group()
             self._counts["staleness/waited_seconds"] += is_waited_for * (time.monotonic() - began)
             if any(source.sampler.is_abandoned() for source in self._sources.values()):
-                state.begin_step()
                 raise AbandonedError
         # What `forget_step` goes back to has all that is drawn: nothing is sampled twice.
-        state.begin_step()
-        draws = {group[0].group for group in taken}
-        state.waiting = [group for group in state.waiting if group[0].group not in draws]
+        state.give(taken)
         if self._recipe.rollout.stragglers == "abort":
             self._abort_all()
-        self._counts |= _metrics_of_taken(taken, weight_version)
+        self._measure(taken)
         return [[replace(t, group=number) for t in group] for number, group in enumerate(taken)]
 
     async def add_old_logprobs(
@@ -105,7 +114,7 @@ class PartialBuffer(Buffer):
 
     def metrics(self) -> dict[str, float]:
         """Of the newest step."""
-        counts = self._counts | {"rollout/in_flight": float(len(self._tasks))} | self._position_metrics()
+        counts = self._counts | self._position_metrics()
         if self._recipe.algorithm.dynamic_sampling is not None:
             counts["rollout/kept"] = self._num_passed / max(self._num_batches, 1)
         return counts
@@ -116,30 +125,50 @@ class PartialBuffer(Buffer):
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=_LEAVE_SECONDS)
 
-    def _start_more(self, first_draw: int) -> None:
-        """Go on with the groups of a checkpoint, and start as many as are missing."""
-        state, algorithm = self._state, self._recipe.algorithm
+    @property
+    def _num_live(self) -> int:
+        """The groups, complete ones too, that there may be while the step's own are waited for."""
+        return ceil(self._num_groups * self._recipe.algorithm.oversampling)
+
+    def _start_more(self, num_live: int) -> None:
+        """Go on with the groups of a checkpoint, and start as many as are missing to so many."""
+        state = self._state
         for group in state.started.values():
             if group.draw not in self._tasks:
                 self._start(group)
-        while len(state.started) + len(state.waiting) < self._num_live:
-            if algorithm.dynamic_sampling and state.drawn - first_draw == algorithm.max_attempts * self._num_live:
-                raise MegarlError(
-                    f"{state.drawn - first_draw} prompts gave {len(state.waiting)} groups whose accuracy is within "
-                    f"algorithm.dynamic_sampling {algorithm.dynamic_sampling}. Use problems of another difficulty, or "
-                    "raise algorithm.max_attempts or train.samples_per_prompt."
-                )
+        while len(state.started) + len(state.waiting) < num_live and not self._has_drawn_enough:
             problem = self._next_problem()
             temperature = self._sources[problem.source].sampling(self._step).temperature
             group = StartedGroup(state.drawn, problem, temperature)
             state.started[group.draw] = group
             state.drawn += 1
+            self._num_started += 1
             self._start(group)
+
+    @property
+    def _has_drawn_enough(self) -> bool:
+        """Whether a step has drawn all prompts that it may draw to fill itself."""
+        algorithm = self._recipe.algorithm
+        return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._num_live
+
+    def _refuse_starved(self) -> None:
+        """Raise a MegarlError where no group is left that could fill the step."""
+        state = self._state
+        if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._num_live:
+            raise MegarlError(
+                f"{self._num_started} prompts gave {len(state.waiting)} groups whose accuracy is within "
+                f"algorithm.dynamic_sampling {self._recipe.algorithm.dynamic_sampling}. Use problems of another "
+                "difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
+            )
 
     def _start(self, group: StartedGroup) -> None:
         self._pools[group.draw] = []
         task = self._tasks[group.draw] = asyncio.create_task(self._sample(group))
-        task.add_done_callback(lambda _: self._completed.set())
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """An attempt at a group has ended, in whatever way."""
+        self._completed.set()
 
     async def _sample(self, group: StartedGroup) -> None:
         """Make the attempts at a group's problem that have not ended."""
@@ -171,45 +200,68 @@ class PartialBuffer(Buffer):
         state, recipe = self._state, self._recipe
         for draw in [draw for draw, task in self._tasks.items() if task.done()]:
             try:
-                self._tasks.pop(draw).result()
+                self._tasks[draw].result()
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-            del self._pools[draw]
+            del self._tasks[draw], self._pools[draw]
             finished = state.started.pop(draw).finished
             group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
-            self.sampled += group
-            self._num_batches += 1
+            self._collected.append(group)
             self._observe(group)
             if passes_filter(group, recipe.algorithm.dynamic_sampling):
-                self._num_passed += 1
                 state.waiting = [*state.waiting, group]
+            else:
+                state.given_up += 1
 
-    def _chosen(self, num_groups: int, weight_version: int) -> list[Group] | None:
-        """So many complete groups, those first that may not grow older; None while some are missing."""
+    def _chosen(self) -> list[Group] | None:
+        """The step's groups, those first that may not grow older; None while some are missing."""
         rollout, state = self._recipe.rollout, self._state
-        newest = weight_version - rollout.max_staleness
-        is_awaited = any(group.oldest_version(weight_version) <= newest for group in state.started.values())
-        if len(state.waiting) < num_groups or (is_awaited and rollout.on_stale == "wait"):
+        newest = self._step - rollout.staleness_bound
+        waits = rollout.stragglers == "park" and rollout.on_stale == "wait"
+        is_awaited = any(group.oldest_version(self._engine_version) <= newest for group in state.started.values())
+        if len(state.waiting) < self._num_groups or (waits and is_awaited):
             return None
-        by_age = sorted(state.waiting, key=lambda group: _oldest(group, weight_version) > newest)
-        return sorted(by_age[:num_groups], key=lambda group: group[0].group)
+        by_age = sorted(state.waiting, key=lambda group: _oldest(group, self._step) > newest)
+        return sorted(by_age[: self._num_groups], key=draw_of)
 
-    def _drop_stale(self, weight_version: int) -> None:
-        """Give up the groups under way whose oldest token is older than the bound."""
-        oldest = weight_version - self._recipe.rollout.max_staleness
-        stale = [g.draw for g in self._state.started.values() if g.oldest_version(weight_version) < oldest]
-        self._counts["staleness/dropped"] += len(stale)
+    def _drop_stale(self) -> None:
+        """Give up the groups whose oldest token is older than the bound."""
+        state, oldest = self._state, self._step - self._recipe.rollout.staleness_bound
+        stale = [g.draw for g in state.started.values() if g.oldest_version(self._engine_version) < oldest]
+        fresh = [group for group in state.waiting if _oldest(group, self._step) >= oldest]
+        dropped = len(stale) + len(state.waiting) - len(fresh)
+        self._counts["staleness/dropped"] += dropped
+        state.given_up += dropped
+        state.waiting = fresh
         self._leave(stale)
         for draw in stale:
-            self._state.started.pop(draw)
+            state.started.pop(draw)
 
     def _abort_all(self) -> None:
         """Give up the surplus: what is under way, and complete groups that the step does not train on."""
         state = self._state
-        self._counts["rollout/aborted"] += len(state.started) + len(state.waiting)
+        surplus = len(state.started) + len(state.waiting)
+        self._counts["rollout/aborted"] += surplus
+        state.given_up += surplus
         self._leave(list(self._tasks))
         state.started.clear()
         state.waiting = []
+
+    def _measure(self, taken: Sequence[Group]) -> None:
+        """Note what was sampled since the step before, and where all groups are."""
+        state = self._state
+        collected, self._collected = self._collected, []
+        self._num_started = 0
+        self.sampled = in_one(collected)
+        self._num_batches = len(collected)
+        self._num_passed = sum(passes_filter(group, self._recipe.algorithm.dynamic_sampling) for group in collected)
+        self._counts |= _metrics_of_taken(taken, self._step) | {
+            "rollout/in_flight": float(len(state.started)),
+            "rollout/ready": float(len(state.waiting)),
+            "rollout/drawn": float(state.drawn),
+            "rollout/used": float(state.used),
+            "rollout/given_up": float(state.given_up),
+        }
 
     def _leave(self, draws: Sequence[int]) -> None:
         """Cancel groups; their requests leave the engines."""
@@ -225,6 +277,11 @@ class PartialBuffer(Buffer):
         self._leaving.discard(task)
         if not task.cancelled():
             task.exception()  # it was given up: nobody waits for its error
+
+
+def draw_of(group: Group) -> int:
+    """The number of a waiting group's prompt among all that were drawn."""
+    return group[0].group
 
 
 def _oldest(group: Group, weight_version: int) -> int:

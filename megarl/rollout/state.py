@@ -51,26 +51,43 @@ class RLState:
     `drawn` is the number of prompt batches drawn so far, `positions` are those of the sources in their data, `waiting`
     are groups sampled for a later step, `kl_coefficient` is the coefficient as adapted so far.
 
-    Where stragglers are not waited for (`has_stragglers`), `drawn` counts prompts, each group's number is that of its
-    draw, and `started` are the groups under way by that number; tokens that waited are of several weight versions.
+    Where groups go on over steps (`carries_groups`), `drawn` counts prompts, each group's number is that of its draw,
+    and `started` are the groups under way by that number; tokens that waited are of several weight versions. Every
+    group that was drawn is then one of those `used`, given to a step, `given_up`, `started` or `waiting`.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, *, has_stragglers: bool = False) -> None:
-        self._algorithm, self._has_stragglers = algorithm, has_stragglers
-        self.drawn = 0
+    def __init__(self, algorithm: AlgorithmConfig, *, carries_groups: bool = False) -> None:
+        self._algorithm, self.carries_groups = algorithm, carries_groups
+        self.drawn = self.used = self.given_up = 0
         self.positions: Positions = {}
         self.waiting: list[Group] = []
         self.started: dict[int, StartedGroup] = {}
         self.kl_coefficient = algorithm.kl_coefficient
         self._before_step = self.drawn, self.waiting, self.positions
+        self._given: list[Group] = []
 
     def begin_step(self) -> None:
         """Remember what `forget_step` goes back to."""
         self._before_step = self.drawn, self.waiting, self.positions
 
+    def give(self, groups: Sequence[Group]) -> None:
+        """Take groups that wait out for a step, where groups go on over steps."""
+        draws = {group[0].group for group in groups}
+        self.waiting = [group for group in self.waiting if group[0].group not in draws]
+        self.used += len(groups)
+        self._given = list(groups)
+
     def forget_step(self) -> None:
-        """Return to the state before the newest step's prompts were drawn."""
-        self.drawn, self.waiting, self.positions = self._before_step
+        """Return to the state before the newest step's prompts were drawn.
+
+        Where groups go on over steps, what was drawn stays so, and what the step was given waits again.
+        """
+        if not self.carries_groups:
+            self.drawn, self.waiting, self.positions = self._before_step
+            return
+        self.waiting = [*self._given, *self.waiting]
+        self.used -= len(self._given)
+        self._given = []
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
@@ -94,15 +111,19 @@ class RLState:
         return {"kl/coefficient": before}
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint's folder; the pool is held where groups are under way."""
+        """Write the state into a checkpoint's folder.
+
+        Of a completion under way it has what was sampled until the pool was last held.
+        """
         flat = [(number, trajectory) for number, group in enumerate(self.waiting) for trajectory in group]
         beside = _Beside()
         for index, (_, trajectory) in enumerate(flat):
             _put_beside(trajectory, f"{index}.", beside)
         state = {
-            "drawn": self.drawn, "positions": {name: asdict(position) for name, position in self.positions.items()},
+            "drawn": self.drawn, "used": self.used, "given_up": self.given_up,
+            "positions": {name: asdict(position) for name, position in self.positions.items()},
             "kl_coefficient": self.kl_coefficient,
-            "waiting": [_plain(t.group if self._has_stragglers else number, t) for number, t in flat],
+            "waiting": [_plain(t.group if self.carries_groups else number, t) for number, t in flat],
             "started": [_plain_started(group, beside) for group in self.started.values()],
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
@@ -118,13 +139,13 @@ class RLState:
         """
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         beside = _Beside(load_file(folder / ARRAYS), json.loads((folder / TIMES).read_text(encoding="utf-8")))
-        self.drawn = state["drawn"]
+        self.drawn, self.used, self.given_up = state["drawn"], state["used"], state["given_up"]
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
             self.kl_coefficient = state["kl_coefficient"]
         trajectories: list[Trajectory] = []
         num_lacking = 0
-        is_old_kept = self._algorithm.old_logprobs == "trainer" and not self._has_stragglers
+        is_old_kept = self._algorithm.old_logprobs == "trainer" and not self.carries_groups
         for index, plain in enumerate(state["waiting"]):
             trajectory = _trajectory(plain, find, beside, f"{index}.")
             if is_old_kept and lacks_old_logprobs(trajectory):

@@ -13,7 +13,7 @@ from typing import Any, Self
 from megarl.files.atomic import storage_faults_named
 from megarl.types import ConfigError, DataError
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the names of the recipe's fields and of the driver's state in a checkpoint."""
 
 DRIVER = "driver.json"

@@ -107,7 +107,7 @@ class Run:
             truncated_turn="close",
             is_abandoned=is_abandoned,
         )
-        state = RLState(recipe.algorithm, has_stragglers=True)
+        state = RLState(recipe.algorithm, carries_groups=True)
         buffer = PartialBuffer(recipe, [Source("test", 1.0, recipe, sampler, problems)], state)
         asked = Request("version", np.array([7, 11], np.int32), SamplingSettings(1, 1.0), 0)
         version = int((await sampler.pool.generate(asked)).weight_versions[0])
@@ -130,7 +130,7 @@ class Run:
     async def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, in place of what is under way; it has all of that."""
         self.state.save(folder / "before")
-        loaded = RLState(self.recipe.algorithm, has_stragglers=True)
+        loaded = RLState(self.recipe.algorithm, carries_groups=True)
         loaded.load(folder / "before", finder({"test": self.problems}))
         await self.buffer.aclose()
         loaded.save(folder / "after")
@@ -316,12 +316,12 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
     config = Recipe.model_validate(
         {"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}}
     ).algorithm
-    state = RLState(config, has_stragglers=True)
+    state = RLState(config, carries_groups=True)
     state.started[3], state.drawn = started, 4
     for name in ("once", "twice"):
         (tmp_path / name).mkdir()
         state.save(tmp_path / name)
-        state = RLState(config, has_stragglers=True)
+        state = RLState(config, carries_groups=True)
         state.load(tmp_path / name, finder({problem.source: [problem]}))
     assert all(
         (tmp_path / "once" / n).read_bytes() == (tmp_path / "twice" / n).read_bytes() for n in (STATE, ARRAYS, TIMES)
