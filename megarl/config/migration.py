@@ -1,4 +1,4 @@
-"""Options of verl, TRL, slime, NeMo-RL, OpenRLHF and ColossalRL, and the recipe's fields that mean the same.
+"""Options of verl, TRL, slime, NeMo-RL, OpenRLHF, AReaL, prime-rl and ColossalRL, and the recipe's fields for the same.
 
 The error of a recipe that names one of them names its counterpart. Names are matched from their end: `rollout.n` also
 stands for `actor_rollout_ref.rollout.n`; case, dashes and underscores make no difference.
@@ -247,7 +247,24 @@ COUNTERPARTS = (
         note="loop: distillation learns on the policy's samples, loop: sft on those of a teacher",
     ),
     Counterpart(("mixed_kl_weight",), note="distillation.divergence jsd lies between the two KLs"),
-    Counterpart(("n_behind", "max_trajectory_age_steps"), note="samples are always those of the newest weights"),
+    # Engines on ranks of their own
+    Counterpart(
+        ("n_behind", "max_trajectory_age_steps", "max_head_offpolicyness", "async_level", "max_async_level",
+         "max_off_policy_steps", "max_staleness_steps", "max_staleness"),
+        ("rollout.max_staleness", "rollout.placement"),
+        "in versions of the weights, with placement separate",
+    ),
+    Counterpart(
+        ("staleness_threshold",),
+        ("rollout.max_staleness", "rollout.placement"),
+        "in versions of the weights, not a share of the samples; with placement separate",
+    ),
+    Counterpart(
+        ("trigger_parameter_sync_step", "update_weights_interval"),
+        ("rollout.sync_every",),
+        "in steps; rollout.max_staleness is that less 1 at least",
+    ),
+    Counterpart(("use_decoupled_loss",), ("algorithm.importance_sampling",), "with old_logprobs trainer"),
     # Critic and pairs
     Counterpart(("cliprange_value", "value_clip", "value_clip_range"), ("critic.clip",)),
     Counterpart(("critic_warmup", "freezing_actor_steps", "num_critic_only_steps"), ("critic.warmup_steps",)),

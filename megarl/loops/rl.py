@@ -144,12 +144,11 @@ async def resume_or_evaluate(session: Session, state: RLState) -> None:
 
 def _balance(session: Session) -> Balance | None:
     """Who waits for whom, where trainer and engines have ranks of their own."""
-    rollout, num_ranks = session.recipe.rollout, session.recipe.cluster.world_size
-    if rollout.placement == "colocated":
+    recipe = session.recipe
+    if recipe.rollout.placement == "colocated":
         return None
-    return Balance(
-        num_ranks - rollout.ranks, rollout.ranks, session.tracker.notice, takes_turns=rollout.staleness_bound == 0
-    )
+    takes_turns = recipe.rollout.staleness_bound == 0
+    return Balance(recipe.trainer_ranks, recipe.separate_ranks, session.tracker.notice, takes_turns=takes_turns)
 
 
 def _conversations(session: Session) -> Callable[[int], TokenBatch | None]:

@@ -157,9 +157,19 @@ class Buffer:
         algorithm.entropy_top_share all get their `entropies`. `forward` computes log-probs, float32 [tokens], or with
         that share [2, tokens], log-probs and entropies; it is called at most once.
         """
+        taken, self._state.waiting = await self._with_old_logprobs(groups, self._state.waiting, forward)
+        return taken
+
+    async def _with_old_logprobs(
+        self,
+        groups: Sequence[Group],
+        waiting: Sequence[Group],
+        forward: Callable[[TokenBatch], Awaitable[np.ndarray]],
+    ) -> tuple[list[Group], list[Group]]:
+        """As `add_old_logprobs`: a step's groups, and those that wait for a later one."""
         if self._recipe.algorithm.old_logprobs == "rollout":
-            return list(groups)
-        everything = in_one([*groups, *self._state.waiting])
+            return list(groups), list(waiting)
+        everything = in_one([*groups, *waiting])
         first = 0 if self._needs_old_logprobs else sum(len(group) for group in groups)
         lacking = [number >= first and lacks_old_logprobs(one) for number, one in enumerate(everything)]
         wanting = [self._needs_entropies and lacks_entropies(one) for one in everything]
@@ -173,9 +183,8 @@ class Buffer:
                 if wanting[place]:
                     everything[place] = with_entropies(everything[place], *entropies)
         completed = iter(everything)
-        taken = [[next(completed) for _ in group] for group in groups]
-        self._state.waiting = [[next(completed) for _ in group] for group in self._state.waiting]
-        return taken
+        taken, waited = ([[next(completed) for _ in group] for group in some] for some in (groups, waiting))
+        return taken, waited
 
     @property
     def _needs_old_logprobs(self) -> bool:

@@ -106,11 +106,9 @@ class PartialBuffer(Buffer):
         The old policy of a group that waits is the trainer's before the update that trains on it: no one's weights
         sampled all of its tokens.
         """
-        waiting, self._state.waiting = self._state.waiting, []
-        try:
-            return await super().add_old_logprobs(groups, forward)
-        finally:
-            self._state.waiting = waiting
+        # Groups that complete meanwhile join those that wait.
+        taken, _ = await self._with_old_logprobs(groups, [], forward)
+        return taken
 
     def metrics(self) -> dict[str, float]:
         """Of the newest step."""

@@ -47,7 +47,7 @@ def rows() -> list[Row]:
 
 
 ROWS = rows()
-PROGRAMS = ["ColossalRL", "ColossalChat", "RL2", "verl", "slime", "TRL", "NeMo-RL"]
+PROGRAMS = ["ColossalRL", "ColossalChat", "RL2", "verl", "slime", "TRL", "NeMo-RL", "AReaL", "prime-rl"]
 
 
 def test_the_table_is_read_in_full() -> None:
@@ -79,7 +79,7 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
         layout = sizes.layout_of(made)
         faults = [*sizes.ranks(made), *sizes.batches(made, layout.dp), *sizes.lengths(made)]
         faults += [*learning.optimizers(made), *learning.algorithm(made), *learning.sampling(made)]
-        faults += [*learning.stragglers(made), *learning.rewards(made), *keywords(made)]
+        faults += [*learning.stragglers(made), *learning.staleness(made), *learning.rewards(made), *keywords(made)]
         if faults:
             wrong[row.option] = faults
     assert wrong == {}

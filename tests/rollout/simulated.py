@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe
+from megarl.data.batch import TokenBatch
 from megarl.rollout.attempt import Task
 from megarl.rollout.paced import PacedBuffer
 from megarl.rollout.pool import Generates
@@ -160,6 +161,7 @@ class Simulation:
                 check(self, state, buffer)
                 again = await buffer.take(self.recipe.train.prompts_per_step, number, engine_version)
                 assert _problems(again) == _problems(groups)
+            groups = await buffer.add_old_logprobs(groups, self.forward)
             self.given += [(number, engine_version, group) for group in groups]
             await asyncio.sleep(self.random.lognormvariate(3.0, 0.8))
             if number == last:
@@ -171,6 +173,11 @@ class Simulation:
         state.save(self.folder)
         self.seconds += asyncio.get_running_loop().time()
         await buffer.aclose()
+
+    async def forward(self, batch: TokenBatch) -> np.ndarray:
+        """The trainer's log-probs, while engines go on."""
+        await asyncio.sleep(5.0)
+        return np.full(len(batch.token_ids), -2.0, np.float32)
 
     def _loaded(self, first: int) -> RLState:
         state = RLState(self.recipe.algorithm, carries_groups=True)

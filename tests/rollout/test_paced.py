@@ -78,6 +78,7 @@ def test_of_ten_thousand_groups_each_is_trained_once_in_order_within_the_bound(
     for _, _, group in simulation.given:
         for trajectory in group:
             [segment] = trajectory.segments
+            assert segment.old_logprobs is not None and (segment.old_logprobs == -2.0 * segment.loss_mask).all()
             versions = segment.weight_versions[segment.loss_mask]
             assert (np.diff(versions) >= 0).all()
             assert len(versions) == sum(simulation.lengths(trajectory.problem.index, trajectory.number))
