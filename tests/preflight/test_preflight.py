@@ -484,7 +484,9 @@ def test_a_warm_up_longer_than_the_run_is_held_to_it(recipe: Callable[..., Recip
 
 
 @pytest.mark.parametrize(
-    "rollout", [TWO_ENGINES | {"max_staleness": 2}, {"stragglers": "park", "max_staleness": 2}], ids=["separate", "park"]
+    "rollout",
+    [TWO_ENGINES | {"max_staleness": 2}, {"stragglers": "park", "max_staleness": 2}],
+    ids=["separate", "park"],
 )
 def test_stale_tokens_go_uncorrected_only_where_that_is_written(
     recipe: Callable[..., Recipe], rollout: dict[str, Any]

@@ -73,7 +73,7 @@ class Engines:
 
 
 def _completion(request: Request, length: int, version: int, finish_reason: Any) -> Completion:
-    tokens = np.full(length, 7, np.int32)
+    tokens = np.full(length, 7, np.int64)
     logprobs = np.full(length, -1.0, np.float32)
     return Completion(request.request_id, tokens, logprobs, finish_reason, np.full(length, version, np.int32))
 
@@ -95,10 +95,10 @@ class Sampler:
 
     async def attempt(self, task: Task, pool: Generates) -> Trajectory:
         """One turn after the other, each prompt longer than the one before."""
-        tokens, logprobs, versions = PROMPT, np.zeros(2, np.float32), np.full(2, -1, np.int32)
+        tokens, logprobs, versions = PROMPT.astype(np.int64), np.zeros(2, np.float32), np.full(2, -1, np.int32)
         for turn, length in enumerate(self.lengths(task.problem.index, task.number)):
             name = f"{task.group}.{task.number}.{turn}"
-            request = Request(name, tokens, replace(task.sampling, max_new_tokens=length), 0)
+            request = Request(name, tokens.astype(np.int32), replace(task.sampling, max_new_tokens=length), 0)
             completion = await pool.generate(request)
             tokens = np.concatenate([tokens, completion.token_ids])
             logprobs = np.concatenate([logprobs, completion.rollout_logprobs])
