@@ -22,6 +22,7 @@ from megarl.cluster.activity import Activity
 from megarl.files.atomic import disk_full
 from megarl.platform import rendezvous
 from megarl.platform.imports import uncollected
+from megarl.platform.left_collective import is_left
 from megarl.platform.spans import Span, record, span
 from megarl.types import MegarlError
 
@@ -30,7 +31,6 @@ HEAD = struct.Struct("<Q")
 
 _asked: str | None = None
 """The last signal to stop that this process received."""
-_ECHOES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
 
 
@@ -40,21 +40,10 @@ def pack(content: Any) -> bytes:
     return HEAD.pack(len(body)) + body
 
 
-def _is_echo(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes is a collective that another rank left."""
-    while error is not None:
-        names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
-        told = isinstance(error, RuntimeError) and any(word in str(error) for word in _ECHOES)
-        if told or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def _is_lost(error: Exception) -> bool:
     """Whether an error means that this rank's device or peers are lost; a restart may help then."""
     text = f"{type(error).__name__}: {error}"
-    return _is_echo(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
+    return is_left(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
 
 
 def _report(error: Exception) -> dict[str, Any]:
@@ -69,7 +58,7 @@ def _report(error: Exception) -> dict[str, Any]:
         "megarl_class": named,
         "message": str(known or error),
         "traceback": text,
-        "echo": _is_echo(error),
+        "echo": is_left(error),
         "lost": _is_lost(error),
         "time": time.time(),
     }

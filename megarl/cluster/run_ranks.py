@@ -6,14 +6,18 @@ A group is a domain of failure and has one world of `torch.distributed`; ranks o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import RankFailedError, WorkerGroup
+from megarl.types import PeerLostError
 
 _CAUSE_SECONDS = 2.0
 """After a failure the other groups have so long to tell of an earlier one."""
+
+_MOST_BRIDGES = 3
 
 Answer = TypeVar("Answer")
 
@@ -23,7 +27,12 @@ class RunRanks:
 
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
+        self.is_separate = bool(replicas)
+        """Whether the engines have ranks of their own."""
+        self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
+        """Hears of a replica's group that ended while others go on; without it the end of one is the run's."""
         self._num_bridges = 0
+        self._bridged: list[WorkerGroup] = []
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -34,11 +43,6 @@ class RunRanks:
     def world_size(self) -> int:
         """The ranks of all groups."""
         return sum(group.world_size for group in self.groups)
-
-    @property
-    def is_separate(self) -> bool:
-        """Whether the engines have ranks of their own."""
-        return bool(self.replicas)
 
     @property
     def topology(self) -> list[tuple[str, ...]]:
@@ -61,37 +65,115 @@ class RunRanks:
             group.on_asked = hear
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As of a group: call the method on all ranks of all groups at once."""
-        found = await together([group.call(method, *args, **kwargs) for group in self.groups])
+        """As of a group: call the method on all ranks of all groups at once. A replica that is lost has no answers."""
+        engines = [self._unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
+        found = await together([self.trainers.call(method, *args, **kwargs), *engines])
         return [answer for answers in found for answer in answers]
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
         """Call the method on all ranks that have engines."""
-        found = await together([group.call(method, *args) for group in self.replicas or [self.trainers]])
+        if not self.is_separate:
+            return await self.trainers.call(method, *args)
+        found = await together([self._unless_lost(group, group.call(method, *args)) for group in self.replicas])
         return [answer for answers in found for answer in answers]
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """As of a group: call the method on some ranks, all of one group."""
-        group = next(group for group in reversed(self.groups) if group.part.first_rank <= ranks[0])
+        """As of a group: call the method on some ranks, all of one group. Raises PeerLostError if it is lost."""
+        group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
+        if group is None:
+            raise PeerLostError(f"ranks {list(ranks)}: their group has ended")
         own = [rank - group.part.first_rank for rank in ranks]
-        return await group.ask(own, method, per_rank, *args, budget_seconds=budget_seconds)
+        try:
+            return await group.ask(own, method, per_rank, *args, budget_seconds=budget_seconds)
+        except PeerLostError as error:
+            self._lose(group, error)
+            raise
 
-    async def join(self, version: int) -> None:
-        """Bridge the groups: from now on `reshard` moves weights between them. The engines have this version then.
+    def add(self, groups: Sequence[WorkerGroup]) -> None:
+        """Let these replicas take part from the next reshard on."""
+        self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 
-        A bridge that was there before is left.
+    async def reshard(self, verify: bool, version: int) -> list[dict[str, float]]:
+        """Move the trainers' weights, of this version, into the engines of all groups; the ranks' reports.
+
+        Where replicas came or went, or one is lost meanwhile, the groups are bridged anew first, which moves and
+        verifies all weights. Raises PeerLostError where no replica is left or bridges do not hold.
         """
+        broken = ""
+        for _ in range(_MOST_BRIDGES):
+            groups = self.groups
+            method = "reshard" if groups == self._bridged else "join"
+            # Who waits for a stopped rank is given the time to learn that it is gone.
+            limit = self.trainers.deadlines.of(method).seconds
+            if method == "reshard":
+                calls = [g.scatter("reshard", [verify] * g.world_size, version, budget_seconds=limit) for g in groups]
+            else:
+                calls = self._joining(groups, version, limit)
+            self._bridged = []
+            engines = [self._unless_lost(g, call) for g, call in zip(groups[1:], calls[1:], strict=True)]
+            async with self._watched(method, limit):
+                found = await together([calls[0], *engines])
+            reports = [report for of_group in found for report in of_group]
+            told = [report["lost"] for report in reports if "lost" in report]
+            if groups == self.groups and not told:
+                self._bridged = groups
+                return reports
+            broken = next(iter(told), "a replica was lost")
+        raise PeerLostError(f"{_MOST_BRIDGES} reshards in a row were broken off: {broken}")
+
+    @asynccontextmanager
+    async def _watched(self, method: str, seconds: float) -> AsyncIterator[None]:
+        """Within, a replica that is stopped is ended after so many seconds; the others only wait for it."""
+
+        async def watch() -> None:
+            await asyncio.sleep(seconds)
+            if self.on_lost is not None:
+                await asyncio.gather(*(group.end_if_stopped(method, seconds) for group in self.replicas))
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+
+    def _joining(
+        self, groups: Sequence[WorkerGroup], version: int, seconds: float
+    ) -> list[Coroutine[Any, Any, list[Any]]]:
+        """The calls by which the groups meet on a new bridge."""
         self._num_bridges += 1
-        name, topology = f"bridge_{self._num_bridges}", self.topology
-        firsts = [sum(group.world_size for group in self.groups[:index]) for index in range(len(self.groups))]
-        await together(
-            [
-                group.call("join", self.trainers.meeting, name, first, topology, version)
-                for group, first in zip(self.groups, firsts, strict=True)
-            ]
-        )
+        name, topology = f"bridge_{self._num_bridges}", [place for group in groups for place in group.topology]
+        firsts = [sum(group.world_size for group in groups[:index]) for index in range(len(groups))]
+        return [
+            group.scatter(
+                "join",
+                [self.trainers.meeting] * group.world_size,
+                name,
+                first,
+                topology,
+                version,
+                budget_seconds=seconds,
+            )
+            for group, first in zip(groups, firsts, strict=True)
+        ]
+
+    async def _unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+        """A replica's answers; none where its loss leaves others."""
+        try:
+            return await call
+        except PeerLostError as error:
+            self._lose(group, error)
+            return []
+
+    def _lose(self, group: WorkerGroup, error: PeerLostError) -> None:
+        """Cut a replica's group off. Raises the error where the run cannot do without it."""
+        if group is self.trainers or self.on_lost is None or self.replicas == [group]:
+            raise error
+        if group in self.replicas:
+            self.replicas.remove(group)
+            self.on_lost(group, error)
 
     def show_stacks(self) -> None:
         """As of a group."""
@@ -100,6 +182,7 @@ class RunRanks:
 
     async def close(self) -> None:
         """Close all groups."""
+        self.on_lost = None
         await asyncio.gather(*(group.close() for group in self.groups))
 
 

@@ -63,6 +63,10 @@ class PartOfRun:
     num_ranks: int
     key: bytes
 
+    def ranks(self, world_size: int) -> range:
+        """The numbers of a group of this size."""
+        return range(self.first_rank, self.first_rank + world_size)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
@@ -114,6 +118,9 @@ class WorkerGroup(ABC):
     named with where all ranks stood. `on_asked` hears of a signal to stop that reached a rank. By rank, `hosts` says
     how others reach its node, `topology` which node that is and which switches are above it, nearest first.
     """
+
+    can_show_stacks = False
+    """Whether ranks can be asked for their stacks, and go on."""
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         """`part` is the group's place in the run; left out, it is all of it."""
@@ -204,6 +211,15 @@ class WorkerGroup(ABC):
     @abstractmethod
     def show_stacks(self) -> None:
         """Have the ranks write to their logs where each of their threads is, and go on, if they can be reached."""
+
+    async def end_if_stopped(self, method: str, seconds: float) -> None:
+        """End the group where a rank, `method` under way for so long, shows no sign of life, if that can be told."""
+        if not self.can_show_stacks or self._ending is not None:
+            return
+        stacks = await self._stacks()
+        if stopped := [handle for handle in self._handles if not is_whole(stacks[handle.rank])]:
+            what = f"did not answer `{method}` within {seconds:g} s"
+            await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def close(self) -> None:
         """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""

@@ -30,6 +30,9 @@ async def profiled(ranks: RunRanks, folder: RunFolder, tracker: Tracker, number:
     finally:
         own = record(False)
     of_ranks = await ranks.call("__spans__", False)
+    if len(of_ranks) != len(offsets):
+        tracker.notice(f"step {number} has no profile: an engine was lost or has joined meanwhile")
+        return
     tracks = [Track("driver", own)] + [
         Track(f"rank {rank} on {ranks.topology[rank][0]}", spans).moved(offset)
         for rank, ((_, spans), offset) in enumerate(zip(of_ranks, offsets, strict=True))

@@ -11,8 +11,9 @@ from dataclasses import replace
 from megarl.algorithms.policy_losses import POLICY_LOSSES, is_of_sequences
 from megarl.cluster.batching import RankModel
 from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.launchers import start_ranks
+from megarl.cluster.launchers import start_group, start_ranks
 from megarl.cluster.node_checks import gpus, inspect
+from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
@@ -108,12 +109,43 @@ async def _prepare(
         of_trainers["topology"] = ranks.topology
         await ranks.trainers.construct("megarl.worker.colocated:Worker", of_trainers)
         return
-    replicas = [
-        group.construct("megarl.worker.engine:EngineWorker", settings | {"replica": number})
-        for number, group in enumerate(ranks.replicas)
-    ]
+    replicas = [_construct_engine(group, recipe, layout) for group in ranks.replicas]
     await together([ranks.trainers.construct("megarl.worker.trainer:TrainerWorker", of_trainers), *replicas])
-    await ranks.join(version=1)
+    await ranks.reshard(verify=True, version=1)
+
+
+async def _construct_engine(group: WorkerGroup, recipe: Recipe, layout: ParallelConfig) -> None:
+    """Put an engine's worker on each rank of a separate replica."""
+    number = layout.leaders().index(group.part.first_rank)
+    settings = {"recipe": recipe, "layout": layout, "replica": number}
+    await group.construct("megarl.worker.engine:EngineWorker", settings)
+
+
+@asynccontextmanager
+async def _replaced(
+    ranks: RunRanks, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
+) -> AsyncIterator[Replacements]:
+    """Within, a separate engine replica that is lost is started again while others sample."""
+    key = ranks.trainers.part.key
+
+    async def start(size: int, first_rank: int) -> WorkerGroup:
+        group = await start_group(recipe.cluster, folder.logs_folder, size, first_rank, key)
+        group.deadlines, group.on_asked = run_deadlines(recipe.cluster), ranks.trainers.on_asked
+        try:
+            await _construct_engine(group, recipe, layout)
+        except BaseException:
+            await group.close()
+            raise
+        return group
+
+    replacements = Replacements(start, tracker.notice)
+    if ranks.is_separate:
+        ranks.on_lost = lambda group, error: replacements.replace(group, error, len(ranks.replicas))
+    try:
+        yield replacements
+    finally:
+        ranks.on_lost = None
+        await replacements.close()
 
 
 async def _hardware(ranks: RunRanks) -> dict[str, str]:
@@ -153,6 +185,7 @@ async def _started(
             with display.phase("building models", is_told=True):
                 await _prepare(ranks, recipe, layout, folder, tracker)
             folder.describe({"machine": await _hardware(ranks)})
+        replacements = await stack.enter_async_context(_replaced(ranks, recipe, layout, folder, tracker))
         rewards = start_rewards(recipe, stack, folder.logs_folder, tracker.notice)
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
@@ -182,6 +215,7 @@ async def _started(
             tracker=tracker,
             tokenizer=tokenizer,
             ranks=ranks,
+            replacements=replacements,
             models=models,
             pool=pool,
             sources=sources,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.batching import RankModel
+from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -49,6 +50,11 @@ METRICS = {
     "perf/engine_pause_seconds": (
         "seconds",
         "how long separate engines sampled nothing for a reshard: coming to rest, and receiving the weights",
+    ),
+    "rollout/replicas": ("count", "separate engines that sample after the step's reshard"),
+    "rollout/lost_requests": (
+        "count",
+        "requests of the step whose separate engine was lost, which others took over with the tokens that were kept",
     ),
     "reshard/KIND_bytes": ("bytes", "bytes of all ranks that the reshard moved so"),
     "reshard/probe_gap": (
@@ -88,6 +94,8 @@ class Session:
     tokenizer: Tokenizer
     ranks: RunRanks
     """All ranks; those that train are `ranks.trainers`."""
+    replacements: Replacements
+    """Separate engine replicas that were lost and have started again."""
     models: Mapping[str, RankModel]
     """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
     pool: EnginePool
@@ -231,12 +239,22 @@ class Session:
         return seconds | moved | gaps | pause
 
     async def _reshard_separate(self, verify: bool, version: int) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Each rank's report of a reshard to engines that are brought to rest for it; how long that is, as a metric."""
+        """Each rank's report of a reshard to engines that are brought to rest for it, and what is measured of those.
+
+        Replicas that have started again sample from then on.
+        """
         began = time.monotonic()
         with span("hold engines"):
             await self.pool.hold()
-        reports = await self.ranks.call("reshard", verify, version)
-        return reports, {"perf/engine_pause_seconds": time.monotonic() - began}
+        self.ranks.add(self.replacements.take())
+        reports = await self.ranks.reshard(verify, version)
+        self.pool.settle({group.part.first_rank for group in self.ranks.replicas})
+        metrics = {
+            "perf/engine_pause_seconds": time.monotonic() - began,
+            "rollout/replicas": float(len(self.ranks.replicas)),
+            "rollout/lost_requests": float(self.pool.take_lost()),
+        }
+        return reports, metrics
 
     @property
     def steps(self) -> range:

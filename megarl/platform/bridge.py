@@ -6,16 +6,21 @@ of torch that look a group up in the world's tables do not take it.
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.platform import device, rendezvous
+from megarl.platform.left_collective import PeerGoneError
 from megarl.platform.rendezvous import Rendezvous
+
+_MEET_SECONDS = 60.0
+_LOOK_SECONDS = 0.01
 
 _names: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
@@ -23,10 +28,11 @@ _names: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 def open_bridge(meeting: Rendezvous, name: str, rank: int, num_ranks: int, timeout_seconds: float) -> ProcessGroup:
     """The process group of this name over the ranks that meet there: gloo, and NCCL for tensors of a GPU.
 
-    A collective of theirs. `name` was never used in the run before.
+    A collective of theirs. `name` was never used in the run before. Raises PeerGoneError where one does not come.
     """
     timeout = timedelta(seconds=timeout_seconds)
     store = rendezvous.store_beside(meeting, name, num_ranks, timeout_seconds)
+    _await_all(store, rank, num_ranks)
     group = ProcessGroup(store, rank, num_ranks)
     kinds = ProcessGroup.BackendType
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
@@ -41,8 +47,22 @@ def open_bridge(meeting: Rendezvous, name: str, rank: int, num_ranks: int, timeo
     return group
 
 
-def close_bridge(group: ProcessGroup) -> None:
-    """Leave a bridge, whether or not the other ranks can still be reached: those that wait for this one fail."""
+def _await_all(store: Store, rank: int, num_ranks: int) -> None:
+    """Wait until all ranks are at the store; one that ended meanwhile would be waited for as long as a collective."""
+    store.set(f"here {rank}", "")
+    everyone = [f"here {other}" for other in range(num_ranks)]
+    last_look = time.monotonic() + _MEET_SECONDS
+    while not store.check(everyone):
+        if time.monotonic() > last_look:
+            missing = [other for other, name in enumerate(everyone) if not store.check([name])]
+            raise PeerGoneError(f"ranks {missing} of a bridge did not come to it within {_MEET_SECONDS:g} s")
+        time.sleep(_LOOK_SECONDS)
+
+
+def close_bridge(group: ProcessGroup | None) -> None:
+    """Leave a bridge, if any, whether or not the other ranks can be reached: those that wait for this one fail."""
+    if group is None:
+        return
     _names.pop(group, None)
     # What is under way with ranks that are gone shall not be waited for.
     with suppress(RuntimeError):

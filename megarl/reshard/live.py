@@ -97,17 +97,21 @@ class Reshard:
         verify(*self._bound, dtype=self._dtype, group=self._group)
 
     @torch.no_grad()
-    def self_test(self) -> None:
-        """Fill the engine's parameters with NaN, reshard, compare. Raises MegarlError with the first that differs."""
+    def self_test(self) -> dict[str, float]:
+        """Fill the engine's parameters with NaN, reshard, compare. Raises MegarlError with the first that differs.
+
+        Returns the reshard's seconds and bytes.
+        """
         for parameter in self._live.values():
             parameter.fill_(float("nan"))
-        self.run()
+        report = self.run()
         self.verify()
         for name, parameter in self._live.items():
             if parameter.isnan().any():
                 raise MegarlError(
                     f"rank {rank_in(self._group)}: no reshard reaches all of the engine's parameter {name}."
                 )
+        return report
 
 
 class GatheredReshard:
@@ -160,9 +164,9 @@ class GatheredReshard:
             deque(self._gathered(report), maxlen=0)
         return report
 
-    def self_test(self) -> None:
-        """Load all weights once."""
-        self.run()
+    def self_test(self) -> dict[str, float]:
+        """Load all weights once. Returns the reshard's seconds and bytes."""
+        return self.run()
 
     def _gathered(self, report: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
         here = device_of(list(self._parameters.values()))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import select
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.platform import signed
+from megarl.platform.left_collective import PeerGoneError
 from megarl.reshard.plan import RankBucket, RankPlan
 
 Value = TypeVar("Value")
@@ -91,6 +94,11 @@ class SharedSlots:
         self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
         self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]
         self._nothing = torch.empty(0, dtype=dtype)
+        self._ended = select.poll()
+        watched = [os.pidfd_open(process) for process, *_ in peers]
+        for number in watched:
+            self._ended.register(number, select.POLLIN)
+        weakref.finalize(self, _close_all, watched)
         gathered(None, group)  # all have mapped it
         os.close(file)
 
@@ -125,8 +133,15 @@ class SharedSlots:
             while not is_ready(rank):
                 time.sleep(nap)
                 nap = 5e-5
+                if self._ended.poll(0):
+                    raise PeerGoneError("a rank of the reshard has ended")
                 if time.monotonic() - start > self._PATIENCE_SECONDS:
                     raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for number in descriptors:
+        os.close(number)
 
 
 def _mapped(file: Path) -> mmap.mmap:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.parts import joined, num_kept, rest_of
-from megarl.types import Completion, Request
+from megarl.types import Completion, PeerLostError, Request
 
 METRICS = {
     "time/engines_idle": (
@@ -93,6 +93,7 @@ class _Replica:
         """Ids in the order in which they were admitted."""
         self.waiting: Queue = OrderedDict()
         self.aborts: list[str] = []
+        self.is_lost = False
         self.pump: asyncio.Task[None] | None = None
         self.busy_seconds = 0.0
 
@@ -112,7 +113,8 @@ class EnginePool:
     so that those of one prompt share a replica's prefix cache; a replica that finishes early is given more.
 
     An engine runs until an eighth of its requests have finished, at most `budget_seconds`; the driver's other tasks,
-    such as scoring, go on meanwhile. The error of a pump is raised by all requests, later ones too.
+    such as scoring, go on meanwhile. The error of a pump is raised by all requests, later ones too; but a replica that
+    is lost while others are not is cut off, and its requests go to those, with the tokens that parks kept.
 
     While the pool is held the engines have no request: those that ran are parked, with their tokens kept here, and go
     on as new requests once it is released. Nobody who waits for a completion sees it.
@@ -126,6 +128,7 @@ class EnginePool:
         self._budget_seconds = budget_seconds
         tp = layout.rollout_tp
         self._replicas = [_Replica(range(leader, leader + tp)) for leader in layout.leaders()]
+        self._num_lost = 0
         self._waiting: Queue = OrderedDict()
         self._pending: dict[str, _Pending] = {}
         self._homes: dict[str, _Replica] = {}
@@ -191,6 +194,20 @@ class EnginePool:
         self._is_held = False
         self._start_pumps()
 
+    def settle(self, leaders: Collection[int]) -> None:
+        """Sample with the replicas of these first ranks, while the pool is held; a lost one may be among them again."""
+        for replica in self._replicas:
+            replica.is_lost = replica.ranks[0] not in leaders
+
+    def take_lost(self) -> int:
+        """How many requests' replica was lost since the call before."""
+        taken, self._num_lost = self._num_lost, 0
+        return taken
+
+    @property
+    def _live(self) -> list[_Replica]:
+        return [replica for replica in self._replicas if not replica.is_lost]
+
     @property
     def seconds_held(self) -> float:
         """For how long the pool has been held so far, in all: what waits for a completion is not slow then."""
@@ -209,7 +226,7 @@ class EnginePool:
         """
         now = time.monotonic()
         open_seconds = now - self._measured_at - (self._seconds_held - self._held_before)
-        seconds = open_seconds * len(self._replicas)
+        seconds = open_seconds * len(self._live)
         busy_seconds = sum(replica.busy_seconds for replica in self._replicas)
         found = {
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
@@ -229,7 +246,14 @@ class EnginePool:
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
-        parked = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
+        try:
+            parked = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
+        except PeerLostError as error:
+            replica.running = dict.fromkeys(running)
+            self._cut_off(replica, error)
+            if self._failure is not None:
+                raise
+            return
         self._num_sampled += sum(len(part.token_ids) for part in parked.values())
         for name in reversed(running):
             pending = self._pending.get(name)
@@ -249,7 +273,7 @@ class EnginePool:
 
     def _queue_for(self, affinity: str | None) -> Queue:
         home = self._homes.get(affinity) if affinity is not None else None
-        if home is None or home.load > min(replica.load for replica in self._replicas) + _MARGIN:
+        if home is None or home.load > min(replica.load for replica in self._live) + _MARGIN:
             return self._waiting
         return home.waiting
 
@@ -266,7 +290,7 @@ class EnginePool:
     def _start_pumps(self) -> None:
         if self._is_held:
             return
-        for replica in self._replicas:
+        for replica in self._live:
             if not replica.is_pumped:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
@@ -280,6 +304,8 @@ class EnginePool:
                 await self._advance(replica, new)
                 # Who waited for a completion files its next request now.
                 await asyncio.sleep(0)
+        except PeerLostError as error:
+            self._cut_off(replica, error)
         except Exception as error:
             self._fail(error)
         finally:
@@ -288,7 +314,7 @@ class EnginePool:
     def _admitted(self, replica: _Replica) -> tuple[Request, ...]:
         """Dequeue the requests that a replica has room for: its own, then its share of those for all."""
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
-        share = -(-unfinished // len(self._replicas))
+        share = -(-unfinished // len(self._live))
         own = min(len(replica.waiting), self._max_running - len(replica.running))
         new = [replica.waiting.popitem(last=False)[1] for _ in range(own)]
         room = min(self._max_running, share) - len(replica.running) - len(new)
@@ -327,6 +353,24 @@ class EnginePool:
         """Wake those who wait for a change of what the engines run."""
         self._advanced.set()
         self._advanced = asyncio.Event()
+
+    def _cut_off(self, replica: _Replica, error: Exception) -> None:
+        """Give a lost replica's requests to the others, first in the queue; where there is no other, all fail."""
+        replica.is_lost = True
+        if not self._live:
+            self._fail(error)
+            return
+        names = [*replica.running, *replica.waiting]
+        replica.running.clear()
+        replica.waiting.clear()
+        replica.aborts.clear()
+        self._homes = {affinity: home for affinity, home in self._homes.items() if home is not replica}
+        for name in reversed(names):
+            pending = self._pending.get(name)
+            if pending is not None and not pending.future.done():
+                self._num_lost += 1
+                self._file(pending, self._waiting, last=False)
+        self._start_pumps()
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error

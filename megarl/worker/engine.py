@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.platform import device
 from megarl.platform.bridge import close_bridge, open_bridge
+from megarl.platform.left_collective import is_left
 from megarl.platform.rendezvous import Rendezvous
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
@@ -32,20 +33,26 @@ class EngineWorker:
         self._bridge: dist.ProcessGroup | None = None
         self._weights: WeightsEnd | None = None
 
-    def join(self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int) -> None:
+    def join(
+        self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int
+    ) -> Mapping[str, Any]:
         """Join a bridge to the trainers, whose weights the engine takes; see `TrainerWorker.join`."""
         self._leave()
         timeout = self._recipe.cluster.collective_timeout_seconds
-        self._bridge = open_bridge(meeting, name, first + self._rank, len(topology), timeout)
-        self._weights = WeightsEnd(
-            self._recipe,
-            self._layout,
-            topology,
-            engine=self._engine,
-            replica=self._replica,
-            group=self._bridge,
-            version=version,
-        )
+        try:
+            self._bridge = open_bridge(meeting, name, first + self._rank, len(topology), timeout)
+            self._weights = WeightsEnd(
+                self._recipe,
+                self._layout,
+                topology,
+                engine=self._engine,
+                replica=self._replica,
+                group=self._bridge,
+                version=version,
+            )
+        except Exception as error:
+            return self._lost(error)
+        return self._weights.first_report
 
     def start_notices(self) -> list[str]:
         """Notices for the user about how this run is executed."""
@@ -61,10 +68,13 @@ class EngineWorker:
         """Metrics of the engine since the call before, on leaders."""
         return self._engine.metrics()
 
-    def reshard(self, verify: bool, version: int) -> dict[str, float]:
-        """Receive the trainers' weights, with this version, while no request runs; see `WeightsEnd.reshard`."""
+    def reshard(self, verify: bool, version: int) -> Mapping[str, Any]:
+        """Receive the trainers' weights, with this version, while no request runs; see `TrainerWorker.reshard`."""
         assert self._weights is not None
-        return self._weights.reshard(verify=verify, version=version)
+        try:
+            return self._weights.reshard(verify=verify, version=version)
+        except Exception as error:
+            return self._lost(error)
 
     def close(self) -> None:
         """Close the engine and leave bridge and world."""
@@ -72,11 +82,15 @@ class EngineWorker:
         self._engine.close()
         dist.destroy_process_group()
 
+    def _lost(self, error: Exception) -> dict[str, Any]:
+        """Leave a bridge that another rank has left, as a trainer does. Raises other errors."""
+        if self._bridge is None or not is_left(error):
+            raise error
+        self._leave()
+        return {"lost": str(error)}
+
     def _leave(self) -> None:
-        self._weights = None
-        if self._bridge is not None:
-            close_bridge(self._bridge)
-        self._bridge = None
+        self._weights, self._bridge = None, close_bridge(self._bridge)
 
 
 def build_engine(

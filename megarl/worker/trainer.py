@@ -21,6 +21,7 @@ from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.distillation import StudentModel, lesson_bytes
 from megarl.platform import device
 from megarl.platform.bridge import close_bridge, open_bridge
+from megarl.platform.left_collective import is_left
 from megarl.platform.megatron_ranks import RankGroups
 from megarl.platform.rendezvous import Rendezvous
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
@@ -98,31 +99,48 @@ class TrainerWorker:
             self.critic.offload()
             self.policy.onload(("parameters",))
 
-    def join(self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int) -> None:
-        """Join a bridge to separate engines, and give them the policy's weights.
+    def join(
+        self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int
+    ) -> Mapping[str, Any]:
+        """Join a bridge to separate engines, and give them the policy's weights; see `WeightsEnd.reshard`.
 
         The bridge of this name is over all ranks of `topology`; a group's own are the ranks from `first` on. `version`
-        is that of the weights. A collective of all ranks; a bridge that was there before is left.
+        is that of the weights. A collective of all ranks; a bridge that was there before is left. Returns `lost`, and
+        why, where a rank beyond the bridge is gone.
         """
         self._leave_bridge()
         timeout = self.recipe.cluster.collective_timeout_seconds
-        self._bridge = open_bridge(meeting, name, first + self.rank, len(topology), timeout)
-        self.weights = WeightsEnd(
-            self.recipe,
-            self.layout,
-            topology,
-            policy=self.policy,
-            transformer_engine=uses_transformer_engine(),
-            group=self._bridge,
-        )
+        try:
+            self._bridge = open_bridge(meeting, name, first + self.rank, len(topology), timeout)
+            self.weights = WeightsEnd(
+                self.recipe,
+                self.layout,
+                topology,
+                policy=self.policy,
+                transformer_engine=uses_transformer_engine(),
+                group=self._bridge,
+            )
+        except Exception as error:
+            return self._lost(error)
         self.weight_version = version
+        return self.weights.first_report
 
-    def reshard(self, verify: bool = False, version: int | None = None) -> dict[str, float]:
-        """Reshard the policy's weights into the engines'; see `WeightsEnd.reshard`."""
+    def reshard(self, verify: bool = False, version: int | None = None) -> Mapping[str, Any]:
+        """Reshard the policy's weights into the engines'; see `WeightsEnd.reshard`. Returns `lost` as `join` does."""
         assert self.weights is not None
-        report = self.weights.reshard(verify=verify, version=version)
+        try:
+            report = self.weights.reshard(verify=verify, version=version)
+        except Exception as error:
+            return self._lost(error)
         self.weight_version = self.weight_version + 1 if version is None else version
         return report
+
+    def _lost(self, error: Exception) -> dict[str, Any]:
+        """Leave a bridge that another rank has left: who still waits for this one there shall not. Raises others."""
+        if self._bridge is None or not is_left(error):
+            raise error
+        self._leave_bridge()
+        return {"lost": str(error)}
 
     def start_notices(self) -> list[str]:
         """Notices for the user about how this run is executed."""
@@ -323,7 +341,4 @@ class TrainerWorker:
         dist.destroy_process_group()
 
     def _leave_bridge(self) -> None:
-        self.weights = None
-        if self._bridge is not None:
-            close_bridge(self._bridge)
-        self._bridge = None
+        self.weights, self._bridge = None, close_bridge(self._bridge)

@@ -65,7 +65,8 @@ class WeightsEnd:
         """Notices for the user about how the weights are moved."""
         with self._in_memory(version):
             self.resharding = self._planned()
-            self.resharding.self_test()
+            self.first_report = self.resharding.self_test()
+            """Seconds and bytes of the reshard at the start."""
             trainer_logprobs = self._probe_trainer() if self._is_probed else None
         if self._is_probed:
             self._check_probe(trainer_logprobs)

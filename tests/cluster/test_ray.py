@@ -101,6 +101,18 @@ def test_a_run_on_ray_is_the_run_alone(folder: Path) -> None:
     ]
 
 
+def test_engines_on_actors_of_their_own_learn_what_they_do_alone(folder: Path) -> None:
+    alone = ("name=separate_alone", "cluster.launcher=local", "cluster.nodes=1", "cluster.ranks_per_node=4")
+    separate = ("trainer.tp=1", "rollout.tp=1", "rollout.placement=separate", "rollout.ranks=2", "train.steps=2")
+    for overrides in (("name=separate",), alone):
+        done = train(folder, *separate, "algorithm.old_logprobs=trainer", *overrides)
+        assert done.returncode == 0, done.stdout + done.stderr
+    runs = [folder / "runs" / name for name in ("separate", "separate_alone")]
+    weights = [(run / "hf/model.safetensors").read_bytes() for run in runs]
+    assert weights[0] == weights[1]
+    assert len(list((runs[0] / "logs/latest").glob("rank_*"))) == 4
+
+
 def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
     done = train(folder, "name=large", "cluster.nodes=4", "trainer.tp=4", "cluster.start_timeout_seconds=3")
     assert done.returncode == 2, done.stdout + done.stderr

@@ -15,8 +15,10 @@ import pytest
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError
+from megarl.types import PeerLostError
 
 KEY = b"k" * 32
+pytestmark = pytest.mark.usefixtures("worker_module")
 
 
 async def group(size: int, first: int, logs: Path, num_ranks: int = 4, key: bytes = KEY) -> LocalGroup:
@@ -52,23 +54,30 @@ def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -
     async def play() -> None:
         async with started(tmp_path) as ranks:
             for version in (1, 2):
-                await ranks.join(version)
+                await ranks.reshard(False, version)
                 answers = await ranks.call("exchange")
                 pids = [pid for _, pid in answers[0][0]]
                 assert len(set(pids)) == 4
                 for rank, (told, received, theirs) in enumerate(answers):
                     assert told == list(enumerate(pids)) and theirs == version
                     assert received == [100.0 * other + rank for other in range(4)]
+            lost = []
+            ranks.on_lost = lambda group, error: lost.append(group)
+            dead = ranks.replicas[0]
             os.kill(pids[2], signal.SIGKILL)
             began = time.monotonic()
             with pytest.raises(RankLostError, match="rank 2 of 4 was killed by SIGKILL"):
                 await ranks.ask([2], "echo", ["x"])
             assert time.monotonic() - began < 2.0
-            await ranks.replicas[0].close()
+            await dead.close()
             # The others are none the worse for it.
-            assert await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
-            ranks.replicas[0] = await group(1, 2, tmp_path)
-            await ranks.join(3)
+            assert lost == [dead] and await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
+            with pytest.raises(PeerLostError):
+                await ranks.ask([2], "echo", ["x"])
+            await ranks.reshard(False, 3)
+            assert [version for _, _, version in await ranks.call("exchange")] == [3] * 3
+            ranks.add([await group(1, 2, tmp_path)])
+            await ranks.reshard(False, 3)
             [(told, _, version), *_] = await ranks.call("exchange")
             assert [pid for _, pid in told][2] not in pids and version == 3
 
@@ -78,7 +87,7 @@ def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -
 def test_the_first_cause_is_told_not_the_collective_that_others_lost(tmp_path: Path) -> None:
     async def play() -> None:
         async with started(tmp_path) as ranks:
-            await ranks.join(1)
+            await ranks.reshard(False, 1)
             with pytest.raises(RankFailedError, match="rank 3 of 4 raised ValueError during `fail`: the first cause"):
                 await ranks.call("fail", 3)
 
@@ -90,7 +99,7 @@ def test_a_group_with_another_key_is_not_let_onto_the_bridge(tmp_path: Path) -> 
         trainers, stranger = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2, key=b"s" * 32))
         ranks = RunRanks(trainers, [stranger])
         try:
-            joining = asyncio.ensure_future(ranks.join(1))
+            joining = asyncio.ensure_future(ranks.reshard(False, 1))
             # Each waits at names of the store that the other does not know.
             done, _ = await asyncio.wait([joining], timeout=3.0)
             assert not done

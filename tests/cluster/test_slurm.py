@@ -219,6 +219,18 @@ def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluste
 
 
 @needs_slurm
+def test_engines_in_job_steps_of_their_own_learn_what_they_do_alone(cluster: Cluster) -> None:
+    separate = ("trainer.tp=1", "rollout.tp=1", "rollout.placement=separate", "rollout.ranks=2", "train.steps=2")
+    separate += ("algorithm.old_logprobs=trainer",)
+    job = cluster.submit("name=separate", *separate)
+    cluster.train_alone("name=separate_alone", "cluster.nodes=1", "cluster.ranks_per_node=4", *separate)
+    cluster.until_ended(job, "separate", 0)
+    assert cluster.weights("separate") == cluster.weights("separate_alone")
+    machine = json.loads((cluster.folder / "runs/separate/logs/latest/attempt.json").read_text())["machine"]
+    assert machine["ranks"] == "2 on n1, 2 on n2"
+
+
+@needs_slurm
 def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Cluster) -> None:
     allocation = ("salloc", "--quiet", "--nodes=4", "--ntasks-per-node=1")
     recipe = ("recipe.yaml", *WIDE, "cluster.launcher=slurm")

@@ -104,7 +104,7 @@ from tests.config.refusals import faults
         ),
         pytest.param(
             ["loop=sft", "rollout.placement=separate"],
-            "rollout.placement = separate",
+            "rollout.placement = 'separate'",
             "without data.validation",
             "give",
             id="placement of no engine",

@@ -1,0 +1,20 @@
+"""Errors of a collective that another rank left, told from a rank's own."""
+
+from __future__ import annotations
+
+_TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+
+
+class PeerGoneError(ConnectionError):
+    """A rank that others wait for has ended, or has left what they wait for."""
+
+
+def is_left(error: BaseException | None) -> bool:
+    """Whether an error or one of its causes is a collective that another rank left."""
+    while error is not None:
+        names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
+        told = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+        if told or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,37 @@
+"""Workers of a run with separate engines, one of which dies in the middle of a reshard."""
+
+from __future__ import annotations
+
+import os
+
+from megarl.reshard import transport
+from megarl.worker import engine, trainer
+
+
+def _choose(via):
+    if via == "gloo":
+        transport.is_one_machine = lambda is_willing, group: False
+
+
+class Trainer(trainer.TrainerWorker):
+    def __init__(self, rank, world_size, via, recipe, layout):
+        _choose(via)
+        super().__init__(rank, world_size, recipe, layout)
+
+
+class Engine(engine.EngineWorker):
+    def __init__(self, rank, world_size, via, recipe, layout, replica):
+        _choose(via)
+        super().__init__(rank, world_size, recipe, layout, replica)
+
+    def die_in_reshard(self, number):
+        """From now on, this signal ends or stops the rank when the first bucket arrives."""
+
+        def die(slots):
+            os.kill(os.getpid(), number)
+
+        for kind in (transport.OwnSlots, transport.SharedSlots):
+            kind.arrive = die
+
+    def version(self):
+        return self._engine.weight_version

@@ -1,0 +1,102 @@
+"""A separate engine that dies in the middle of a reshard: the others are bridged anew and have the newest weights."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.local import LocalGroup
+from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.worker_group import PartOfRun, RankLostError, WorkerGroup
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.platform import device
+from megarl.types import PeerLostError
+
+LAYOUT = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=2)
+
+
+def recipe_of(model: Path) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "broken",
+            "loop": "rl",
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"train": "unused", "max_prompt_tokens": 32},
+            "cluster": {"ranks_per_node": 3},
+            "trainer": {"max_tokens_per_microbatch": 64},
+            "rollout": {"placement": "separate", "ranks": 2, "kv_cache_gib": 0.05, "sampling": {"max_new_tokens": 16}},
+            # Smaller than the model: several buckets travel.
+            "weights": {"bucket_mib": 1},
+        }
+    )
+
+
+async def start(recipe: Recipe, logs: Path, via: str) -> RunRanks:
+    settings: dict[str, Any] = {"via": via, "recipe": recipe, "layout": LAYOUT}
+
+    async def group(rank: int, worker: str, **further: Any) -> WorkerGroup:
+        made = LocalGroup(1, PartOfRun(rank, 3, b"k" * 32), imports=device.forkable_imports("megarl.worker.colocated"))
+        environment = device.rank_environment(3)
+        return await made.start(worker, settings | further, log_folder=logs, environment=environment)
+
+    trainer, *engines = await asyncio.gather(
+        group(0, "dying:Trainer"), group(1, "dying:Engine", replica=0), group(2, "dying:Engine", replica=1)
+    )
+    return RunRanks(trainer, engines)
+
+
+@pytest.mark.parametrize(
+    ("via", "moment", "number"),
+    [
+        ("shared memory", "reshard", signal.SIGKILL),
+        ("shared memory", "reshard", signal.SIGSTOP),
+        ("gloo", "reshard", signal.SIGKILL),
+        ("gloo", "join", signal.SIGKILL),
+    ],
+)
+def test_the_others_have_the_newest_weights(
+    tmp_path: Path,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    via: str,
+    moment: str,
+    number: signal.Signals,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    async def play() -> None:
+        ranks = await start(recipe_of(tiny_model(num_layers=2)), tmp_path, via)
+        lost: list[tuple[WorkerGroup, Exception]] = []
+        ranks.on_lost = lambda group, error: lost.append((group, error))
+        dying, other = ranks.replicas
+        try:
+            if moment == "reshard":
+                assert len(await ranks.reshard(verify=True, version=1)) == 3
+            await dying.call("die_in_reshard", number)
+            if number == signal.SIGSTOP:
+                ranks.set_deadlines(lambda: Deadlines.same(10.0))
+            began = time.monotonic()
+            reports = await ranks.reshard(verify=True, version=2)
+            assert time.monotonic() - began < 30.0
+            assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
+            how = "was killed by SIGKILL" if number == signal.SIGKILL else "did not answer `reshard` within 10 s"
+            assert f"rank 1 of 3 {how}" in str(lost[0][1])
+            assert ranks.replicas == [other] and len(reports) == 2 and "lost" not in reports[0]
+            assert await other.call("version") == [2]
+            # With nobody left the loss is the run's.
+            await other.call("die_in_reshard", signal.SIGKILL)
+            with pytest.raises(PeerLostError, match="rank 2 of 3 was killed by SIGKILL"):
+                await ranks.reshard(verify=True, version=3)
+        finally:
+            await ranks.close()
+            await dying.close()
+
+    asyncio.run(play())

@@ -1,0 +1,146 @@
+"""A separate engine that is killed, one that falls silent: others take over, it is started again, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.end_to_end.recorded import unknown_metrics
+from tests.processes import is_alive, rank_processes
+
+RECIPE = """
+name: run
+loop: rl
+model: {{path: {model}, dtype: float32}}
+data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
+cluster: {{ranks_per_node: 3, verb_timeout_seconds: 5}}
+trainer: {{max_tokens_per_microbatch: 1024}}
+optimizer: {{learning_rate: 1e-3}}
+rollout: {{placement: separate, ranks: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 48}}}}
+reward: {{functions: ["held:share_of_digits"]}}
+algorithm: {{old_logprobs: trainer}}
+train: {{steps: 400, prompts_per_step: 4, samples_per_prompt: 4}}
+"""
+REWARD = """
+import os
+import time
+
+from megarl.types import Reward
+
+
+def share_of_digits(completion_text, answer, correct_score):
+    time.sleep(0.0 if os.path.exists("fast") else 0.02)
+    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
+"""
+PATIENCE_SECONDS = 300.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Path:
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
+    (tmp_path / "held.py").write_text(REWARD)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(num_layers=2)))
+    return tmp_path
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    with (folder / "screen").open("w") as screen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megarl", "train", "recipe.yaml"],
+            cwd=folder,
+            stdout=screen,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def until(driver: subprocess.Popen[str], folder: Path, is_reached: Callable[[], object]) -> float:
+    """Wait for an event; returns for how long, in seconds."""
+    began = time.monotonic()
+    while not is_reached():
+        assert driver.poll() is None, (folder / "screen").read_text()
+        assert time.monotonic() - began < PATIENCE_SECONDS, (folder / "screen").read_text()
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def step_of(folder: Path) -> int:
+    file = folder / "runs/run/metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def replicas(folder: Path) -> list[float]:
+    _, *steps = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["rollout/replicas"] for line in steps]
+
+
+def told(folder: Path, text: str) -> int:
+    return len(re.findall(text, (folder / "screen").read_text().replace("\n", " ")))
+
+
+def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
+    driver = start(folder)
+    try:
+        until(driver, folder, lambda: step_of(folder) >= 3)
+        ranks = rank_processes(driver.pid)
+        assert sorted(ranks) == [0, 1, 2]
+        os.kill(ranks[1], signal.SIGKILL)
+        assert until(driver, folder, lambda: told(folder, "the engine of rank 1 is lost")) < 2.0 + 2.0
+        assert told(folder, "was killed by SIGKILL")
+        until(driver, folder, lambda: told(folder, "the engine of rank 1 has started again"))
+        reached = step_of(folder)
+        until(driver, folder, lambda: step_of(folder) > reached + 2)
+        until(driver, folder, lambda: replicas(folder)[-1] == 2)
+        again = rank_processes(driver.pid)
+        assert again[1] != ranks[1] and again[0] == ranks[0] and again[2] == ranks[2]
+
+        os.kill(again[2], signal.SIGSTOP)
+        until(driver, folder, lambda: told(folder, "the engine of rank 2 is lost"))
+        assert told(folder, "did not answer `advance` within")
+        assert not is_alive(again[2])
+        until(driver, folder, lambda: told(folder, "the engine of rank 2 has started again"))
+        reached = step_of(folder)
+        until(driver, folder, lambda: step_of(folder) > reached + 1)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait(PATIENCE_SECONDS) == 75, (folder / "screen").read_text()
+    finally:
+        driver.kill()
+        driver.wait()
+    _, *steps = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    sampled_with = replicas(folder)
+    assert sampled_with[0] == sampled_with[-1] == 2 and 1 in sampled_with
+    assert sum(step["rollout/lost_requests"] for step in steps) > 0
+    assert all(step["logprob_gap/max"] <= 1e-5 for step in steps)
+    for step in steps:
+        samples = (folder / f"runs/run/samples/step_{step['step']:06d}.jsonl").read_text().splitlines()
+        groups = Counter(json.loads(line)["prompt"] for line in samples)
+        assert sum(groups.values()) == 16 and all(count % 4 == 0 for count in groups.values())
+    assert unknown_metrics(folder / "runs/run") == set()
+
+
+def test_without_any_engine_the_run_ends(folder: Path) -> None:
+    driver = start(folder)
+    try:
+        until(driver, folder, lambda: step_of(folder) >= 1)
+        ranks = rank_processes(driver.pid)
+        for rank in (1, 2):
+            os.kill(ranks[rank], signal.SIGKILL)
+        assert driver.wait(PATIENCE_SECONDS) == 76, (folder / "screen").read_text()
+    finally:
+        driver.kill()
+        driver.wait()
+    assert not any(map(is_alive, ranks.values()))
+    assert json.loads((folder / "runs/run/status.json").read_text())["exit_code"] == 76
