@@ -24,6 +24,8 @@ FILES = {
     "test_local.py": "distributed",
     "test_connected.py": "distributed",
     "test_bench_reshard.py": "distributed",
+    "test_bench_driver.py": "distributed",
+    "test_relay.py": "distributed",
     "test_session_watch.py": "distributed",
     "test_doctor.py": "distributed",
     "test_scripts.py": "distributed",

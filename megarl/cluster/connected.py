@@ -27,7 +27,7 @@ from megarl.cluster import relay
 from megarl.cluster.handshake import introduce, receive_json, send_json
 from megarl.cluster.meeting import STRANGERS, meet
 from megarl.cluster.rank import serve
-from megarl.cluster.rank_handle import RankHandle, log_tail
+from megarl.cluster.rank_handle import Answers, RankHandle, log_tail
 from megarl.cluster.relayed import Relayed
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
@@ -79,7 +79,7 @@ class _RemoteHandle(RankHandle):
             self.relayed.release()
 
     def exit_reason(self, is_dead: bool) -> str:
-        if self.relayed is not None and self.relayed.is_lost:
+        if self.relayed is not None and self in self.relayed.cut_off:
             return f"was cut off: the relay of its node {self.node} ended or lost its connection"
         return f"on node {self.node} ended or lost its connection"
 
@@ -221,17 +221,17 @@ class ConnectedGroup(WorkerGroup):
             for handle in handles:
                 handle.tell(told[first])
 
-    def _ask(self, messages: Mapping[RankHandle, bytes]) -> dict[RankHandle, asyncio.Future[Any]]:
-        direct: dict[RankHandle, bytes] = {}
-        of_relay: dict[Relayed, dict[RankHandle, bytes]] = {}
+    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
+        of_relay: dict[Relayed | None, dict[RankHandle, bytes]] = {}
         for handle, message in messages.items():
-            assert isinstance(handle, _RemoteHandle)
-            found = direct if handle.relayed is None else of_relay.setdefault(handle.relayed, {})
-            found[handle] = message
-        answers = super()._ask(direct)
+            of_relay.setdefault(self._remote_handles[handle.rank].relayed, {})[handle] = message
+        answers, awaited = super()._ask(of_relay.pop(None, {}))
         for relayed, of_node in of_relay.items():
-            answers |= relayed.ask(of_node)
-        return {handle: answers[handle] for handle in messages}
+            assert relayed is not None
+            own, all_of_node = relayed.ask(of_node)
+            answers |= own
+            awaited.append(all_of_node)
+        return {handle: answers[handle] for handle in messages}, awaited
 
     def _note_end(self) -> None:
         for handle in self._remote_handles:

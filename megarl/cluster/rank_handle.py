@@ -132,3 +132,7 @@ class RankHandle(ABC):
 
     def log_tail(self) -> str:
         return log_tail(self.log)
+
+
+Answers = dict[RankHandle, asyncio.Future[Any]]
+"""The answers of ranks to a command, as they come."""

@@ -7,28 +7,61 @@ import contextlib
 import socket
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from megarl.cluster.rank_handle import RankHandle
+from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.relay import ANSWER, BATCH, PART
 
 _READ_BYTES = 1 << 16
 _MOST_BUFFERS = 64
 """Buffers that one call of the kernel is given, far below its limit."""
 
-Answers = dict[RankHandle, asyncio.Future[Any]]
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """A call under way: its answers, how many are still to come, and what is done with the last or fails with one."""
+
+    answers: Answers
+    num_awaited: int
+    whole: asyncio.Future[None]
+
+    def answer(self, handle: RankHandle, content: Callable[[], Any]) -> None:
+        """Take the content of a rank's answer, or the error that reading it raises."""
+        answer = self.answers[handle]
+        if answer.done():  # the group is at its end
+            return
+        self.num_awaited -= 1
+        try:
+            answer.set_result(content())
+        except Exception as error:
+            self.fail(answer, error)
+        if not self.num_awaited and not self.whole.done():
+            self.whole.set_result(None)
+
+    def fail(self, answer: asyncio.Future[Any], error: Exception) -> None:
+        """Let an answer fail, and with it the whole."""
+        answer.set_exception(error)
+        if not self.whole.done():
+            self.whole.set_exception(error)
+            self.whole.exception()  # whoever waits may have heard of another one's before
 
 
 class Relayed:
-    """The ranks of a node behind its relay; `handles` are known by rank. `is_lost`: the relay has ended."""
+    """The ranks of a node behind its relay; `handles` are known by rank.
+
+    `cut_off` are those that a call could not reach since the relay had ended, not they.
+    """
 
     def __init__(self, handles: Mapping[int, RankHandle], connected: socket.socket) -> None:
-        self.is_lost = False
+        self.cut_off: set[RankHandle] = set()
+        self._is_lost = False
         self.socket = connected
         self._handles = handles
-        self._awaited: Answers = {}
+        self._awaited: dict[RankHandle, _Batch] = {}
         self._ended: set[RankHandle] = set()
         self._losses: set[asyncio.Task[None]] = set()
         self._unread = bytearray()
@@ -36,14 +69,19 @@ class Relayed:
         self._loop = asyncio.get_running_loop()
         self._is_read = False
 
-    def ask(self, messages: Mapping[RankHandle, bytes]) -> Answers:
-        """Send ranks of the node a command each. Their answers fail as those of `RankHandle.ask`."""
+    def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, asyncio.Future[None]]:
+        """Send ranks of the node a command each. Their answers fail as those of `RankHandle.ask`.
+
+        And a future that is done when all have answered, and fails with the first that fails: a thousand are more to
+        wait for than one of each node.
+        """
         answers: Answers = {handle: self._loop.create_future() for handle in messages}
-        self._awaited |= answers
+        batch = _Batch(answers, len(answers), self._loop.create_future())
+        self._awaited |= dict.fromkeys(messages, batch)
         if not self._is_read:  # ranks answer once unasked, perhaps before anybody awaits it
             self._loop.add_reader(self.socket, self._read)
             self._is_read = True
-        if gone := [handle for handle in messages if self.is_lost or handle in self._ended]:
+        if gone := [handle for handle in messages if self._is_lost or handle in self._ended]:
             for handle in gone:
                 self._lose(handle)
             messages = {handle: message for handle, message in messages.items() if handle not in gone}
@@ -52,7 +90,7 @@ class Relayed:
             self._unsent += [memoryview(part) for part in _batch(messages) if part]
             if not is_sending:
                 self._write()
-        return answers
+        return answers, batch.whole
 
     def dismiss(self) -> None:
         """Tell the ranks, by the end of the stream, to leave."""
@@ -100,7 +138,7 @@ class Relayed:
             received = b""
         if not received:
             self._loop.remove_reader(self.socket)
-            self.is_lost = True
+            self._is_lost = True
             for handle in list(self._awaited):
                 self._lose(handle)
             return
@@ -117,7 +155,7 @@ class Relayed:
                 break
             handle = self._handles[rank]
             if size:
-                self._answer(handle, view[end - size : end])
+                self._awaited.pop(handle).answer(handle, partial(handle.content, view[end - size : end]))
             else:
                 self._ended.add(handle)
                 self._lose(handle)
@@ -125,25 +163,18 @@ class Relayed:
         if start:
             self._unread = bytearray(view[start:])
 
-    def _answer(self, handle: RankHandle, answer: memoryview) -> None:
-        awaited = self._awaited.pop(handle)
-        if awaited.done():  # the group is at its end
-            return
-        try:
-            awaited.set_result(handle.content(answer))
-        except Exception as error:
-            awaited.set_exception(error)
-
     def _lose(self, handle: RankHandle) -> None:
         """Tell who waits for a rank, if anybody does, that it is gone."""
 
-        async def tell(awaited: asyncio.Future[Any]) -> None:
+        async def tell(batch: _Batch) -> None:
             error = await handle.lost()
-            if not awaited.done():
-                awaited.set_exception(error)
+            if not (answer := batch.answers[handle]).done():
+                batch.fail(answer, error)
 
-        if (awaited := self._awaited.pop(handle, None)) is not None:
-            self._losses.add(asyncio.create_task(tell(awaited)))
+        if (batch := self._awaited.pop(handle, None)) is not None:
+            if handle not in self._ended:
+                self.cut_off.add(handle)
+            self._losses.add(asyncio.create_task(tell(batch)))
 
 
 def _batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:

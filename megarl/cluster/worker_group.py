@@ -20,7 +20,7 @@ from typing import Any, Self
 from megarl import types
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.rank import pack
-from megarl.cluster.rank_handle import RankError, RankHandle, log_since, log_size
+from megarl.cluster.rank_handle import Answers, RankError, RankHandle, log_since, log_size
 from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
 from megarl.platform.rendezvous import Rendezvous
@@ -74,7 +74,7 @@ class _Call:
 
     method: str
     limit: Limit
-    answers: Mapping[RankHandle, asyncio.Future[Any]]
+    answers: Answers
 
     def is_answered(self) -> bool:
         """Whether all ranks have answered, none with an error."""
@@ -241,13 +241,13 @@ class WorkerGroup(ABC):
             if self._ending is not None:
                 raise await asyncio.shield(self._ending)
             handles = [self._handles[rank] for rank in ranks]
-            answers = self._ask(dict(zip(handles, messages, strict=True)))
+            answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
             limit = self.deadlines.of(method)
             call = _Call(method, limit._replace(seconds=limit.seconds + budget_seconds), answers)
             self._calls.add(call)
             begun = time.monotonic()
             try:
-                await asyncio.wait(answers.values(), timeout=call.limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
+                await asyncio.wait(awaited, timeout=call.limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
                 if not call.is_answered():
                     raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
@@ -261,9 +261,13 @@ class WorkerGroup(ABC):
                 self.on_asked(asked)
             return [answer.result() for answer in answers.values()]
 
-    def _ask(self, messages: Mapping[RankHandle, bytes]) -> dict[RankHandle, asyncio.Future[Any]]:
-        """Send ranks a command each; their answers, in the same order, as of `RankHandle.ask`."""
-        return {handle: asyncio.create_task(handle.ask(message)) for handle, message in messages.items()}
+    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
+        """Send ranks a command each; their answers, in the same order, as of `RankHandle.ask`.
+
+        And what to wait for: when all of it is done, all have answered, and when any fails, one has failed.
+        """
+        answers: Answers = {handle: asyncio.create_task(handle.ask(message)) for handle, message in messages.items()}
+        return answers, list(answers.values())
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
         """End the group in this way, unless it is ending already; the error of every call from now on."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +38,36 @@ def test_a_pickle_that_is_small_and_endless_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch_dist_reader, "_SECONDS", 0.05)
     with pytest.raises(DataError, match=r"\.metadata: cannot be read .* takes more than 0\.05"):
         torch_dist_reader.read_metadata(tmp_path / ".metadata")
+
+
+_START = """
+import asyncio, resource, sys
+from pathlib import Path
+from megarl.cluster.local import LocalGroup
+soft, hard, ranks = map(int, sys.argv[1:4])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+async def drive():
+    group = await LocalGroup(ranks).start("probe:Probe", {}, log_folder=Path(sys.argv[4]))
+    print(len(await group.call("pid")), *resource.getrlimit(resource.RLIMIT_NOFILE))
+    await group.close()
+asyncio.run(drive())
+"""
+
+
+def start_ranks(soft: int, hard: int, num_ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Start ranks in a process with these limits of open files; it prints their number, and its limits then."""
+    paths = [*sys.path, str(Path(__file__).resolve().parents[1] / "cluster")]
+    return subprocess.run(
+        [sys.executable, "-c", _START, *map(str, (soft, hard, num_ranks, folder))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_a_launcher_raises_the_limit_of_open_files_or_names_it(tmp_path: Path) -> None:
+    done = start_ranks(24, 2000, 12, tmp_path)
+    assert done.stdout.split() == ["12", "2000", "2000"], done.stderr
+    done = start_ranks(200, 300, 40, tmp_path / "none")
+    assert done.returncode == 1 and "ConfigError: 40 ranks need 80 open files of the driver" in done.stderr
+    assert "hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is 300; raise it to" in done.stderr
+    assert not list((tmp_path / "none").iterdir())  # no rank was started

@@ -20,10 +20,9 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,6 +48,13 @@ from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
 
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
+LIMITS = {
+    "driver_cpu_per_rank_and_call": "<= 0.1",
+    "driver_cpu_per_call_relayed": "<= 10",
+    "driver_cpu_of_rows": "<= 2",
+    "driver_cpu_of_start": "<= 30",
+}
+"""Targets by metric: ms, ms, s, s of CPU."""
 _TCP_INFO_BYTES = struct.Struct("<120xQQ")
 """Of Linux's `tcp_info`: bytes that the other end acknowledged, bytes received."""
 
@@ -262,34 +268,23 @@ def lines(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str
     by_rank = f"CPU of the driver in a call of {size} ranks that do nothing, one connection a rank"
     by_node = f"CPU of the driver in a call of {size} ranks that do nothing, {relayed['num_connections']} connections"
     tokens = f"{options.samples} samples, {relayed['num_tokens']} tokens, to the first rank of each replica"
-    made: Callable[..., dict[str, Any]] = partial(metric_line, **where)
-    calls = {False: direct["costs"]["call"], True: relayed["costs"]["call"]}
-    steps = relayed["costs"]["step"]
+
+    def made(metric: str, values: Sequence[float], unit: str, against: str, digits: int = 3) -> dict[str, Any]:
+        return metric_line(metric, values, unit, target=LIMITS.get(metric), against=against, digits=digits, **where)
+
+    calls, steps = relayed["costs"]["call"], relayed["costs"]["step"]
+    per_rank = [1e3 * cost.cpu / size for cost in direct["costs"]["call"]]
+    starts = [run["costs"]["start"][0].cpu for run in (direct, relayed)]
     found = [
-        made(
-            "driver_cpu_per_rank_and_call", [1e3 * cost.cpu / size for cost in calls[False]], "ms",
-            target="<= 0.1", against=by_rank, digits=4,
-        ),
-        made(
-            "driver_cpu_per_call_relayed", [1e3 * cost.cpu for cost in calls[True]], "ms",
-            target="<= 10", against=by_node,
-        ),
-        made(
-            "driver_cpu_of_rows", [cost.cpu for cost in relayed["costs"]["step.update"]], "s",
-            target="<= 2", against=tokens,
-        ),
-        made(
-            "driver_cpu_of_start", [run["costs"]["start"][0].cpu for run in (direct, relayed)], "s",
-            target="<= 30", against=f"connect, introduce and construct {size} ranks, directly and through relays",
-        ),
-        made("driver_cpu_of_step", [cost.cpu for cost in steps], "s", target=None, against=tokens),
-        made(
-            "driver_bytes_of_step", [cost.sent + cost.received for cost in steps], "bytes",
-            target=None, against=tokens,
-        ),
-    ]  # fmt: skip
+        made("driver_cpu_per_rank_and_call", per_rank, "ms", by_rank, digits=4),
+        made("driver_cpu_per_call_relayed", [1e3 * cost.cpu for cost in calls], "ms", by_node),
+        made("driver_cpu_of_rows", [cost.cpu for cost in relayed["costs"]["step.update"]], "s", tokens),
+        made("driver_cpu_of_start", starts, "s", f"connect, introduce, construct {size} ranks, directly and relayed"),
+        made("driver_cpu_of_step", [cost.cpu for cost in steps], "s", tokens),
+        made("driver_bytes_of_step", [cost.sent + cost.received for cost in steps], "bytes", tokens),
+    ]
     for name, num_bytes in relayed["memory"].items():
-        found.append(made(f"memory_{name}", [num_bytes], "bytes", target=None, against="after the last step"))
+        found.append(made(f"memory_{name}", [num_bytes], "bytes", "after the last step"))
     return found
 
 

@@ -153,7 +153,7 @@ def main() -> None:
     for turn in range(told.world_size):
         if os.fork() == 0:
             die_with(own)
-            node = f"node{turn // told.per_node:04d}"
+            node = f"node{turn // told.per_node}"
             connect((told.host, told.port), key, Introduction(turn, node, told.host))
             leave()
     while True:

@@ -1,0 +1,261 @@
+"""Ranks behind the relays of their nodes: calls, failures and ends are those of ranks that are reached directly."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.cluster.connected import ConnectedGroup
+from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.handshake import admit, introduce
+from megarl.cluster.rank import pack
+from megarl.cluster.relay import ANSWER, BATCH, PART, start
+from megarl.cluster.worker_group import RankFailedError
+from megarl.platform.processes import descendants
+from megarl.types import DataError, PeerLostError
+from tests.cluster.lateness import see_who_is_late
+from tests.processes import is_alive
+
+BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(worker_module: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forked from one interpreter: a dozen groups of them start in no time."""
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+@asynccontextmanager
+async def started(world_size: int, log_folder: Path, per_node: int | None = None) -> AsyncIterator[ConnectedGroup]:
+    """A group of Probes behind relays, of which no process is left."""
+    idle_ranks = importlib.import_module("idle_ranks")
+    group: ConnectedGroup = idle_ranks.ForkedGroup(world_size, per_node or world_size)
+    group.most_direct = 0
+    await group.start("probe:Probe", {}, log_folder=log_folder)
+    pids = await group.call("pid")
+    relays = relays_of(pids)
+    try:
+        yield group
+    finally:
+        await group.close()
+    await ended([*relays.values(), *pids])
+
+
+async def ended(pids: list[int]) -> None:
+    """Wait until these processes have ended."""
+    async with asyncio.timeout(20):
+        while any(map(is_alive, pids)):
+            await asyncio.sleep(0.01)
+
+
+def relays_of(pids: list[int]) -> dict[int, int]:
+    """The process of each relay, by the rank that started it."""
+    return {rank: relay for rank, pid in enumerate(pids) for relay in descendants(pid)}
+
+
+def test_calls_go_through_one_relay_for_each_node_of_several_ranks(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(5, tmp_path, per_node=2) as group:
+            assert list(relays_of(await group.call("pid"))) == [0, 2]  # rank 4 is alone on its node
+            assert [handle.relayed is not None for handle in group._remote_handles] == [True] * 4 + [False]
+            assert await group.call("product", 2) == [(rank, 2 * (rank + 1)) for rank in range(5)]
+            assert [place[0] for place in group.topology] == ["node0", "node0", "node1", "node1", "node2"]
+            assert await group.scatter("product", [5, 6, 7, 8, 9]) == [(0, 5), (1, 12), (2, 21), (3, 32), (4, 45)]
+            large = np.arange(3_000_000)
+            for rank, answer in enumerate(
+                await group.scatter("reversed", [large, large[::3], large[:0], large, large])
+            ):
+                assert len(answer) == [3_000_000, 1_000_000, 0, 3_000_000, 3_000_000][rank]
+                assert not len(answer) or answer[-1] == rank
+            # Calls to ranks of one node do not wait for each other.
+            here, there = str(tmp_path / "here"), str(tmp_path / "there")
+            await asyncio.gather(group.ask([0], "meet", [(here, there)]), group.ask([1], "meet", [(there, here)]))
+            words = [asyncio.create_task(group.ask([3, 1], "hear", [word, word])) for word in "abc"]
+            assert [await word for word in words][-1] == [["a", "b", "c"]] * 2
+
+    asyncio.run(drive())
+
+
+def test_a_rank_that_answers_late_does_not_delay_its_neighbours_answer(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(2, tmp_path) as group:
+            go = tmp_path / "go"
+            waiting = asyncio.create_task(group.ask([0, 1], "wait_for", [str(tmp_path), str(go)]))
+            async with asyncio.timeout(20):
+                while [handle.rank for call in group._calls for handle in call.silent()] != [1]:
+                    await asyncio.sleep(0.01)
+            assert not waiting.done()
+            go.touch()
+            await waiting
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code", "cause", "details"),
+    [
+        ("raise", 70, "rank 1 of 4 raised ValueError during `fail_on`: seven is not even", "in _raise\n"),
+        ("exit", 76, "rank 1 of 4 on node node0 ended or lost its connection during `fail_on`", "\nlast words"),
+        ("kill", 76, "rank 1 of 4 on node node0 ended or lost its connection during `fail_on`", "\nlast words"),
+        ("unpicklable", 70, " of 4 raised ", "pickle"),
+    ],
+)
+def test_a_failure_behind_a_relay_names_the_rank(
+    tmp_path: Path, kind: str, exit_code: int, cause: str, details: str
+) -> None:
+    async def drive() -> None:
+        async with started(4, tmp_path, per_node=2) as group:
+            begun = time.monotonic()
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("fail_on", 1, kind)
+            assert time.monotonic() - begun < 30  # the others sleep for 60
+            assert cause in str(caught.value) and details in caught.value.__notes__[0]
+            assert caught.value.exit_code == exit_code and (kind == "unpicklable" or caught.value.rank == 1)
+            with pytest.raises(RankFailedError) as again:
+                await group.call("product", 1)
+            assert again.value is caught.value
+
+    asyncio.run(drive())
+
+
+def test_errors_of_megarl_and_of_the_constructor_keep_their_class(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(2, tmp_path) as group:
+            with pytest.raises(DataError, match="shard 1 is missing"):
+                await group.construct("probe:Probe", {"broken_rank": 1})
+
+    asyncio.run(drive())
+
+
+def test_a_death_between_calls_is_told_by_the_next(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(3, tmp_path) as group:
+            pids = await group.call("pid")
+            os.kill(pids[0], signal.SIGKILL)  # the one that started the relay, which outlives it
+            await ended(pids[:1])
+            with pytest.raises(RankFailedError, match="rank 0 of 3 on node node0 ended or lost its connection"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_the_death_of_a_relay_is_told_as_that(tmp_path: Path, is_under_way: bool) -> None:
+    async def drive() -> None:
+        async with started(4, tmp_path, per_node=2) as group:
+            pids = await group.call("pid")
+            relay = relays_of(pids)[2]
+            if is_under_way:
+                calling = asyncio.create_task(group.call("sleep_on", 2, 60))
+                await asyncio.sleep(0)
+            os.kill(relay, signal.SIGKILL)
+            await ended([relay])
+            told = "rank [23] of 4 was cut off: the relay of its node node1 ended or lost its connection during"
+            with pytest.raises(RankFailedError, match=told) as caught:
+                await (calling if is_under_way else group.call("product", 1))
+            assert caught.value.exit_code == 76
+
+    asyncio.run(drive())
+
+
+def test_who_is_late_behind_a_relay_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(3, tmp_path) as group:
+            await see_who_is_late(group, 1.0)
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize("stopped", ["rank", "relay"])
+def test_a_stopped_process_is_named_by_what_does_not_answer(tmp_path: Path, stopped: str) -> None:
+    async def drive() -> None:
+        async with started(4, tmp_path, per_node=2) as group:
+            pids = await group.call("pid")
+            group.deadlines = Deadlines.same(1.0)
+            relay = relays_of(pids)[2]
+            os.kill(pids[3] if stopped == "rank" else relay, signal.SIGSTOP)
+            with pytest.raises(RankFailedError) as caught:
+                await group.call("product", 1)
+            os.kill(relay, signal.SIGCONT)
+            named = "rank 3" if stopped == "rank" else "ranks 2, 3"
+            assert str(caught.value).startswith(f"{named} of 4 did not answer `product` within 1 s")
+
+    asyncio.run(drive())
+
+
+def test_close_lets_ranks_leave(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(2, tmp_path / "logs") as group:
+            await group.call("leave_note", str(tmp_path))
+        assert sorted(path.name for path in tmp_path.glob("left_*")) == ["left_0", "left_1"]
+        with pytest.raises(PeerLostError, match="closed"):
+            await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_a_cancelled_call_ends_the_group(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(2, tmp_path) as group:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
+            with pytest.raises(PeerLostError, match="`sleep` was abandoned"):
+                await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
+def test_strangers_are_not_relayed_and_a_message_in_common_is_sent_once() -> None:
+    """The relay, between a driver and ranks that the test plays."""
+    key = os.urandom(32)
+
+    async def drive() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            start(server.getsockname(), key, "127.0.0.1", [6, 7])
+            driver, _ = await loop.sock_accept(server)
+        driver.setblocking(False)
+        told = await admit(driver, key)
+        assert told["first_rank"] == 6
+        address = told["host"], told["port"]
+        strangers = [socket.create_connection(address) for _ in range(3)]
+        strangers[0].sendall(b"\0" * 64 + pickle.dumps(7))
+        strangers[1].sendall(ANSWER.pack(6, 4) + b"lies")
+        ranks = {rank: socket.create_connection(address) for rank in (7, 6)}
+        for rank, connected in ranks.items():
+            await asyncio.to_thread(introduce, connected, key, {"rank": rank})
+        message = pack("to both")
+        parts = PART.pack(2, len(message)) + np.array([6, 7], "<u4").tobytes() + message
+        await loop.sock_sendall(driver, BATCH.pack(1) + parts)
+        for rank, connected in ranks.items():
+            connected.settimeout(20)
+            assert connected.recv(len(message), socket.MSG_WAITALL) == message
+            connected.sendall(pack(rank))
+        driver.setblocking(True)
+        driver.settimeout(20)
+        answers = dict(one_answer(driver) for _ in ranks)
+        assert answers == {rank: pack(rank)[8:] for rank in ranks}
+        ranks[7].close()
+        assert one_answer(driver) == (7, b"")
+        driver.close()
+        assert ranks[6].recv(1) == b""
+        for connected in (ranks[6], *strangers):
+            connected.close()
+
+    def one_answer(driver: socket.socket) -> tuple[int, bytes]:
+        rank, size = ANSWER.unpack(driver.recv(ANSWER.size, socket.MSG_WAITALL))
+        return rank, driver.recv(size, socket.MSG_WAITALL) if size else b""
+
+    asyncio.run(drive())
