@@ -79,6 +79,9 @@ class ModelConfig(Section):
         return found_folder(self.path)
 
 
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+
+
 class TrainerConfig(Section):
     tp: PositiveInt = 1
     """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over this many ranks."""
@@ -107,7 +110,12 @@ class TrainerConfig(Section):
     router_replay: bool = False
     """Router replay (mixture of experts): train with the experts that the engine routed each token to."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation in the backward pass: of core attention (selective) or of whole layers (full)."""
+    """Activation recomputation in the backward pass: of trainer.recompute_modules (selective) or of whole layers
+    (full)."""
+    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)
+    """Parts of a layer that `recompute: selective` computes anew, by Megatron-Core's names: core_attn (next to nothing
+    is saved where attention is a flash kernel), layernorm, mlp (of dense layers, most of their activations), moe
+    (routing and experts), moe_act (the experts' activation; with Transformer Engine), shared_experts."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
     """States moved to host memory while the engine samples; default: none."""
     max_tokens_per_microbatch: PositiveInt = 8192

@@ -264,6 +264,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "trainer.distributed_optimizer": _ALWAYS,
     "trainer.router_replay": (_RL,),
     "trainer.recompute": _ALWAYS,
+    "trainer.recompute_modules": (_one_of("trainer.recompute", "selective"),),
     "trainer.offload": _ALWAYS,
     "trainer.max_tokens_per_microbatch": _ALWAYS,
     "trainer.logprob_chunk_tokens": (_LOGPROBS,),

@@ -105,12 +105,15 @@ class PackedRow(PackedSeqParams):
             )
             order = torch.tensor(np.argsort(np.concatenate(queries)), device=device)
         sequence = np.repeat(np.arange(len(lengths)), sizes)
+        # Lengths with padding that are those without: given them, Transformer Engine compares the two on the GPU and
+        # waits for the answer, in every layer. Its context parallelism takes no rows without.
+        padded = cu_seqlens if cp > 1 else None
         return cls(
             qkv_format=qkv_format,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=cu_seqlens,
-            cu_seqlens_kv_padded=cu_seqlens,
+            cu_seqlens_q_padded=padded,  # pyright: ignore[reportArgumentType]  (Megatron's default is None, too)
+            cu_seqlens_kv_padded=padded,  # pyright: ignore[reportArgumentType]
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             positions=torch.tensor(local - starts[sequence[local]], device=device),

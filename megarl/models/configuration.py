@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 
 from megarl.config.parallel import ParallelConfig
@@ -39,6 +40,7 @@ def transformer_config(
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
     router_replay: bool = False,
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
@@ -56,19 +58,17 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "init_method_std": shape.initializer_range,
-        # The fused kernels come with Transformer Engine or apex.
-        "apply_rope_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
+        **_fused_kernels(),
     }
     if recompute == "selective":
-        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        settings |= {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
     elif recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.num_experts:
         settings |= _expert_settings(shape, layout) | {"moe_enable_routing_replay": router_replay}
         # Balancing pulls the policy away from the reward's gradient: it must be asked for.
         defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+        defaults |= _fused_expert_kernels(router_replay)
     for name in sorted(overrides.keys() & settings.keys()):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
@@ -90,6 +90,37 @@ def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
             raise
         fields = ", ".join(f"trainer.megatron.{name} = {value!r}" for name, value in overrides.items())
         raise ConfigError(f"{fields}. Megatron-Core refuses it: {error}") from error
+
+
+def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapping[str, Any]) -> bool:
+    """Whether Transformer Engine's linear layers add their weights' gradients to the float32 gradients themselves.
+
+    Megatron's own flag for that, `gradient_accumulation_fusion`, also asks apex's kernel of its own layers; without
+    apex only Transformer Engine's are told to.
+    """
+    wanted = overrides.get("gradient_accumulation_fusion", True)
+    return uses_transformer_engine() and wanted and not config.gradient_accumulation_fusion
+
+
+def _fused_kernels() -> dict[str, bool]:
+    """Fusions that need no other numbers than the model's; those of Megatron's own layers come with apex."""
+    return {
+        # Without it Megatron reads every sequence's length from the GPU, in each layer for queries and for keys.
+        "apply_rope_fusion": uses_transformer_engine(),
+        "bias_activation_fusion": torch.cuda.is_available(),
+        # Packed rows never reach the layer that has it.
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": torch.cuda.is_available()
+        and tensor_parallel_layers._grad_accum_fusion_available,
+    }
+
+
+def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
+    # The fused router chooses by itself: Megatron asks no replay about it.
+    return {
+        "moe_permute_fusion": uses_transformer_engine(),
+        "moe_router_fusion": uses_transformer_engine() and not router_replay,
+    }
 
 
 def _expert_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:

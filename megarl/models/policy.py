@@ -52,6 +52,15 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
+def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
+    """Have Transformer Engine's linear layers add their weights' gradients to the float32 ones that Megatron's
+    DistributedDataParallel gives them, instead of handing it one in the model's type to add.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class PackedModel(GPTModel):
     """A pipeline stage of a model over packed rows; with `vp_stage`, that virtual stage of it."""
 

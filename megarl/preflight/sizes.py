@@ -236,6 +236,28 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.router_replay = True: replays what an engine chose in rl for a model with experts; leave it out"
     if trainer.router_replay and trainer.recompute == "full":
         yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
+    yield from _recomputed_modules(recipe, shape)
+
+
+_NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
+
+
+def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    trainer = recipe.trainer
+    if trainer.recompute != "selective":
+        return
+    field = f"trainer.recompute_modules = {list(trainer.recompute_modules)}"
+    if not trainer.recompute_modules:
+        yield f"{field}: nothing would be computed anew; name a module, or set trainer.recompute=none"
+    for module in trainer.recompute_modules:
+        if module in _NEEDS_EXPERTS and not shape.num_experts:
+            yield f"{field}: a {shape.family} model has no experts; leave {module} out"
+        elif module == "shared_experts" and not shape.shared_intermediate_size:
+            yield f"{field}: a {shape.family} model has no shared experts; leave {module} out"
+        elif module == "mlp" and shape.num_experts:
+            yield f"{field}: a {shape.family} model has experts in every layer; name moe instead of mlp"
+    if trainer.router_replay and "moe" in trainer.recompute_modules:
+        yield f"{field}: under trainer.router_replay experts computed anew would choose anew; name moe_act instead"
 
 
 def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:

@@ -21,8 +21,9 @@ from megarl.data.batch import TokenBatch
 from megarl.families.adapters import LINEARS
 from megarl.families.shape import ModelShape
 from megarl.models import adapters
+from megarl.models.configuration import accumulates_in_transformer_engine
 from megarl.models.distillation import StudentModel
-from megarl.models.policy import PackedModel
+from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
 from megarl.training.merged import MergedWeights
@@ -115,6 +116,9 @@ class TrainingEngine(ModelShard):
         self.is_adapted = is_policy and recipe.lora.rank > 0
         if self.is_adapted:
             self._attach_adapters()
+        if accumulates_in_transformer_engine(self.config, trainer.megatron):
+            for chunk in self.chunks:
+                accumulate_in_main_gradients(chunk)
         self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self.role.optimizer, self.models, dtype=self.dtype, distributed=trainer.distributed_optimizer

@@ -66,6 +66,7 @@ class ModelShard:
             dtype=self.dtype,
             sequence_parallel=self.sequence_parallel,
             recompute=recipe.trainer.recompute,
+            recompute_modules=recipe.trainer.recompute_modules,
             router_replay=router_replay,
             overrides=recipe.trainer.megatron,
         )

@@ -18,12 +18,21 @@ CPU = torch.device("cpu")
 
 def test_packed_row() -> None:
     row = PackedRow.from_lengths([3, 1, 4], CPU, "packed")
-    assert row.cu_seqlens_q.tolist() == row.cu_seqlens_kv_padded.tolist() == [0, 3, 4, 8]
+    assert row.cu_seqlens_q.tolist() == row.cu_seqlens_kv.tolist() == [0, 3, 4, 8]
     assert row.cu_seqlens_q.dtype == torch.int32
     assert (row.max_seqlen_q, row.max_seqlen_kv, row.qkv_format) == (4, 4, "packed")
     assert row.positions is not None and row.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     (part,) = row.parts
     assert part.queries is None and part.keys is None and part.cu_keys.tolist() == [0, 3, 4, 8]
+
+
+def test_padded_lengths_are_given_only_where_they_are_needed() -> None:
+    """Transformer Engine compares both on the GPU, in each layer, unless there are none; its context parallelism needs
+    them."""
+    whole = PackedRow.from_lengths([4, 8], CPU, "thd")
+    assert whole.cu_seqlens_q_padded is None and whole.cu_seqlens_kv_padded is None
+    shared = PackedRow.from_lengths([4, 8], CPU, "thd", cp=2, cp_rank=1)
+    assert shared.cu_seqlens_q_padded.tolist() == shared.cu_seqlens_kv_padded.tolist() == [0, 4, 12]
 
 
 def attend_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megarl.config import RecomputedModule
 from megarl.config.decided_fields import EXPERT_FIELDS, TRANSFORMER_FIELDS
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import padded_vocab_size, read_model_shape
+from megarl.models import configuration
+from megarl.models.attention import PackedRow
 from megarl.models.configuration import (
     _expert_settings,
     _model_settings,
@@ -19,6 +29,7 @@ from megarl.models.configuration import (
     refusals_named,
     transformer_config,
 )
+from megarl.models.policy import accumulate_in_main_gradients
 from megarl.types import ConfigError
 
 
@@ -88,6 +99,122 @@ def test_what_megatron_refuses_while_it_builds_is_a_config_error(config: Callabl
         build()
     with pytest.raises(AssertionError, match="zero_centered_gamma"), refusals_named({}):
         build()
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU and Transformer Engine, as far as Megatron's config asks about them."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    def rotate(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.zeros_like(t)
+
+    monkeypatch.setattr(configuration, "uses_transformer_engine", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb_thd", rotate)
+    for name in FUSED_EXPERTS:
+        monkeypatch.setattr(moe_utils, name, lambda *_: None, raising=False)
+
+
+FUSED_EXPERTS = (
+    "fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index",
+    "fused_sort_chunks_by_index_with_probs", "fused_unpermute", "fused_topk_with_score_function",
+    "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss",
+)  # fmt: skip
+
+
+def test_kernels_are_fused_where_transformer_engine_is(transformer_engine: None, config: Callable[..., Any]) -> None:
+    made = config()
+    assert made.apply_rope_fusion and made.bias_activation_fusion
+    # Megatron's own layers would ask for apex's kernel, which is not here.
+    assert not made.gradient_accumulation_fusion
+    assert configuration.accumulates_in_transformer_engine(made, {})
+    assert not configuration.accumulates_in_transformer_engine(made, {"gradient_accumulation_fusion": False})
+    assert not config(apply_rope_fusion=False).apply_rope_fusion
+
+
+def test_on_the_cpu_nothing_is_fused(config: Callable[..., Any]) -> None:
+    made = config()
+    fused = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "masked_softmax_fusion")
+    assert not any(getattr(made, name) for name in fused)
+    assert not configuration.accumulates_in_transformer_engine(made, {})
+
+
+@pytest.mark.parametrize("router_replay", [False, True])
+def test_a_replayed_router_is_not_fused(
+    transformer_engine: None, tiny_model: Callable[..., Path], router_replay: bool
+) -> None:
+    """Megatron's fused router returns before it looks at the experts that are replayed."""
+    made = transformer_config(
+        read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2)),
+        ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1),
+        dtype=torch.bfloat16,
+        sequence_parallel=False,
+        router_replay=router_replay,
+        overrides={},
+    )
+    assert made.moe_permute_fusion and made.moe_router_fusion is not router_replay
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_the_fused_rope_reads_nothing_from_the_gpu(
+    transformer_engine: None,
+    cuda_factories: None,
+    config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    is_fused: bool,
+) -> None:
+    """Fake CUDA tensors have no values: whoever waits for one fails."""
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    made, device = config(apply_rope_fusion=is_fused), torch.device("cuda", 0)
+    one_rank: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    # Where CUDA is said to be there, fake tensors are made by its own factories.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with FakeTensorMode():
+        query = torch.zeros(12, 4, 24, dtype=torch.bfloat16, device=device)
+        angles = torch.zeros(8, 1, 1, 24, device=device)
+        lengths = PackedRow.from_lengths([4, 8], device, "thd").cu_seqlens_q
+        with nullcontext() if is_fused else pytest.raises(RuntimeError):
+            assert apply_rotary_pos_emb(query, angles, made, lengths, cp_group=one_rank).shape == query.shape
+
+
+class TransformerEngineLinear(torch.nn.Linear):
+    """A layer with the switch of Transformer Engine's linear layers."""
+
+    fuse_wgrad_accumulation = False
+
+
+def test_layers_with_the_switch_accumulate_in_place() -> None:
+    chunk = torch.nn.Sequential(TransformerEngineLinear(2, 2), torch.nn.Linear(2, 2))
+    accumulate_in_main_gradients(chunk)
+    assert chunk[0].fuse_wgrad_accumulation and not hasattr(chunk[1], "fuse_wgrad_accumulation")
+
+
+def test_modules_that_are_computed_anew(tiny_model: Callable[..., Path]) -> None:
+    def made(*modules: str) -> Any:
+        return transformer_config(
+            read_model_shape(tiny_model(num_layers=2)),
+            ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1),
+            dtype=torch.bfloat16,
+            sequence_parallel=False,
+            recompute="selective",
+            recompute_modules=modules,
+            overrides={},
+        )
+
+    assert made("layernorm", "mlp").recompute_modules == ["layernorm", "mlp"]
+    with pytest.raises(ConfigError, match="moe_act in recompute_modules is only supported with moe_grouped_gemm"):
+        made("moe_act")
+
+
+def test_the_modules_of_a_recipe_are_megatrons() -> None:
+    """All that its TransformerConfig takes but multi-latent attention's, which no family here has."""
+    source = inspect.getsource(TransformerConfig.__post_init__)
+    allowed = re.search(r"allowed_modules = (\{[^}]*\})", source)
+    assert allowed is not None
+    assert ast.literal_eval(allowed[1]) == {*get_args(RecomputedModule), "mla_up_proj"}
 
 
 @pytest.mark.parametrize(

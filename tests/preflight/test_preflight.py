@@ -384,6 +384,16 @@ WRONG = [
     ),
     pytest.param({"trainer": {"ep": 2}, "cluster": RANKS_4}, ["trainer.ep = 2", "has no experts"], id="experts"),
     pytest.param({"trainer": {"router_replay": True}}, ["trainer.router_replay", "leave it out"], id="no router"),
+    pytest.param(
+        {"trainer": {"recompute": "selective", "recompute_modules": []}},
+        ["trainer.recompute_modules = []", "trainer.recompute=none"],
+        id="nothing computed anew",
+    ),
+    pytest.param(
+        {"trainer": {"recompute": "selective", "recompute_modules": ["mlp", "moe"]}},
+        ["trainer.recompute_modules = ['mlp', 'moe']", "has no experts; leave moe out"],
+        id="experts computed anew",
+    ),
     pytest.param({"lora": {"rank": 65}}, ["lora.rank = 65: exceeds", "narrowest matrix, 64; lower it"], id="lora rank"),
     pytest.param(
         {"loop": "reward_model", "lora": {"rank": 8}}, ["lora.rank = 8", "set lora.rank=0"], id="adapters under a head"
