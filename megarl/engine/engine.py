@@ -367,6 +367,9 @@ def engine_arguments(
         "async_scheduling": False,
         "disable_log_stats": True,
     }
+    if torch.cuda.is_available() and device.cuda_toolkit() is None:
+        # The pass is vLLM's default on Hopper from two ranks on; FlashInfer compiles its kernel when the engine starts.
+        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if override:
         arguments["hf_overrides"] = engine_overrides(read_object(Path(model_path) / "config.json"), override)
     return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})

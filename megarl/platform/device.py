@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -42,22 +45,49 @@ def peak_of(device_name: str) -> float | None:
 def rank_environment(ranks_per_node: int) -> dict[str, str]:
     """Environment variables to be set before a rank starts: cores, CUDA connections, cache folders.
 
-    Compiled kernels are cached in the user's folder, for a rank's temporary folder ends with it. On a CPU the C library
-    shall copy blocks of more than half a MiB past the caches, which doubles their speed: in a virtual machine it takes
-    the host's last-level cache for its own, and so never would.
+    On a GPU vLLM and the Hub's library stay offline, as `platform.vllm_on_cpu` has it elsewhere, and CUDA_HOME is
+    `cuda_toolkit`. Compiled kernels are cached in the user's folder, for a rank's temporary folder ends with it. On a
+    CPU the C library shall copy blocks of more than half a MiB past the caches, which doubles their speed: in a virtual
+    machine it takes the host's last-level cache for its own, and so never would.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     environment = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     if current().type == "cuda":
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR", os.path.join(caches, "megarl", "torchinductor")
-        )
+        own = {
+            "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "megarl", "torchinductor"),
+            # Models are folders when a rank starts; nothing is to be looked up or reported from a node.
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        environment |= {name: os.environ.get(name, value) for name, value in own.items()}
+        if (toolkit := cuda_toolkit()) is not None:
+            environment["CUDA_HOME"] = str(toolkit)
     else:
         environment["GLIBC_TUNABLES"] = os.environ.get(
             "GLIBC_TUNABLES", f"glibc.cpu.x86_non_temporal_threshold={1 << 19}"
         )
     return environment
+
+
+def cuda_toolkit() -> Path | None:
+    """The folder of the CUDA compiler that FlashInfer and vLLM compile kernels with at run time; None without one.
+
+    CUDA_HOME or CUDA_PATH, else what launch/setup.sh made of the wheels that torch came with, else that of the nvcc on
+    the PATH, or the usual folder.
+    """
+    if named := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        folders = [Path(named)]
+    else:
+        found = shutil.which("nvcc")
+        folders = [Path(sys.prefix) / "cuda", *([Path(found).resolve().parents[1]] if found else [])]
+        folders.append(Path("/usr/local/cuda"))
+    return next((folder for folder in folders if _is_toolkit(folder)), None)
+
+
+def _is_toolkit(folder: Path) -> bool:
+    # An nvcc on the PATH may be a script that stands for one elsewhere.
+    return os.access(folder / "bin" / "nvcc", os.X_OK) and (folder / "include" / "cuda_runtime.h").is_file()
 
 
 def forkable_imports(*modules: str) -> tuple[str, ...]:

@@ -42,6 +42,11 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
         for name in class_fields("megatron", file, owner)
     }
+    if settings.get("fp8") and settings.get("fp8_recipe", "delayed") == "delayed":
+        yield (
+            "trainer.megatron.fp8_recipe = 'delayed': its history is saved as a pickle, which is never loaded; "
+            "set it to blockwise, tensorwise or mxfp8"
+        )
     for field, value in settings.items():
         if field in decided:
             yield f"trainer.megatron.{field} = {value!r}: follows from {decided[field]}; remove it"

@@ -7,10 +7,11 @@ rank's sockets, locks and CUDA context, and would outlive a killed rank and writ
 
 from __future__ import annotations
 
+import io
 import queue
 import random
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,13 @@ from megarl.models.adapters import sharded_state
 from megarl.platform import device
 from megarl.training.engine import TrainingEngine
 from megarl.training.model import FrozenModel
+from megarl.training.optimizer_state import copy_into, sharded_optimizer_state
+from megarl.training.staging import staged
 
 Model = TrainingEngine | FrozenModel
 
 _FORMAT = {
+    # What is on disk is Megatron's format of this name, made without its gathering: `optimizer_state`.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
@@ -66,15 +70,20 @@ class Save:
     def write(self, *, asynchronous: bool) -> None:
         """Write this rank's share: in the background, from copies, if `asynchronous`. Raises DiskFullError."""
         check_space(self._folder, self.num_bytes)
-        here = device.current()
-        # What the accelerator does not hold is a copy already: the gathered optimizer state.
         self._buckets = [
-            (name, [*objects, *((item, t.to("cpu", copy=asynchronous and t.device == here)) for item, t in tensors)])
+            (name, [*objects, *zip((item for item, _ in tensors), self._on_host(tensors, asynchronous), strict=True)])
             for name, objects, tensors in self._buckets
         ]
         self._thread.start()
         if not asynchronous:
             self._thread.join()
+
+    def _on_host(self, tensors: Sequence[tuple[Any, torch.Tensor]], is_copied: bool) -> list[torch.Tensor]:
+        """The tensors in host memory, as they are now if `is_copied`."""
+        values = [tensor for _, tensor in tensors]
+        if device.current().type == "cuda":
+            return staged(values, pin=True)
+        return [tensor.to("cpu", copy=is_copied) for tensor in values]
 
     def finish(self, *, wait: bool = True) -> dict[str, dict[str, Any]] | None:
         """Add Megatron's records when all ranks have written, a collective; None if one has not, unless told to `wait`.
@@ -99,7 +108,9 @@ class Save:
             for index, (name, contents) in enumerate(self._buckets):
                 stream: Any = self._manifest.stream(name)
                 written[index] = [
-                    _write_item(_StorageWriterTransforms(), stream, data, item, name, SerializationFormat.TORCH_SAVE)
+                    _write_item(
+                        _StorageWriterTransforms(), stream, _alone(data), item, name, SerializationFormat.TORCH_SAVE
+                    )
                     for item, data in contents
                 ]
             self._manifest.release(durable=True)
@@ -108,6 +119,13 @@ class Save:
         self._buckets = []
         if self._results is not None:
             self._results.put(written)
+
+
+def _alone(data: Any) -> Any:
+    """A tensor in a storage of its own: torch writes the whole of what it lies in."""
+    if not isinstance(data, torch.Tensor) or data.untyped_storage().nbytes() == data.nbytes:
+        return data
+    return data.clone()
 
 
 @contextmanager
@@ -185,18 +203,32 @@ def _learnt(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Mo
 def _restore(model: Model, state: dict[str, Any]) -> None:
     is_adapted = isinstance(model, TrainingEngine) and model.is_adapted
     for name, chunk in _named_chunks(model).items():
-        chunk.load_state_dict(state[name], strict=not is_adapted)
+        chunk.load_state_dict(without_pickles(state[name]), strict=not is_adapted)
     if isinstance(model, TrainingEngine):
         _restore_training(model, state)
     else:
         model.has_moved = True
 
 
+def without_pickles(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's state whose extra states say nothing.
+
+    Transformer Engine keeps pickles in them, as bytes in a tensor, which its layers would load unchecked. They hold
+    the history of FP8's delayed scaling, which is refused (`trainer.megatron.fp8_recipe`), and settings of the recipe.
+    """
+    empty = torch.empty(0, dtype=torch.uint8)
+    return {
+        name: empty if "_extra_state" in name and isinstance(value, torch.Tensor | io.BytesIO) else value
+        for name, value in state.items()
+    }
+
+
 def _restore_training(engine: TrainingEngine, state: dict[str, Any]) -> None:
     leaves = engine.optimizer.chained_optimizers
     saved = [state["optimizer"]] if len(leaves) == 1 else [state["optimizer"][i] for i in range(len(leaves))]
+    chunks = _sharded_chunks(engine)
     for optimizer, optimizer_state in zip(leaves, saved, strict=True):
-        _restore_optimizer(optimizer, optimizer_state)
+        _restore_optimizer(optimizer, optimizer_state, chunks)
     engine.schedule.num_steps = 0
     engine.schedule.step(increment=state["schedule"]["num_steps"])
 
@@ -217,20 +249,26 @@ def _sharded_states(models: Mapping[str, Model], *, is_loading: bool) -> dict[st
     return states
 
 
-def _sharded_state(model: Model, *, is_loading: bool) -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = _FORMAT | {"dp_cp_group": group}
+def _metadata() -> dict[str, Any]:
+    return _FORMAT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def _sharded_chunks(model: Model) -> dict[str, Any]:
     # Of a model with adapters, only those are trained; the rest is in the model's folder.
     is_adapted = isinstance(model, TrainingEngine) and model.is_adapted
-    chunks = {
-        name: sharded_state(chunk) if is_adapted else chunk.sharded_state_dict(metadata=metadata)
+    return {
+        name: sharded_state(chunk) if is_adapted else chunk.sharded_state_dict(metadata=_metadata())
         for name, chunk in _named_chunks(model).items()
     }
+
+
+def _sharded_state(model: Model, *, is_loading: bool) -> dict[str, Any]:
+    chunks = _sharded_chunks(model)
     if not isinstance(model, TrainingEngine):
         return chunks
     for optimizer in model.optimizer.chained_optimizers:
         _allocate_moments(optimizer)
-    optimizer_state = model.optimizer.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+    optimizer_state = sharded_optimizer_state(model.optimizer, chunks, is_loading=is_loading, metadata=_metadata())
     return {**chunks, "optimizer": optimizer_state, "schedule": {"num_steps": model.schedule.num_steps}}
 
 
@@ -246,7 +284,7 @@ def _allocate_moments(optimizer: Any) -> None:
             state.setdefault("step", torch.zeros(()))
 
 
-def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[str, Any]) -> None:
     """Moments, master weights and step count from a checkpoint; rates and decays stay the recipe's."""
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
@@ -254,7 +292,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
         # Megatron's loader looks for every entry of the state in the checkpoint, which has no `step` in it.
         for state in inner.state.values():
             state.pop("step", None)
-        optimizer.load_parameter_state_from_fully_reshardable(saved["param_state"])
+        copy_into(optimizer, saved["param_state"], chunks)
         for state in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
             state["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
         return

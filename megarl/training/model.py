@@ -263,19 +263,28 @@ class FrozenModel(ModelShard):
     ) -> None:
         super().__init__(recipe, layout, shape, load_weights, replica=replica)
         self.has_moved = False
+        for parameter in self._own_parameters():
+            parameter.data = _host_copy(parameter.data)
         for chunk in self.chunks:
             chunk.cpu()
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     @contextmanager
     def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
         """Within, the model is on the device; its parameters are copied back only if they are changed there."""
-        host = [(parameter, parameter.data) for chunk in self.chunks for parameter in chunk.parameters()]
+        # The copies in host memory stay what and where they are: only the device's are dropped.
+        host = [(parameter, parameter.data) for parameter in self._own_parameters()]
+        for parameter, values in host:
+            parameter.data = values.to(self.device, non_blocking=True)
         for chunk in self.chunks:
             chunk.to(self.device)
         yield
-        if not is_changed:
-            for parameter, values in host:
-                parameter.data = values
+        for parameter, values in host:
+            if is_changed:
+                values.copy_(parameter.data)
+            parameter.data = values
         for chunk in self.chunks:
             chunk.cpu()
 
@@ -295,6 +304,13 @@ class FrozenModel(ModelShard):
                 other = parameters[name]
                 own.copy_(torch.lerp(own.to(other.device).float(), other.float(), share))
         self.has_moved = True
+
+
+def _host_copy(values: Tensor) -> Tensor:
+    """The values in host memory, page-locked if they are an accelerator's, so that they come back at full speed."""
+    if values.device.type == "cpu":
+        return values
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
 
 def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:

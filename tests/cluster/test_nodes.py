@@ -20,7 +20,7 @@ GOOD = {
     "free_bytes": 1 << 40,
     "shared_memory": None,
     "gpus": ["H200, 570"] * 8,
-    "transformer_engine": None,
+    "broken": {},
     "time": 1000.0,
 }
 
@@ -36,7 +36,7 @@ GOOD = {
         pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
         pytest.param({"gpus": ["H200, 560"] * 8}, "different GPUs or drivers: H200, 560, H200, 570", id="drivers"),
         pytest.param(
-            {"transformer_engine": "OSError: libcudnn.so"},
+            {"broken": {"transformer_engine.pytorch": "OSError: libcudnn.so"}},
             "node n2: Transformer Engine is installed but cannot be imported (OSError: libcudnn.so); run",
             id="Transformer Engine",
         ),

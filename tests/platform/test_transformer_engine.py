@@ -86,11 +86,16 @@ def test_the_gpu_extra_pins_what_fits_megatron_and_cuda() -> None:
 
 STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"
+case "$*" in
+    *"pip wheel"*) echo "CUDA_HOME $CUDA_HOME CPATH $CPATH" >> "$LOG" ;;
+esac
 while [ $# -gt 0 ]; do
     case "$1" in
         --excludes) echo "excludes $(tr '\\n' ' ' < "$2")" >> "$LOG" ;;
-        transformer-engine-torch==*) echo "CUDA_HOME $CUDA_HOME CPATH $CPATH" >> "$LOG" ;;
+        --wheel-dir) touch "$2/transformer_engine_torch-$ENGINE-cp311-cp311-linux_x86_64.whl" ;;
         *sysconfig*) echo /site ;;
+        *"m.version('torch'))") echo 2.13.0+cu130 ;;
+        *cp%d%d*) echo cp311 ;;
         *m.version*transformer-engine-torch*) exit 1 ;;
     esac
     shift
@@ -98,28 +103,61 @@ done
 """
 
 
-def test_setup_builds_the_extension_against_the_installed_torch(tmp_path: Path) -> None:
-    """launch/setup.sh where a driver answers, with programs in place of Python and uv that note their arguments."""
-    (tmp_path / "launch").mkdir()
+def set_up(folder: Path, wheels: Path, *asked: str, has_driver: bool = True) -> list[str]:
+    """What launch/setup.sh calls in a new checkout, with programs in place of Python and uv."""
+    (folder / "launch").mkdir(parents=True)
     for name in ("launch/setup.sh", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copy(ROOT / name, folder / name)
     for path in (".venv/bin/python", ".venv/bin/uv", "bin/nvidia-smi"):
-        program = tmp_path / path
+        program = folder / path
         program.parent.mkdir(parents=True, exist_ok=True)
-        program.write_text(STUB)
+        program.write_text(STUB if has_driver or path != "bin/nvidia-smi" else "#!/bin/bash\nexit 1\n")
         program.chmod(0o755)
-    log = tmp_path / "log"
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "LOG": str(log), "CPATH": "", "PYTHON": sys.executable}
-    done = subprocess.run(["bash", "launch/setup.sh"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    log = folder / "log"
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "LOG": str(log),
+        "CPATH": "",
+        "PYTHON": sys.executable,
+        "ENGINE": engine_version(),
+        "MEGARL_WHEELS": str(wheels),
+    }
+    command = ["bash", "launch/setup.sh", *asked]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = log.read_text().splitlines()
-    version = next(iter(gpu_extra()["transformer-engine"].specifier)).version
+    return log.read_text().splitlines()
+
+
+def engine_version() -> str:
+    return next(iter(gpu_extra()["transformer-engine"].specifier)).version
+
+
+def test_setup_builds_the_extension_against_the_installed_torch_once(tmp_path: Path) -> None:
+    """Where a driver answers; a second checkout that shares the folder of wheels takes the one that is there."""
+    first, wheels = tmp_path / "first", tmp_path / "wheels"
+    lines = set_up(first, wheels)
     installs = [line for line in lines if line.startswith("uv pip install")]
+    wheel = wheels / f"torch-2.13.0+cu130/transformer_engine_torch-{engine_version()}-cp311-cp311-linux_x86_64.whl"
+    assert wheel.exists() and os.listdir(wheel.parent) == [wheel.name]
     assert installs[0].endswith("-e .[gpu]") and installs[1].endswith("einops onnx onnxscript")
-    assert installs[2] == f"uv pip install --quiet --no-build-isolation --no-deps transformer-engine-torch=={version}"
+    assert installs[2] == f"uv pip install --quiet --no-deps {wheel}"
+    [built] = [line for line in lines if "pip wheel" in line]
+    assert "--no-build-isolation --no-deps" in built and built.endswith(f"transformer-engine-torch=={engine_version()}")
     assert "excludes transformer-engine-cu12 transformer-engine-torch " in lines
-    nvidia = "/site/nvidia"
-    headers = f"{nvidia}/cudnn/include:{nvidia}/nccl/include:{nvidia}/cu13/include/cccl"
-    assert f"CUDA_HOME {nvidia}/cu13 CPATH {headers}" in lines
+    headers = "/site/nvidia/cudnn/include:/site/nvidia/nccl/include:/site/nvidia/cu13/include/cccl"
+    toolkit = first / ".venv/cuda"
+    assert f"CUDA_HOME {toolkit} CPATH {headers}" in lines
+    assert (toolkit / "bin").readlink() == Path("/site/nvidia/cu13/bin")
     assert lines[-1] == "python -c import transformer_engine.pytorch"
+
+    again = set_up(tmp_path / "second", wheels)
+    assert not any("pip wheel" in line for line in again)
+    assert f"uv pip install --quiet --no-deps {wheel}" in again
+
+
+def test_the_gpu_environment_can_be_asked_for_without_a_driver(tmp_path: Path) -> None:
+    lines = set_up(tmp_path / "asked", tmp_path / "wheels", "gpu,dev", has_driver=False)
+    assert any(line.endswith("-e .[gpu,dev]") for line in lines)
+    lines = set_up(tmp_path / "not", tmp_path / "wheels", "dev", has_driver=False)
+    assert any(line.endswith("-e .[cpu,dev]") for line in lines)

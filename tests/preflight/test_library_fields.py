@@ -48,6 +48,16 @@ MODEL_FIELDS = [
         id="Megatron, the optimizer's",
     ),
     pytest.param(
+        {"trainer": {"megatron": {"num_distributed_optimizer_instances": 2}}},
+        ["num_distributed_optimizer_instances = 2: is a field of Megatron-Core's DistributedDataParallelConfig"],
+        id="Megatron, several instances of the optimizer",
+    ),
+    pytest.param(
+        {"trainer": {"megatron": {"fp8": "e4m3"}}},
+        ["trainer.megatron.fp8_recipe = 'delayed'", "set it to blockwise, tensorwise or mxfp8"],
+        id="Megatron, FP8 with a history",
+    ),
+    pytest.param(
         {"rollout": {"vllm": {"block_sise": 16}}},
         ["rollout.vllm.block_sise = 16: vLLM's EngineArgs has no such field", "did you mean block_size?"],
         id="vLLM, unknown",

@@ -185,17 +185,24 @@ def test_a_run_goes_on_bit_equal_at_the_same_layout(
 
 
 @pytest.mark.parametrize(
-    ("tie", "sizes", "others"),
+    ("shape", "sizes", "others"),
     [
-        pytest.param(True, (2, 1, 1), [(1, 2, 1), (3, 1, 1), (1, 2, 2)], id="tied"),
-        pytest.param(False, (3, 1, 1), [(1, 1, 1), (2, 2, 1)], id="untied"),
+        pytest.param({"tie_word_embeddings": True}, (2, 1, 1), [(1, 2, 1), (3, 1, 1), (1, 2, 2)], id="tied"),
+        pytest.param({"tie_word_embeddings": False}, (3, 1, 1), [(1, 1, 1), (2, 2, 1)], id="untied"),
+        pytest.param({"tie_word_embeddings": False}, (1, 1, 3), [(2, 1, 1)], id="from ranges"),
+        pytest.param({"family": "qwen3_moe"}, (1, 1, 2), [(2, 1, 1)], id="experts"),
     ],
 )
 def test_a_checkpoint_is_read_at_any_layout(
-    ranks: RankPool, model: Callable[..., Path], tmp_path: Path, tie: bool, sizes: Sizes, others: list[Sizes]
+    ranks: RankPool,
+    model: Callable[..., Path],
+    tmp_path: Path,
+    shape: dict[str, Any],
+    sizes: Sizes,
+    others: list[Sizes],
 ) -> None:
     """tp 3 pads 431 tokens to 576, the other sizes to 448."""
-    recipe = recipe_of(model(tie_word_embeddings=tie))
+    recipe = recipe_of(model(**shape))
     saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path, True, world_size=layout_of(sizes).world_size)
     expected = [values(merge(rank["metrics"][step] for rank in saved)) for step in range(2)]
     for other in others:

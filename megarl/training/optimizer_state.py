@@ -1,0 +1,135 @@
+"""The state of an optimizer that is sharded over data-parallel ranks, as boxes of the model's own tensors.
+
+Megatron's formats either gather everything on all ranks (`fully_reshardable`) or are read at the same tensor- and
+pipeline-parallel sizes only (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
+that cover it, under the names and in the shapes that `fully_reshardable` has on disk: nothing is gathered, no rank
+writes or reads more than its own share, into the live tensors, and any layout reads what any other wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+_TENSORS = ("param", "exp_avg", "exp_avg_sq")
+"""Main weights and Adam's two moments, by Megatron's names."""
+
+
+def sharded_optimizer_state(
+    optimizer: ChainedOptimizer, chunks: Mapping[str, Any], *, is_loading: bool, metadata: Mapping[str, Any]
+) -> dict[Any, Any]:
+    """A sharded state in the structure of Megatron's `ChainedOptimizer.sharded_state_dict`.
+
+    `chunks` are the sharded states of the model's chunks. The tensors of a distributed optimizer are the live ones.
+    """
+    leaves: list[Any] = optimizer.chained_optimizers
+    if len(leaves) > 1:
+        optimizer._synchronize_steps()
+    states = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, DistributedOptimizer):
+            if is_loading:
+                leaf.load_state_dict(leaf.state_dict())
+            states[index] = {**leaf.state_dict(), "param_state": _boxes_of(leaf, chunks)}
+        else:
+            states[index] = leaf.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
+    return states[0] if len(leaves) == 1 else states
+
+
+def copy_into(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
+    """Put what was read into the optimizer's tensors, wherever the loader put it."""
+    own = _boxes_of(optimizer, chunks)
+    for place, boxes in own.items():
+        for name, box in boxes.items():
+            assert box.data is not None
+            box.data.copy_(loaded[place][name].view_as(box.data))
+
+
+def _boxes_of(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dict[int, dict[str, ShardedTensor]]:
+    """The boxes of each parameter of which this rank has a part, by the parameter's place among this rank's."""
+    sharded: dict[str, Any] = dict(chunks)
+    kept, _ = extract_sharded_tensors_and_factories(sharded)
+    described = {id(base.data): base for base in nested_values(kept)}
+    boxes = {}
+    ranges: Any = optimizer.gbuf_ranges
+    parts = [part for buffers in ranges for buckets in buffers.values() for bucket in buckets
+             for part in bucket["param_map"].items()]  # fmt: skip
+    for place, (parameter, found) in enumerate(parts):
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        start, stop = found["param"].start, found["param"].end
+        boxes[place] = {
+            f"{name}.{number}": box
+            for name in _TENSORS
+            if name in tensors
+            for number, box in enumerate(
+                _boxes_of_range(parameter, described[id(parameter)], name, tensors[name], start, stop)
+            )
+        }
+    return boxes
+
+
+def _boxes_of_range(
+    parameter: Tensor, described: Any, name: str, values: Tensor, start: int, stop: int
+) -> Iterator[ShardedTensor]:
+    """The elements `start` to `stop` of a flattened parameter; `values` [stop - start] are those of its state."""
+    parts = described.build() if isinstance(described, ShardedTensorFactory) else described
+    for part in nested_values({"": parts}):
+        assert part.data.is_contiguous() and part.data.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+        first = part.data.storage_offset() - parameter.storage_offset()
+        low, high = max(start, first), min(stop, first + part.data.numel())
+        if low >= high:
+            continue
+        depth, taken = part.prepend_axis_num, low - start
+        for offset, shape in flat_boxes(part.local_shape, low - first, high - first):
+            count = prod(shape)
+            box = (1,) * depth + shape
+            inner = (0,) * depth + offset
+            yield ShardedTensor(
+                key=f"optimizer.state.{name}.{part.key}",
+                data=values.detach().view(-1)[taken : taken + count].view(box),
+                dtype=values.dtype,
+                local_shape=box,
+                global_shape=part.global_shape,
+                global_offset=tuple(a + b for a, b in zip(part.global_offset, inner, strict=True)),
+                axis_fragmentations=None,
+                # Each data-parallel rank has another range of it.
+                replica_id=(*part.replica_id[:2], 0),
+                allow_shape_mismatch=part.allow_shape_mismatch,
+            )
+            taken += count
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and shape of the boxes that hold the elements `start` to `stop` of a row-major tensor, in their order."""
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from _within(shape, last, start, stop)
+        return
+    if start < first * row:
+        yield from _within(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _within(shape, last, last * row, stop)
+
+
+def _within(
+    shape: tuple[int, ...], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes of a range that lies in one row of a tensor."""
+    before = index * prod(shape[1:])
+    for offset, box in flat_boxes(shape[1:], start - before, stop - before):
+        yield (index, *offset), (1, *box)

@@ -1,0 +1,32 @@
+"""Copies of an accelerator's tensors in page-locked host memory, for a checkpoint that is written in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 1 << 30
+"""A power of two, to which torch's allocator of page-locked memory rounds up; it keeps blocks for the next save."""
+_ALIGNMENT = 64
+
+
+def staged(tensors: Sequence[Tensor], *, pin: bool, block_bytes: int = BLOCK_BYTES) -> list[Tensor]:
+    """Contiguous host copies of the tensors, packed into page-locked blocks if `pin`; the copies are complete.
+
+    One that is larger than a block gets its own.
+    """
+    copies: list[Tensor] = []
+    block, taken = torch.empty(0, dtype=torch.uint8), 0
+    for tensor in tensors:
+        if taken + tensor.nbytes > block.nbytes:
+            block = torch.empty(max(block_bytes, tensor.nbytes), dtype=torch.uint8, pin_memory=pin)
+            taken = 0
+        copy = block[taken : taken + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor, non_blocking=pin)
+        copies.append(copy)
+        taken += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if pin:
+        torch.cuda.synchronize()
+    return copies

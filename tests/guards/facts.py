@@ -1,0 +1,181 @@
+"""Facts about the libraries that megarl relies on and no type says, by library and by the version they were read in.
+
+`tests/guards/test_facts.py` asserts them on the sources that are installed: an upgrade that changes one fails there,
+with the reason. A new version: read each fact anew, then its number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSIONS = {
+    "vllm": "0.30.0",
+    "torch": "2.13.0",
+    "megatron": "0.16.1",
+    "transformer_engine": "2.11.0",
+    "flashinfer": "0.6.18",
+}
+"""By the name of the imported package. vLLM's build for the CPU has the same Python sources."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text in a function or class of a library's file; runs of white space count as one."""
+
+    library: str
+    file: str
+    scope: str
+    text: str
+    why: str
+    is_there: bool = True
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Parameters that a function of a library takes by these names."""
+
+    library: str
+    file: str
+    scope: str
+    parameters: tuple[str, ...]
+
+
+SOURCES = (
+    # vLLM
+    Source(
+        "vllm", "model_executor/layers/linear.py", "UnquantizedLinearMethod.process_weights_after_loading",
+        "current_platform.is_cuda", "on CUDA the weights of plain linear layers lie as they were loaded", False,
+    ),
+    Source(
+        "vllm", "v1/worker/gpu_worker.py", "Worker.sleep",
+        "name: buffer.cpu().clone() for name, buffer in model.named_buffers()",
+        "buffers such as _expert_map survive sleep level 2",
+    ),
+    Source(
+        "vllm", "v1/worker/gpu_worker.py", "Worker.determine_available_memory",
+        "if kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes:",
+        "rollout.kv_cache_gib skips the arithmetic of gpu_memory_utilization",
+    ),
+    Source(
+        "vllm", "distributed/parallel_state.py", "init_distributed_environment",
+        "if not torch.distributed.is_initialized():", "the engine joins the trainer's world",
+    ),
+    Source(
+        "vllm", "config/vllm.py", "VllmConfig.use_v2_model_runner",
+        "use_v2_model_runner = envs.VLLM_USE_V2_MODEL_RUNNER if use_v2_model_runner is not None: return",
+        "VLLM_USE_V2_MODEL_RUNNER=0 leads back to the older model runner",
+    ),
+    Source(
+        "vllm", "config/compilation.py", "PassConfig", "fuse_allreduce_rms: bool",
+        "the pass that needs a CUDA compiler is switched off by this name",
+    ),
+    # FlashInfer
+    Source(
+        "flashinfer", "jit/cpp_ext.py", "get_cuda_path", 'os.environ.get("CUDA_HOME")',
+        "ranks tell it the toolkit through CUDA_HOME",
+    ),
+    Source(
+        "flashinfer", "jit/cpp_ext.py", "generate_ninja_build_for_op",
+        '"-L$cuda_home/lib64", "-L$cuda_home/lib64/stubs"',
+        "launch/setup.sh lays the wheels' libraries out in lib64 and lib64/stubs",
+    ),
+    # Transformer Engine
+    Source(
+        "transformer_engine", "common/__init__.py", "", 'os.path.join(nvidia_dir, "cu13"',
+        "its loader finds the libraries of CUDA 13's wheels",
+    ),
+    Source(
+        "transformer_engine", "pytorch/attention/dot_product_attention/dot_product_attention.py",
+        "DotProductAttention.forward", "cu_seqlens_q_padded is not None and not torch.equal(",
+        "padded lengths cost a synchronisation in each layer: none are given at cp 1",
+    ),
+    *(
+        Source(
+            "transformer_engine", f"pytorch/module/{file}.py", f"{name}.__init__",
+            "self.fuse_wgrad_accumulation = fuse_wgrad_accumulation",
+            "the switch that models.policy.accumulate_in_main_gradients turns",
+        )
+        for file, name in (
+            ("linear", "Linear"), ("layernorm_linear", "LayerNormLinear"), ("grouped_linear", "GroupedLinear"),
+        )
+    ),
+    Source(
+        "transformer_engine", "pytorch/module/base.py", "TransformerEngineBaseModule.set_extra_state",
+        "if state.numel() == 0: return # Default format: byte tensor with pickled data state = pickle.loads(",
+        "an empty tensor is not unpickled: training.checkpoint.without_pickles",
+    ),
+    # Megatron-Core
+    Source(
+        "megatron", "core/transformer/moe/moe_utils.py", "topk_routing_with_score_function",
+        "return fused_topk_with_score_function(", "the fused router knows no replay: it is off under router_replay",
+    ),
+    Source(
+        "megatron", "core/transformer/attention.py", "Attention.forward",
+        "if packed_seq_params.cu_seqlens_q_padded is not None:", "padded lengths may be left out",
+    ),
+    Source(
+        "megatron", "core/models/common/embeddings/rope_utils.py", "_apply_rotary_pos_emb_thd", ".tolist()",
+        "the rope that is not fused reads lengths from the GPU",
+    ),
+    Source(
+        "megatron", "core/dist_checkpointing/validation.py", "_validate_sharding_for_key",
+        "if not has_regular_sharding_grid: # In case of uneven sharding we defer the validation to DCP return",
+        "an optimizer's ranges are saved as boxes of any size: training.optimizer_state",
+    ),
+    Source(
+        "megatron", "core/tensor_parallel/layers.py", "", "import fused_weight_gradient_mlp_cuda",
+        "Megatron's own fused accumulation is apex's: models.configuration asks `_grad_accum_fusion_available`",
+    ),
+)  # fmt: skip
+
+SIGNATURES = (
+    Signature(
+        "torch", "nn/attention/varlen.py", "varlen_attn",
+        ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size", "enable_gqa"),
+    ),
+    Signature(
+        "torch", "distributed/checkpoint/filesystem.py", "_write_item",
+        ("transforms", "stream", "data", "write_item", "storage_key", "serialization_format"),
+    ),
+    Signature("torch", "distributed/distributed_c10d.py", "all_to_all_single",
+        ("output", "input", "output_split_sizes", "input_split_sizes", "group", "async_op"),
+    ),
+    Signature("vllm", "engine/arg_utils.py", "EngineArgs", (
+        "model", "dtype", "seed", "max_model_len", "tensor_parallel_size", "max_num_seqs", "kv_cache_memory_bytes",
+        "distributed_executor_backend", "load_format", "logprobs_mode", "enable_prefix_caching", "enable_sleep_mode",
+        "moe_backend", "async_scheduling", "disable_log_stats", "compilation_config", "hf_overrides",
+    )),
+    Signature("vllm", "v1/worker/gpu_worker.py", "Worker.sleep", ("level",)),
+    Signature("vllm", "v1/worker/gpu_worker.py", "Worker.wake_up", ("tags",)),
+    Signature("vllm", "device_allocator/cumem.py", "CuMemAllocator.sleep", ("offload_tags",)),
+    Signature("vllm", "v1/worker/gpu/model_runner.py", "GPUModelRunner.execute_model", ("scheduler_output",)),
+    Signature("vllm", "v1/worker/gpu/model_runner.py", "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    Signature("vllm", "v1/worker/gpu_model_runner.py", "GPUModelRunner.sample_tokens", ("grammar_output",)),
+    Signature("transformer_engine", "pytorch/attention/rope.py", "apply_rotary_pos_emb", (
+        "t", "freqs", "tensor_format", "interleaved", "fused", "cu_seqlens", "cp_size", "cp_rank",
+    )),
+    Signature(
+        "transformer_engine", "pytorch/attention/dot_product_attention/dot_product_attention.py",
+        "DotProductAttention.forward",
+        (
+            "qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded",
+            "max_seqlen_q", "max_seqlen_kv", "attn_mask_type",
+        ),
+    ),
+    Signature("transformer_engine", "pytorch/router.py", "fused_topk_with_score_function", (
+        "logits", "topk", "use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function",
+        "expert_bias",
+    )),
+    Signature("transformer_engine", "pytorch/optimizers/fused_adam.py", "FusedAdam.__init__",
+        ("params", "lr", "betas", "eps", "weight_decay"),
+    ),
+    Signature("megatron", "core/dist_checkpointing/mapping.py", "ShardedTensor", (
+        "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
+        "prepend_axis_num", "allow_shape_mismatch",
+    )),
+    Signature("megatron", "core/parallel_state.py", "initialize_model_parallel", (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+        "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "order",
+        "create_gloo_process_groups",
+    )),
+)  # fmt: skip

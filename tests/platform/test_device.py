@@ -1,0 +1,65 @@
+"""The environment of ranks, where there is a GPU and where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.platform import device
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No toolkit is named or on the PATH; the folder of the environment."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(device.sys, "prefix", str(tmp_path / "venv"))
+    return tmp_path / "venv"
+
+
+def compiler(folder: Path) -> Path:
+    nvcc = folder / "bin/nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    (folder / "include").mkdir()
+    (folder / "include/cuda_runtime.h").write_text("")
+    return folder
+
+
+def test_the_toolkit_is_the_users_or_that_of_the_wheels_or_of_the_path(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not Path("/usr/local/cuda").exists():
+        assert device.cuda_toolkit() is None
+    compiler(tmp_path)
+    header = tmp_path / "include/cuda_runtime.h"
+    header.unlink()
+    if not Path("/usr/local/cuda").exists():
+        assert device.cuda_toolkit() is None, "a script in its place"
+    header.write_text("")
+    assert device.cuda_toolkit() == tmp_path
+    # Of torch's own CUDA, whatever else there is.
+    assert compiler(bare / "cuda") == device.cuda_toolkit()
+    monkeypatch.setenv("CUDA_HOME", str(compiler(tmp_path / "own")))
+    assert device.cuda_toolkit() == tmp_path / "own"
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert device.cuda_toolkit() is None
+
+
+def test_ranks_on_a_gpu_stay_offline_and_find_the_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(bare / "cuda")
+    monkeypatch.setattr(device, "current", lambda: torch.device("cuda", 0))
+    made = device.rank_environment(1)
+    assert (made["CUDA_HOME"], made["HF_HUB_OFFLINE"], made["VLLM_NO_USAGE_STATS"]) == (str(bare / "cuda"), "1", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert device.rank_environment(1)["HF_HUB_OFFLINE"] == "0"
+
+
+def test_ranks_on_the_cpu_need_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(bare / "cuda")
+    monkeypatch.setattr(device, "current", lambda: torch.device("cpu"))
+    assert device.rank_environment(1).keys() == {"OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLIBC_TUNABLES"}

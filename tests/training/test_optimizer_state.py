@@ -1,0 +1,102 @@
+"""Boxes of an optimizer's state, and that nothing is gathered for a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.testing import RankPool
+from megarl.training.checkpoint import without_pickles
+from megarl.training.model import FrozenModel
+from megarl.training.optimizer_state import flat_boxes
+from megarl.training.staging import staged
+from tests.training.test_checkpoint import build, layout_of, recipe_of, update
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
+def test_boxes_of_every_range_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
+    values = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(values.numel()):
+        for stop in range(start + 1, values.numel() + 1):
+            boxes = list(flat_boxes(shape, start, stop))
+            assert len(boxes) <= 2 * len(shape) - 1
+            cut = [values[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] for offset, size in boxes]
+            assert torch.cat([part.flatten() for part in cut]).tolist() == list(range(start, stop))
+
+
+def test_staged_copies_share_blocks_and_are_copies() -> None:
+    tensors = [torch.arange(5), torch.arange(3, dtype=torch.bfloat16).view(1, 3), torch.zeros(()), torch.arange(400)]
+    copies = staged(tensors, pin=False, block_bytes=256)
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
+    storages = [copy.untyped_storage()._cdata for copy in copies]
+    assert [a == b for a, b in pairwise(storages)] == [True, True, False]
+    tensors[0].zero_()
+    assert copies[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_extra_states_that_are_pickles_are_not_loaded() -> None:
+    """Transformer Engine's layers would unpickle what is in such a tensor."""
+    weight, pickled = torch.ones(2), torch.frombuffer(bytearray(pickle.dumps({"recipe": "any"})), dtype=torch.uint8)
+    state = {"fc1.weight": weight, "fc1._extra_state": pickled, "fc2._extra_state1": io.BytesIO(b"x"), "n": None}
+    kept = without_pickles(state)
+    assert kept["fc1.weight"] is weight and kept["n"] is None
+    assert kept["fc1._extra_state"].numel() == kept["fc2._extra_state1"].numel() == 0
+
+
+def test_a_frozen_model_waits_in_the_same_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pass parameters lie where they lay, and nothing was copied back."""
+    frozen = FrozenModel.__new__(FrozenModel)
+    chunk = torch.nn.Linear(2, 3)
+    frozen.chunks, frozen.device = [chunk], torch.device("cpu")  # type: ignore[assignment, list-item]
+    places = [parameter.data_ptr() for parameter in chunk.parameters()]
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor.clone())
+    with frozen.in_memory(), torch.no_grad():
+        assert not {parameter.data_ptr() for parameter in chunk.parameters()} & set(places)
+        chunk.weight.fill_(7)
+    assert [parameter.data_ptr() for parameter in chunk.parameters()] == places and not (chunk.weight == 7).any()
+    with frozen.in_memory(is_changed=True), torch.no_grad():
+        chunk.weight.fill_(7)
+    assert [parameter.data_ptr() for parameter in chunk.parameters()] == places and (chunk.weight == 7).all()
+
+
+def written_elements(recipe: Any, folder: Path) -> tuple[int, int, list[str]]:
+    """Elements of the optimizer's state on this rank and in what it would write, and the collectives on the way."""
+    from megarl.training import checkpoint
+
+    layout = layout_of((1, 1, 2))
+    engine = build(recipe, layout)
+    update(engine, layout, 0)
+    held = sum(tensor.numel() for tensor in engine._optimizer_state())
+    gathers: list[str] = []
+    patched = ("all_gather", "gather", "all_gather_into_tensor", "_all_gather_base")
+    original = {name: getattr(torch.distributed, name) for name in patched}
+    for name, function in original.items():
+
+        def noted(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
+            gathers.append(_name)
+            return _function(*args, **kwargs)
+
+        setattr(torch.distributed, name, noted)
+    try:
+        state = checkpoint._sharded_state(engine, is_loading=False)
+    finally:
+        for name, function in original.items():
+            setattr(torch.distributed, name, function)
+    boxes = [box for boxes in state["optimizer"]["param_state"].values() for box in boxes.values()]
+    own = {tensor.untyped_storage()._cdata for tensor in engine._optimizer_state()}
+    assert all(box.data.untyped_storage()._cdata in own for box in boxes), "a copy"
+    return held, sum(box.data.numel() for box in boxes), gathers
+
+
+def test_nothing_is_gathered_for_a_save(ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = recipe_of(tiny_model(num_layers=2), dtype="bfloat16")
+    for held, written, gathers in ranks.run(written_elements, recipe, tmp_path, world_size=2):
+        assert written == held > 0 and gathers == []
