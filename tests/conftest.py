@@ -30,6 +30,7 @@ from tests.tiers import TIERS, needs_slurm, tier_of
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
+OWN_JOB = "gpu_environment"
 WATCH = pytest.StashKey[Watch]()
 _is_interrupted = False
 
@@ -72,11 +73,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if needs_slurm(item):
             item.add_marker("slurm")
         item.add_marker(tier_of(item))
+    _leave_out_own_jobs(config, items)
     asked = config.getoption("--tier")
     left_out = [item for item in items if asked != "all" and item.get_closest_marker(asked) is None]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker(asked)]
+
+
+def _leave_out_own_jobs(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that install an environment run where `-m` names their marker alone."""
+    if OWN_JOB in config.getoption("markexpr"):
+        return
+    left_out = [item for item in items if item.get_closest_marker(OWN_JOB)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker(OWN_JOB)]
 
 
 def pytest_keyboard_interrupt() -> None:

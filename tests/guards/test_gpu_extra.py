@@ -1,0 +1,74 @@
+"""The `gpu` extra: one Transformer Engine core, of torch's CUDA major, inside Megatron's bound."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT_APART = "transformer-engine-cu12\ntransformer-engine-torch\n"
+"""What launch/setup.sh leaves out: the other core, and the extension that it builds."""
+
+
+def check(versions: dict[str, Version]) -> None:
+    """The versions of an environment, by package."""
+    cores = [name for name in versions if re.fullmatch(r"transformer-engine-cu\d+", name)]
+    majors = {name.rpartition("-cu")[2] for name in versions if re.fullmatch(r"nvidia-(cudnn|nccl)-cu\d+", name)}
+    assert len(cores) == 1 and len(majors) == 1, (cores, majors)
+    assert cores[0] == f"transformer-engine-cu{majors.pop()}"
+    assert versions[cores[0]] == versions["transformer-engine"] == Version(pinned())
+    bounds = [
+        asked.specifier
+        for text in requires("megatron-core") or ()
+        if (asked := Requirement(text)).name == "transformer-engine"
+    ]
+    assert bounds and all(bound.contains(versions["transformer-engine"], prereleases=True) for bound in bounds)
+
+
+def pinned() -> str:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [engine] = [r for r in map(Requirement, extras["gpu"]) if r.name == "transformer-engine"]
+    [pin] = engine.specifier
+    return pin.version
+
+
+def versions_of(text: str) -> dict[str, Version]:
+    found = re.findall(r"^([a-z0-9-]+)==([a-z0-9.+]+)", text, re.MULTILINE)
+    return {name: Version(version) for name, version in found}
+
+
+def test_the_lock_has_one_core_of_torchs_cuda() -> None:
+    check(versions_of((ROOT / "launch/requirements-gpu.txt").read_text()))
+
+
+def test_a_second_core_is_noticed() -> None:
+    versions = versions_of((ROOT / "launch/requirements-gpu.txt").read_text())
+    with pytest.raises(AssertionError):
+        check(versions | {"transformer-engine-cu12": versions["transformer-engine"]})
+    with pytest.raises(AssertionError):
+        check(versions | {"transformer-engine": Version("2.20.0"), "transformer-engine-cu13": Version("2.20.0")})
+
+
+@pytest.mark.gpu_environment
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_registry_resolves_the_extra_so(tmp_path: Path, python: str) -> None:
+    left_out = tmp_path / "left_out"
+    left_out.write_text(BUILT_APART)
+    uv = Path(sys.executable).with_name("uv")
+    command = [
+        os.environ.get("UV", str(uv)), "pip", "compile", "--quiet", "--no-annotate", "--python-version", python,
+        "--python-platform", "x86_64-manylinux_2_28", str(ROOT / "pyproject.toml"), "--extra", "gpu",
+        "--excludes", str(left_out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    check(versions_of(done.stdout))
