@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from megarl.console import print_conversion, print_error, print_findings, print_plan, print_sizes, print_survey
+from megarl.console import (
+    print_conversion,
+    print_error,
+    print_findings,
+    print_memory,
+    print_plan,
+    print_sizes,
+    print_survey,
+)
 from megarl.terminal import guard_logging, printable
 from megarl.types import ConfigError, DataError, MegarlError
 
@@ -235,13 +243,17 @@ def plan(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
-    """Count what a reshard of the recipe's weights will move; no rank is started, config.json is all it reads."""
+    """Compute memory by phase, and what a reshard will move; no rank is started, config.json is all it reads."""
     from megarl.config.recipe import load
-    from megarl.preflight import check_plan
+    from megarl.preflight import aligned, check_plan, table_of
     from megarl.reshard.cost_model import forecast
 
     loaded = load(recipe, overrides or ())
     shape, layout = check_plan(loaded)
+    memory = table_of(loaded, layout)
+    if not as_json:
+        print_memory(loaded, memory)
+    layout = aligned(loaded, shape, layout)
     counted = forecast(
         shape,
         layout,
@@ -250,7 +262,7 @@ def plan(
         bucket_bytes=loaded.weights.bucket_mib << 20,
     )
     if as_json:
-        print(json.dumps({"recipe": loaded.name, "model": loaded.model.path, **counted}))
+        print(json.dumps({"recipe": loaded.name, "model": loaded.model.path, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, layout, counted)
 

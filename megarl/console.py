@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
+    from megarl.memory.table import MemoryTable
     from megarl.report.recorded import RecordedRun
     from megarl.rollout.evaluate import EvaluatedSet
     from megarl.sandbox.check import Examination
@@ -222,6 +223,41 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) 
             f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
             f"{other['seconds'] * 1e3:.1f} ms"
         )
+
+
+def print_memory(recipe: Recipe, table: MemoryTable) -> None:
+    """Print what each kind of memory takes in each phase, in GiB; host memory behind a +."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    def shown(device_bytes: int, host_bytes: int) -> str:
+        host = f"{'+' if table.is_gpu else ''}{host_bytes / 2**30:.1f}" if host_bytes else ""
+        device = f"{device_bytes / 2**30:.1f}" if device_bytes else ""
+        return f"{device} {host}".strip()
+
+    title = (
+        f"{recipe.name}: GiB a {'GPU, + host memory a rank' if table.is_gpu else 'rank'}, fullest rank of each phase"
+    )
+    printed = Table(title=title, title_justify="left")
+    printed.add_column("")
+    for phase in table.phases:
+        printed.add_column(phase.name, justify="right")
+    for kind in table.kinds:
+        uses = [phase.of(kind) for phase in table.phases]
+        printed.add_row(kind, *(shown(use.device_bytes, use.host_bytes) for use in uses))
+    printed.add_section()
+    printed.add_row("sum", *(shown(phase.device_bytes, phase.host_bytes) for phase in table.phases))
+    printed.add_row("rank", *(str(phase.rank) for phase in table.phases))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(printed)
+    host = table.fullest_host
+    ranks = recipe.cluster.ranks_per_node
+    console.print(
+        f"host memory of a node: up to {ranks * host.host_bytes / 2**30:.0f} GiB, {ranks} ranks in {host.name}"
+    )
+    if table.cache is not None:
+        console.print(str(table.cache))
 
 
 _BARS = 12

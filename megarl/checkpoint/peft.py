@@ -6,43 +6,15 @@ PEFT and vLLM read it. Adapters of single experts have vLLM's names: transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.checkpoint.safetensors import write_folder
-from megarl.families import numbered
-from megarl.families.adapters import adapter_rules, projections
-from megarl.families.names import TensorName
-from megarl.families.rules import Rule
-from megarl.reshard.layouts.megatron import MegatronLayouts
-
-
-@dataclass(frozen=True)
-class AdapterLayouts(MegatronLayouts):
-    """The layouts of all trainer ranks' adapters, split over ranks, stages and chunks like the model."""
-
-    targets: tuple[str, ...] = ()
-    rank: int = 0
-
-    @cached_property
-    def rules(self) -> tuple[Rule, ...]:
-        return adapter_rules(self.model, self.targets, self.rank)
-
-    @cached_property
-    def tensors(self) -> Sequence[TensorName]:
-        return numbered({name for rule in self.rules for name, _ in rule.tensors}, self.model)
-
-
-def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
-    """The layouts of the adapters of these targets; `base` is the model's, `rank` LoRA's."""
-    return AdapterLayouts(
-        base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
-    )
+from megarl.families.adapters import projections
+from megarl.reshard.layouts.adapters import AdapterLayouts
 
 
 def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float) -> dict[str, Any]:

@@ -263,6 +263,9 @@ class RolloutConfig(Section):
     and another prompt drawn (staleness/dropped; starves problems with long answers)."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache of one rank in GiB."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Instead of kv_cache_gib, in vLLM's sense: share of a GPU's memory that weights, a step and KV cache of the engine
+    take together while it samples. What the trainer does not offload (trainer.offload) must fit beside it."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, by their own names."""
 

@@ -43,6 +43,10 @@ class ClusterConfig(Section):
     peak_tflops: PositiveFloat | None = None
     """Peak of a rank's device at `model.dtype` in TFLOP/s, which perf/mfu is the share of; default: that of the GPU by
     its name, where it is a known one. Without it, as on a CPU, there is no perf/mfu."""
+    gpu_memory_gib: PositiveFloat | Literal["h100", "h200", "b200"] | None = None
+    """Memory of a GPU in GiB, or its kind: a recipe that would not fit is refused before a start, with changes that
+    fit (`megarl plan` prints the table). Default: that of this machine's GPUs; where it has none, nothing is refused.
+    """
     max_restarts: NonNegativeInt = 5
     """Consecutive restarts of a run without a step gained, at most."""
 

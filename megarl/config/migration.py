@@ -320,10 +320,12 @@ COUNTERPARTS = (
     Counterpart(("rollout_stop_token_ids",), ("rollout.sampling.stop_token_ids",)),
     Counterpart(("val_kwargs", "eval_temperature", "val_kwargs.temperature"), ("evaluation.sampling",)),
     Counterpart(
-        ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static",
-         "mem_fraction_static"),
-        ("rollout.kv_cache_gib",),
-        "the KV cache's size in GiB",
+        ("gpu_memory_utilization", "vllm_gpu_memory_utilization"),
+        ("rollout.gpu_memory_utilization",),
+        "or rollout.kv_cache_gib, the KV cache's size",
+    ),
+    Counterpart(
+        ("sglang_mem_fraction_static", "mem_fraction_static"), ("rollout.kv_cache_gib",), "the KV cache's size in GiB"
     ),
     Counterpart(
         ("rollout.tensor_model_parallel_size", "vllm_tensor_parallel_size", "rollout_num_gpus_per_engine",

@@ -357,7 +357,7 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tp,
         "max_num_seqs": config.max_concurrent_requests,
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        **_cache_size(config),
         "distributed_executor_backend": LeaderExecutor,
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
@@ -373,6 +373,13 @@ def engine_arguments(
     if override:
         arguments["hf_overrides"] = engine_overrides(read_object(Path(model_path) / "config.json"), override)
     return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
+
+
+def _cache_size(config: RolloutConfig) -> dict[str, Any]:
+    """The KV cache's own size, or what vLLM finds left of its share of the GPU: the trainer is not built yet then."""
+    if config.gpu_memory_utilization is not None:
+        return {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
 
 
 def sampling_params(request: Request) -> SamplingParams:

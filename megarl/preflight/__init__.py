@@ -36,14 +36,16 @@ from megarl.preflight.files import (
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import shortened_warmups, uncorrected
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
+from megarl.preflight.memory import memory_faults, table_of
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
-from megarl.preflight.sizes import layout_of, row_multiple
+from megarl.preflight.sizes import aligned, layout_of, row_multiple
 from megarl.types import ConfigError, DataError
 
 __all__ = [
     "Dropped",
     "Kept",
+    "aligned",
     "check",
     "check_plan",
     "check_rewards",
@@ -57,6 +59,7 @@ __all__ = [
     "resource_warnings",
     "row_multiple",
     "shortened_warmups",
+    "table_of",
     "told_formats",
     "uncorrected",
     "with_steps",
@@ -113,6 +116,9 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
         for source in recipe.sources
     }
     of_all = [*learning.best(recipe)]
+    sound = next(iter(found.values())) if not any(faults.recipe or faults.files for faults in found.values()) else None
+    if sound is not None and is_trained:
+        of_all += memory_faults(recipe, sound.layout, is_start=is_start)
     if not recipe.mixture:
         only = found[recipe.rollout.environment]
         return replace(only, recipe=[*only.recipe, *of_all])
@@ -166,14 +172,15 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
-    """Shape and layout of a recipe whose weights can be planned: of the model folder, config.json is enough.
+    """Shape and layout of a recipe that can be planned: of model folders, config.json is enough.
 
-    Raises DataError for that file, or one ConfigError that lists all sizes that do not fit.
+    The ranks are not aligned yet, which takes longer: `aligned`. Raises DataError for that file, or one ConfigError
+    that lists all sizes that do not fit.
     """
     shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-    return shape, sizes.aligned(recipe, shape, sizes.layout_of(recipe))
+    return shape, sizes.layout_of(recipe)
 
 
 def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataError]:

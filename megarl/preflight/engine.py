@@ -7,10 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape
+from megarl.memory.engine import BLOCK_TOKENS, cache_block_bytes
 from megarl.preflight.library_fields import supported_head_sizes
-
-_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
-"""Tokens of a KV cache block, as the engine is started."""
 
 
 def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -43,14 +41,15 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """The cache of a rank must hold one sequence of the longest kind."""
     rollout = recipe.rollout
+    if rollout.gpu_memory_utilization is not None:
+        return
     item_bytes = _item_bytes(str(rollout.vllm.get("kv_cache_dtype", "auto")), recipe.model.dtype)
-    block = rollout.vllm.get("block_size") or _BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
+    block = rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
     if item_bytes is None or not isinstance(block, int) or block < 1:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     longest = recipe.data.max_prompt_tokens + new_tokens
-    heads = max(1, shape.num_kv_heads // rollout.tp)
-    block_bytes = 2 * block * shape.num_layers * heads * shape.head_dim * item_bytes
+    block_bytes = cache_block_bytes(shape, rollout.tp, block_tokens=block, itemsize=item_bytes)
     # vLLM holds one block back.
     needed = (-(-longest // block) + 1) * block_bytes
     if needed > rollout.kv_cache_gib * 2**30:

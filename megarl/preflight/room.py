@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from math import prod
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.families import hf_tensors
-from megarl.families.shape import read_model_shape
+from megarl.memory.devices import CPU
+from megarl.memory.phases import memory_table
 from megarl.preflight.engine import runs_on_cpu
+from megarl.preflight.memory import models_of
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
 
 _RANKS_PER_CORE = 4
-_RANK_BYTES = 500 << 20
-"""Host memory of a rank's libraries, before any weight is loaded."""
 
 
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
@@ -38,10 +36,14 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
             f"use at most {_RANKS_PER_CORE * cores}"
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if runs_on_cpu() and (needed := _least_bytes(recipe, layout)) > memory:
+    if not runs_on_cpu():
+        return
+    fullest = memory_table(recipe, models_of(recipe, layout), CPU).fullest_host
+    if (needed := ranks * fullest.host_bytes) > memory:
         yield (
-            f"cluster.ranks_per_node = {ranks}: the ranks need at least {needed / 2**30:.0f} GiB of memory, this "
-            f"machine has {memory / 2**30:.0f}; use fewer, or a smaller model"
+            f"cluster.ranks_per_node = {ranks}: the ranks need {needed / 2**30:.1f} GiB of memory in the phase "
+            f"{fullest.name}, this machine has {memory / 2**30:.1f}; use fewer, or a smaller model (megarl plan prints "
+            "what takes it)"
         )
 
 
@@ -51,15 +53,3 @@ def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
         return
     if notice := examine().layers.notice(recipe.sandbox.require):
         yield notice
-
-
-def _least_bytes(recipe: Recipe, layout: ParallelConfig) -> float:
-    """Host memory of all ranks on CPU, at least: libraries, trainer's weights and gradients, engines' weights."""
-    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
-    numbers = sum(prod(size) for size in hf_tensors(shape).values())
-    item_bytes = 4 if recipe.model.dtype == "float32" else 2
-    gradient_bytes = 4
-    trained = numbers / (layout.tp * layout.pp * layout.ep * layout.etp) * (item_bytes + gradient_bytes)
-    sampled = numbers / layout.rollout_tp * item_bytes if recipe.has_engine else 0.0
-    num_engine_ranks = layout.rollout_ranks or layout.world_size
-    return layout.num_ranks * _RANK_BYTES + layout.world_size * trained + num_engine_ranks * sampled

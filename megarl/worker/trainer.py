@@ -24,6 +24,7 @@ from megarl.platform.bridge import close_bridge, open_bridge
 from megarl.platform.left_collective import is_left
 from megarl.platform.megatron_ranks import RankGroups
 from megarl.platform.rendezvous import Rendezvous
+from megarl.reshard.layouts.adapters import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankTopology
 from megarl.training import checkpoint
@@ -180,7 +181,7 @@ class TrainerWorker:
                 )
             if trained.is_adapted and lora.export_adapter:
                 beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
-                cuts = peft.adapter_layouts(layouts, lora.targets, lora.rank)
+                cuts = adapter_layouts(layouts, lora.targets, lora.rank)
                 config = peft.adapter_config(cuts, recipe.model.path, alpha=lora.alpha, dropout=lora.dropout)
                 with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
                     peft.export(

@@ -88,7 +88,7 @@ def test_fields_of_the_libraries_are_checked(
 
 def test_fields_of_the_libraries_that_fit(recipe: Callable[..., Recipe]) -> None:
     megatron = {"hidden_dropout": 0, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    vllm = {"block_size": 64, "enforce_eager": True, "gpu_memory_utilization": 0.5, "quantization": None}
+    vllm = {"block_size": 64, "enforce_eager": True, "disable_custom_all_reduce": True, "quantization": None}
     check(recipe(trainer={"megatron": megatron}, rollout={"vllm": vllm}))
 
 

@@ -36,8 +36,9 @@ def lora_recipe(folder: Path, *, lora: Mapping[str, Any] | None = None, loop: st
 
 def build(recipe: Recipe, layout: ParallelConfig, filled: bool = True) -> tuple[Any, Any, Any]:
     """An engine, all ranks' layouts and those of its adapters. Their B is random if `filled`: zeros would hide A."""
-    from megarl.checkpoint import peft, safetensors
+    from megarl.checkpoint import safetensors
     from megarl.models.adapters import adapters_of
+    from megarl.reshard.layouts.adapters import adapter_layouts
     from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
     from megarl.training.engine import TrainingEngine
 
@@ -58,7 +59,7 @@ def build(recipe: Recipe, layout: ParallelConfig, filled: bool = True) -> tuple[
         adapter.b.data.copy_(values_of_b.chunk(parts, dim or 0)[adapter.group.rank() % parts])
     if filled:
         engine.optimizer.reload_model_params()
-    return engine, layouts, peft.adapter_layouts(layouts, recipe.lora.targets, recipe.lora.rank)
+    return engine, layouts, adapter_layouts(layouts, recipe.lora.targets, recipe.lora.rank)
 
 
 def rows_of(recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:

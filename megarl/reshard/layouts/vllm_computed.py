@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal, NamedTuple
 
 from megarl.families import templates_of, tensors_of
@@ -63,6 +64,20 @@ class VllmLayouts(Layouts):
         if key not in self._made:
             self._made[key] = tuple(self._holdings(stack, tensor.template, owner))
         return self._made[key]
+
+    def numel_on(self, rank: int) -> int:
+        """Elements of a rank's live parameters, padding included."""
+        part, total = rank % self.tp, 0
+        for stack in self._stacks:
+            template = stack.parts[0].tensor
+            shape = list(self._shapes[template])
+            shape[stack.dim] = sum(self._range(stack, piece, part)[2] for piece in stack.parts)
+            count = self.model.num_layers if "{layer}" in template else 1
+            if stack.stacks_experts:
+                each, more = divmod(self.model.num_experts, self.tp)
+                count *= each + (part < more) if self.ep else self.model.num_experts
+            total += prod(shape) * count
+        return total
 
     def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
         for rank in range(self.tp) if owner < 0 else (owner,):

@@ -1,0 +1,177 @@
+"""Changes of a recipe that make it fit into a GPU's memory, each computed by the table of the changed recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.memory.devices import GPU
+from megarl.memory.models import Models
+from megarl.memory.phases import memory_table
+from megarl.memory.table import MemoryTable
+
+_OFFLOADED = ("optimizer", "gradients", "parameters")
+"""What may be offloaded, cheapest first."""
+_COSTS = {
+    "trainer.offload": 1.0,
+    "rollout.kv_cache_gib": 2.0,
+    "rollout.gpu_memory_utilization": 2.0,
+    "trainer.max_tokens_per_microbatch": 3.0,
+    "trainer.recompute": 4.0,
+}
+"""What a change costs a run, in no unit: seconds a step, cache, longer rows, a third of the training time."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Fields with values under which a recipe fits, and the changed recipe's table."""
+
+    values: Mapping[str, Any]
+    table: MemoryTable
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """As they are given on the command line."""
+        return tuple(f"{field}={_written(value)}" for field, value in self.values.items())
+
+
+def remedies(recipe: Recipe, models: Models, gpu_gib: float, *, most: int = 3) -> list[Remedy]:
+    """The cheapest changes of offload, KV cache, row length and recomputation under which the recipe fits.
+
+    Each fits by itself, and no field of it could be left out.
+    """
+    found: list[tuple[float, Remedy]] = []
+    for values in _choices(recipe):
+        if any(set(remedy.values) <= set(values) for _, remedy in found):
+            continue
+        if (remedy := _completed(recipe, models, gpu_gib, values)) is not None:
+            found.append((_cost(recipe, remedy.values), remedy))
+    needed = [
+        (cost, remedy)
+        for cost, remedy in found
+        if not any(set(other.values) < set(remedy.values) for _, other in found)
+    ]
+    return [remedy for _, remedy in sorted(needed, key=lambda pair: pair[0])[:most]]
+
+
+def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values of some fields, by their dotted names."""
+    for field, value in values.items():
+        section, _, name = field.partition(".")
+        own = getattr(recipe, section).model_copy(update={name: value})
+        recipe = recipe.model_copy(update={section: own})
+    return recipe
+
+
+class _Fitted:
+    """A value that is to be chosen as large as fits."""
+
+
+_FITTED = _Fitted()
+
+
+def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Changes to try, few fields before many."""
+    trainer = recipe.trainer
+    offload: list[Any] = [None]
+    if recipe.has_engine:
+        have = set(trainer.offload)
+        offload += [
+            tuple(name for name in _OFFLOADED if name in have or name in _OFFLOADED[:number])
+            for number in range(1, len(_OFFLOADED) + 1)
+            if not set(_OFFLOADED[:number]) <= have
+        ]
+    cache: list[Any] = [None, _FITTED] if recipe.has_engine else [None]
+    rows: list[Any] = [None, _FITTED] if recipe.is_on_policy else [None]
+    recompute: list[Any] = [None] if trainer.recompute == "full" or trainer.router_replay else [None, "full"]
+    utilization = recipe.rollout.gpu_memory_utilization is not None
+    fields = (
+        "trainer.offload",
+        "rollout.gpu_memory_utilization" if utilization else "rollout.kv_cache_gib",
+        "trainer.max_tokens_per_microbatch",
+        "trainer.recompute",
+    )
+    choices = [
+        {field: value for field, value in zip(fields, values, strict=True) if value is not None}
+        for values in product(offload, cache, rows, recompute)
+    ]
+    yield from sorted(filter(None, choices), key=len)
+
+
+def _completed(recipe: Recipe, models: Models, gpu_gib: float, values: dict[str, Any]) -> Remedy | None:
+    """The change with its fitted values, if there are such."""
+    given = {field: value for field, value in values.items() if value is not _FITTED}
+    for field in values.keys() - given.keys():
+        fit = _fitted_rows if field == "trainer.max_tokens_per_microbatch" else _fitted_cache
+        if (value := fit(changed(recipe, given), models, gpu_gib)) is None:
+            return None
+        given[field] = value
+    ordered = {field: given[field] for field in values}
+    table = memory_table(changed(recipe, ordered), models, GPU, gpu_gib=gpu_gib)
+    return Remedy(ordered, table) if table.fullest.device_bytes <= gpu_gib * _GIB else None
+
+
+def _fitted_cache(recipe: Recipe, models: Models, gpu_gib: float) -> float | None:
+    """The largest KV cache, or share of the GPU, that fits beside the rest while the engine samples; None if none."""
+    table = memory_table(recipe, models, GPU, gpu_gib=gpu_gib)
+    sampling = [phase.device_bytes for phase in table.phases if phase.of("KV cache").device_bytes]
+    excess = max(sampling, default=0) - gpu_gib * _GIB
+    if excess <= 0:
+        return None
+    rollout = recipe.rollout
+    if rollout.gpu_memory_utilization is not None:
+        value = math.floor((rollout.gpu_memory_utilization - excess / (gpu_gib * _GIB)) * 100) / 100
+        field = "rollout.gpu_memory_utilization"
+    else:
+        value = math.floor((rollout.kv_cache_gib - excess / _GIB) * 10) / 10
+        field = "rollout.kv_cache_gib"
+    if value <= 0:
+        return None
+    room = memory_table(changed(recipe, {field: value}), models, GPU, gpu_gib=gpu_gib).cache
+    return value if room is not None and room.longest_requests >= 1 else None
+
+
+def _fitted_rows(recipe: Recipe, models: Models, gpu_gib: float) -> int | None:
+    """The longest rows, shorter than they are, under which training fits; None where they could not hold a sample."""
+    layout = models.policy.layout
+    multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
+    multiple = math.lcm(multiple, 128)
+    least = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
+    most = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
+
+    def fits(count: int) -> bool:
+        shorter = changed(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
+        table = memory_table(shorter, models, GPU, gpu_gib=gpu_gib)
+        training = [phase for phase in table.phases if phase.metric in ("train", "logprobs")]
+        return max(phase.device_bytes for phase in training) <= gpu_gib * _GIB
+
+    if least > most or not fits(least):
+        return None
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least * multiple
+
+
+def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
+    """What the changes cost together; of a cache and of rows by the share that is lost, too."""
+    total = 0.0
+    for field, value in values.items():
+        total += _COSTS[field]
+        if field == "trainer.offload":
+            total += 0.5 * (len(value) - len(recipe.trainer.offload) - 1)
+        elif field != "trainer.recompute":
+            section, _, name = field.partition(".")
+            total += 4 * (1 - value / getattr(getattr(recipe, section), name))
+    return total
+
+
+def _written(value: Any) -> str:
+    return (
+        f"[{','.join(value)}]" if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+    )

@@ -1,0 +1,50 @@
+"""Memory of GPUs by name, and what libraries take of it before any tensor."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+
+GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
+"""What torch finds as a GPU's memory, in GiB. Source: NVIDIA's data sheets, less what the driver keeps."""
+
+CONTEXT_BYTES = int(2.2e9)
+"""CUDA's context, kernels, workspaces of cuBLAS, and what the allocator's blocks waste. (A guess.)"""
+COMMUNICATOR_BYTES = int(0.35e9)
+"""NCCL's buffers of one communicator. (A guess.)"""
+GRAPH_BYTES = int(2.0e9)
+"""The engine's CUDA graphs. (A guess.)"""
+LIBRARY_BYTES = 500 << 20
+"""Host memory of a rank's libraries, before any weight is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Where a run's ranks are: on GPUs, or on a CPU, whose memory has all."""
+
+    is_gpu: bool
+    has_transformer_engine: bool
+
+    @property
+    def kind(self) -> str:
+        return "cuda" if self.is_gpu else "cpu"
+
+
+GPU = Platform(is_gpu=True, has_transformer_engine=True)
+CPU = Platform(is_gpu=False, has_transformer_engine=False)
+
+
+@cache
+def installed_gpu_gib() -> float | None:
+    """Memory of this machine's smallest GPU in GiB; None where there is none, or no driver that tells."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        return min(float(line) for line in done.stdout.split("\n") if line.strip()) / 1024
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,57 @@
+"""The models of a run with their sizes and layouts, as the ranks build them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
+from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A model of a run: its sizes, and how the ranks share it."""
+
+    shape: ModelShape
+    layout: ParallelConfig
+
+    @property
+    def layouts(self) -> MegatronLayouts:
+        rows = padded_vocab_size(self.shape.vocab_size, self.layout.tp)
+        return megatron_layouts(self.shape, self.layout, padded_vocab_size=rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a run: those that train, and by name those that only score."""
+
+    policy: Built
+    critic: Built | None
+    frozen: Mapping[str, Built]
+
+
+def read_models(
+    recipe: Recipe, policy: ModelShape, layout: ParallelConfig, teacher_layout: ParallelConfig | None = None
+) -> Models:
+    """The models of a recipe; of folders beside the policy's, config.json is read. Raises DataError."""
+
+    def shape_of(folder: str) -> ModelShape:
+        return policy if folder == recipe.model.folder else read_model_shape(folder, recipe.override_of(folder))
+
+    frozen: dict[str, Built] = {}
+    if recipe.has_reference and not recipe.lora.rank:
+        frozen["reference"] = Built(policy, layout)
+    further = recipe.further_models
+    if (folder := further.get("reward.model")) is not None:
+        frozen["reward_model"] = Built(shape_of(folder).with_value_head(), layout)
+    for name, folder in recipe.teachers.items():
+        frozen[name] = Built(shape_of(folder), teacher_layout or layout)
+    critic = None
+    if recipe.has_critic:
+        source = further.get("critic.path", recipe.model.folder)
+        critic = Built(shape_of(source).with_value_head(), layout)
+    own = policy.with_value_head() if recipe.loop == "reward_model" else policy
+    return Models(Built(own, layout), critic, frozen)

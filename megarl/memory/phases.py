@@ -1,0 +1,327 @@
+"""The kinds of memory laid over the phases of a run: start, rollout, reshard, log-probs, train, save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.memory import activations, engine, trainer
+from megarl.memory.activations import PassSettings
+from megarl.memory.devices import COMMUNICATOR_BYTES, CONTEXT_BYTES, GRAPH_BYTES, LIBRARY_BYTES, Platform
+from megarl.memory.models import Built, Models
+from megarl.memory.table import CacheRoom, MemoryTable, Phase, Use
+from megarl.memory.trainer import TrainerStates
+from megarl.reshard.layouts.adapters import adapter_layouts
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_ALL = ("parameters", "gradients", "optimizer")
+
+
+def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib: float | None = None) -> MemoryTable:
+    """The memory of a recipe by phase, each phase's on the rank that has the most then.
+
+    `gpu_gib` is the memory of a GPU, which `rollout.gpu_memory_utilization` is a share of. Looked at is one rank of
+    each pipeline stage: ranks of a stage hold as much, up to a few elements of padding.
+    """
+    layout = models.policy.layout
+    ranks = [
+        RankMemory(recipe, models, platform, layout.rank(tp=0, dp=0, pp=stage), gpu_gib) for stage in range(layout.pp)
+    ]
+    by_rank = [tuple(memory.phases()) for memory in ranks]
+    phases = tuple(
+        max(same, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for same in zip(*by_rank, strict=True)
+    )
+    return MemoryTable(phases, ranks[0].cache_room(), is_gpu=platform.is_gpu)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds of all models and of its engine."""
+
+    recipe: Recipe
+    models: Models
+    platform: Platform
+    rank: int
+    gpu_gib: float | None = None
+    expert_load: float = activations.EXPERT_IMBALANCE
+    """Tokens of the fullest expert-parallel rank over the mean."""
+
+    @property
+    def layout(self) -> ParallelConfig:
+        return self.models.policy.layout
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_BYTES[self.recipe.model.dtype]
+
+    @cached_property
+    def policy(self) -> TrainerStates:
+        """The policy's states once it has been updated: an optimizer has no moments before."""
+        return self._trained(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
+
+    @cached_property
+    def critic(self) -> TrainerStates:
+        if self.models.critic is None:
+            return trainer.NOTHING
+        return self._trained(self.models.critic, self.recipe.critic.optimizer.name, 0)
+
+    @cached_property
+    def frozen(self) -> dict[str, int]:
+        """Bytes of each model that only scores."""
+        return {
+            name: trainer.parameter_bytes(built.layouts, self.rank, self.itemsize)
+            for name, built in self.models.frozen.items()
+        }
+
+    @cached_property
+    def engine_weights(self) -> int:
+        if not self.recipe.has_engine:
+            return 0
+        shape, layout = self.models.policy.shape, self.layout
+        layouts = VllmLayouts(shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
+        return engine.engine_weights(layouts, self.rank, self.itemsize)
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        if not self.recipe.has_engine:
+            return 0
+        return engine.cache_bytes(self._cache_asked, self._block_bytes)
+
+    @cached_property
+    def engine_step(self) -> int:
+        if not self.recipe.has_engine:
+            return 0
+        rollout = self.recipe.rollout
+        default = engine.BATCHED_TOKENS[self.platform.kind]
+        if not self.platform.is_gpu:
+            default = max(default, self.recipe.context_tokens)
+        return engine.step_bytes(
+            self.models.policy.shape,
+            self.layout.rollout_tp,
+            batched_tokens=int(rollout.vllm.get("max_num_batched_tokens") or default),
+            max_requests=rollout.max_concurrent_requests,
+            itemsize=self.itemsize,
+        )
+
+    @cached_property
+    def staging(self) -> int:
+        """Two buckets of the reshard at most, or all that there is."""
+        if not self.recipe.has_engine or self.layout.world_size == 1:
+            return 0
+        bucket = self.recipe.weights.bucket_mib << 20
+        return min(2 * bucket, self.engine_weights + self.policy.parameters)
+
+    def cache_room(self) -> CacheRoom | None:
+        """The requests that fit in the KV cache of an engine."""
+        if not self.recipe.has_engine:
+            return None
+        blocks = self.cache_bytes // self._block_bytes
+        # vLLM holds one block back.
+        tokens = max(0, blocks - 1) * self._block_tokens
+        return CacheRoom(tokens, self.recipe.context_tokens, self.recipe.rollout.max_concurrent_requests)
+
+    def phases(self) -> Iterator[Phase]:
+        """All phases of the run on this rank."""
+        moments = {"start": self._start(), "rollout": self._rollout(), "reshard": self._reshard()}
+        if not self.recipe.has_engine:
+            moments = {"start": moments["start"]}
+        if self.recipe.is_on_policy:
+            moments["logprobs"] = self._scoring("policy")
+        moments |= {f"logprobs {name}": self._scoring(name) for name in self.frozen}
+        if self.models.critic is not None:
+            moments["logprobs critic"] = self._scoring("critic")
+        moments["train"] = self._training("policy")
+        if self.models.critic is not None:
+            moments["train critic"] = self._training("critic")
+        moments["save"] = self._save()
+        for name, uses in moments.items():
+            yield Phase(name, self.rank, tuple(self._placed(uses)))
+
+    def _start(self) -> list[Use]:
+        """The fullest of: the engine as it is built, the models as they are, the first reshard."""
+        began = replace(self.policy, moments=0)
+        building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._waiting()]
+        moments = [building]
+        if self.recipe.has_engine:
+            moments += [self._awake_engine(), self._reshard(began), self._rollout(began)]
+        return max(moments, key=lambda uses: sum(use.device_bytes for use in uses))
+
+    def _rollout(self, policy: TrainerStates | None = None) -> list[Use]:
+        return [*self._states(policy or self.policy, ()), *self._critic(()), *self._awake_engine(), *self._waiting()]
+
+    def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
+        states = policy or self.policy
+        uses = [*self._states(states, ("parameters",)), *self._critic(()), *self._waiting()]
+        if states.merged:
+            uses.append(Use("merged adapters", states.merged))
+        cache = 0 if self.platform.is_gpu else self.cache_bytes
+        return [*uses, Use("engine weights", self.engine_weights), Use("KV cache", cache), Use("staging", self.staging)]
+
+    def _scoring(self, name: str) -> list[Use]:
+        built = self._built(name)
+        settings = self._passes(built)
+        uses = [*self._working(name), *self._idle_engine()]
+        forward = activations.forward_bytes(built.shape, built.layout, settings)
+        logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
+        return [*uses, Use("activations", int(forward)), Use("logits", int(logits))]
+
+    def _training(self, name: str) -> list[Use]:
+        built = self._built(name)
+        settings = self._passes(built)
+        stage = built.layout.coordinates(self.rank).pp
+        kept = activations.stage_bytes(built.shape, built.layout, stage, settings)
+        passing = activations.backward_bytes(built.shape, built.layout, settings)
+        logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
+        return [
+            *self._working(name),
+            *self._idle_engine(),
+            Use("activations", int(kept)),
+            Use("pipeline", int(activations.pipeline_bytes(built.shape, built.layout, stage, settings))),
+            Use("backward", int(passing)),
+            Use("logits", int(logits)),
+        ]
+
+    def _save(self) -> list[Use]:
+        states = self.policy + self.critic
+        gathered = max(self.policy.gathered, self.critic.gathered)
+        return [
+            *self._states(self.policy, _ALL),
+            *self._critic(_ALL),
+            *self._idle_engine(),
+            *self._waiting(),
+            Use("checkpoint", gathered if self.platform.is_gpu else 0, states.saved),
+        ]
+
+    def _working(self, name: str) -> list[Use]:
+        """All models while this one works: the critic in the place of the policy, the others beside it."""
+        if name == "critic":
+            return [*self._states(self.policy, ()), *self._critic(_ALL), *self._waiting()]
+        return [*self._states(self.policy, _ALL), *self._critic(()), *self._waiting(at_work=name)]
+
+    def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
+        """A trained model's states: on the device what is `awake` or never offloaded, with its host copies."""
+        offload = self.recipe.trainer.offload
+        is_here = {name: name in awake or name not in offload for name in _ALL}
+        yield Use("parameters", states.parameters * is_here["parameters"])
+        yield Use("gradients", states.gradients * is_here["gradients"])
+        yield Use("main weights", states.main_weights * is_here["optimizer"])
+        yield Use("moments", states.moments * is_here["optimizer"])
+        copies = states.pinned_parameters * ("parameters" in offload) + states.pinned_optimizer * (
+            "optimizer" in offload
+        )
+        yield Use("offloaded copies", 0, copies)
+
+    def _critic(self, awake: Collection[str]) -> Iterator[Use]:
+        """The critic's states as one kind."""
+        uses = [*self._states(self.critic, awake)]
+        yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
+
+    def _waiting(self, at_work: str = "") -> Iterator[Use]:
+        """Models that only score: each waits in host memory."""
+        for name, size in self.frozen.items():
+            yield Use(
+                name, size if name == at_work or not self.platform.is_gpu else 0, size if self.platform.is_gpu else 0
+            )
+
+    def _awake_engine(self) -> list[Use]:
+        return [
+            Use("engine weights", self.engine_weights),
+            Use("KV cache", self.cache_bytes),
+            Use("engine step", self.engine_step),
+        ]
+
+    def _idle_engine(self) -> list[Use]:
+        """A sleeping engine has nothing; on a CPU it does not sleep."""
+        return [] if self.platform.is_gpu else self._awake_engine()[:2]
+
+    def _placed(self, uses: list[Use]) -> Iterator[Use]:
+        """With what libraries take; on a CPU all is the host's."""
+        if self.platform.is_gpu:
+            yield from uses
+            yield Use("CUDA", CONTEXT_BYTES)
+            yield Use("NCCL", COMMUNICATOR_BYTES * self._num_communicators)
+            yield Use("CUDA graphs", self._graphs)
+        else:
+            yield from (Use(use.kind, 0, use.device_bytes + use.host_bytes) for use in uses)
+        yield Use("libraries", 0, LIBRARY_BYTES)
+
+    @property
+    def _num_communicators(self) -> int:
+        """Groups of several ranks that exchange anything: each axis, the world, the model-parallel ranks."""
+        layout = self.layout
+        axes = [layout.tp, layout.pp, layout.dp * layout.cp, layout.cp, layout.tp * layout.pp, layout.world_size]
+        if self.models.policy.shape.num_experts:
+            axes += [layout.ep, layout.etp, layout.ep * layout.etp]
+        if self.recipe.has_engine:
+            axes.append(layout.rollout_tp)
+        return sum(size > 1 for size in axes)
+
+    def _trained(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
+        layouts = built.layouts
+        return trainer.trainer_states(
+            layouts,
+            self.rank,
+            itemsize=self.itemsize,
+            is_distributed=self.recipe.trainer.distributed_optimizer,
+            has_moments=optimizer == "adam",
+            is_pinned=self.platform.is_gpu,
+            adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
+        )
+
+    def _built(self, name: str) -> Built:
+        if name == "critic":
+            assert self.models.critic is not None
+            return self.models.critic
+        return self.models.policy if name == "policy" else self.models.frozen[name]
+
+    def _is_last(self, built: Built) -> bool:
+        return built.layout.coordinates(self.rank).pp == built.layout.pp - 1
+
+    def _passes(self, built: Built) -> PassSettings:
+        trainer_config = self.recipe.trainer
+        is_bf16 = self.itemsize == 2
+        return PassSettings(
+            row_tokens=trainer_config.max_tokens_per_microbatch,
+            chunk_tokens=trainer_config.logprob_chunk_tokens,
+            itemsize=self.itemsize,
+            sequence_parallel=built.layout.tp > 1 and trainer_config.sequence_parallel is not False,
+            recompute=trainer_config.recompute,
+            spec="transformer_engine" if self.platform.has_transformer_engine else "local",
+            fuses_activation=bool(trainer_config.megatron.get("bias_activation_fusion", False)),
+            pads_attention=not self.platform.is_gpu or not is_bf16,
+            longest=self.recipe.trained_tokens,
+            expert_load=float(trainer_config.megatron.get("moe_expert_capacity_factor") or self.expert_load),
+        )
+
+    @property
+    def _block_tokens(self) -> int:
+        return int(self.recipe.rollout.vllm.get("block_size") or engine.BLOCK_TOKENS[self.platform.kind])
+
+    @property
+    def _block_bytes(self) -> int:
+        name = str(self.recipe.rollout.vllm.get("kv_cache_dtype", "auto"))
+        itemsize = 1 if name.startswith("fp8") else {"float16": 2, **ITEM_BYTES}.get(name, self.itemsize)
+        return engine.cache_block_bytes(
+            self.models.policy.shape, self.layout.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
+        )
+
+    @property
+    def _cache_asked(self) -> int:
+        """Bytes that the engine may use for its KV cache: given, or what vLLM finds left of its share of the GPU."""
+        share = self.recipe.rollout.gpu_memory_utilization
+        if share is None:
+            return int(self.recipe.rollout.kv_cache_gib * 2**30)
+        if self.gpu_gib is None:
+            return 0
+        others = CONTEXT_BYTES + COMMUNICATOR_BYTES * (self.layout.rollout_tp > 1) + self._graphs
+        return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - others)
+
+    @property
+    def _graphs(self) -> int:
+        """Bytes of the engine's CUDA graphs."""
+        has_graphs = self.recipe.has_engine and not self.recipe.rollout.vllm.get("enforce_eager")
+        return GRAPH_BYTES if has_graphs else 0

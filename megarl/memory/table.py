@@ -1,0 +1,127 @@
+"""The memory table of a run: what each kind of memory takes on a rank, phase by phase. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Bytes that one kind of memory takes on one rank: of its GPU, and of the host's memory."""
+
+    kind: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What is in memory at the fullest moment of a phase, on the rank that has the most then.
+
+    `name` is the phase's as metrics have it, with the model that works in it where that is not the policy:
+    `train critic`.
+    """
+
+    name: str
+    rank: int
+    uses: tuple[Use, ...]
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(use.device_bytes for use in self.uses)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(use.host_bytes for use in self.uses)
+
+    @property
+    def metric(self) -> str:
+        """The phase of `memory/PHASE_gib` that this is a part of."""
+        first = self.name.partition(" ")[0]
+        return "checkpoint" if first == "save" else first
+
+    def of(self, kind: str) -> Use:
+        """The use of one kind; zero where there is none."""
+        return next((use for use in self.uses if use.kind == kind), Use(kind))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """How many requests the KV cache of one engine really holds."""
+
+    tokens: int
+    longest: int
+    """Tokens of the longest request: prompt and completion."""
+    max_concurrent_requests: int
+
+    @property
+    def longest_requests(self) -> int:
+        """Requests of the longest kind that fit together."""
+        return self.tokens // self.longest
+
+    @property
+    def mean_length(self) -> int:
+        """Tokens that a request may have on average for all to fit that may be decoded together."""
+        return self.tokens // self.max_concurrent_requests
+
+    def __str__(self) -> str:
+        text = (
+            f"KV cache of an engine: {self.tokens:,} tokens, {self.longest_requests} requests of the longest "
+            f"{self.longest:,}"
+        )
+        if self.longest_requests >= self.max_concurrent_requests:
+            return f"{text}; rollout.max_concurrent_requests {self.max_concurrent_requests} always fit"
+        return (
+            f"{text}; of rollout.max_concurrent_requests {self.max_concurrent_requests} all fit while they have "
+            f"{self.mean_length:,} tokens on average, beyond that vLLM preempts"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """All phases of a run, and the room of its engines' KV caches; None without an engine."""
+
+    phases: tuple[Phase, ...]
+    cache: CacheRoom | None
+    is_gpu: bool
+    """Else ranks are on a CPU, and all memory is the host's."""
+
+    @property
+    def fullest(self) -> Phase:
+        """The phase that takes the most of a GPU's memory."""
+        return max(self.phases, key=lambda phase: phase.device_bytes)
+
+    @property
+    def fullest_host(self) -> Phase:
+        """The phase that takes the most host memory of a rank."""
+        return max(self.phases, key=lambda phase: phase.host_bytes)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds that take anything in some phase, in the order of the phases."""
+        return tuple(
+            dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
+        )
+
+    def predicted(self) -> dict[str, int]:
+        """Bytes of a GPU, or on a CPU of a rank's process, by the phases of `memory/PHASE_gib`."""
+        found: dict[str, int] = {}
+        for phase in self.phases:
+            taken = phase.device_bytes if self.is_gpu else phase.host_bytes
+            found[phase.metric] = max(found.get(phase.metric, 0), taken)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values: bytes by phase and kind, and the room of the cache."""
+        phases = [
+            {
+                "phase": phase.name,
+                "rank": phase.rank,
+                "device_bytes": phase.device_bytes,
+                "host_bytes": phase.host_bytes,
+                "kinds": {use.kind: [use.device_bytes, use.host_bytes] for use in phase.uses},
+            }
+            for phase in self.phases
+        ]
+        return {"phases": phases, "kv_cache": None if self.cache is None else asdict(self.cache)}

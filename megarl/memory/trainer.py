@@ -1,0 +1,229 @@
+"""What a rank holds of a model that trains: parameters, gradients, main weights, moments. Integers only.
+
+With the distributed optimizer Megatron lays a chunk's parameters into one buffer, last parameter first, each beginning
+at a multiple of 64 elements, buckets ending at a multiple of 128 and of the data-parallel size; of each bucket a
+data-parallel rank has main weights and moments of an equal part. Source: Megatron-Core 0.16.1,
+distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from megarl.reshard.layouts.megatron import MegatronLayouts, chunk_prefix, parameter_shapes
+
+FLOAT32 = 4
+_PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
+
+
+class Parameter(NamedTuple):
+    """Elements of one parameter on a rank, and whether Megatron gives it a bucket of its own."""
+
+    numel: int
+    has_own_bucket: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStates:
+    """Bytes of a trained model on one rank."""
+
+    parameters: int
+    gradients: int
+    main_weights: int
+    moments: int
+    merged: int = 0
+    """Weights with their LoRA adapters merged in, while they are resharded or exported."""
+    pinned_parameters: int = 0
+    """Host memory for parameters that are offloaded; pinned memory comes in powers of two."""
+    pinned_optimizer: int = 0
+    """Host memory for main weights and moments that are offloaded."""
+    gathered: int = 0
+    """Memory of the device for the optimizer's state on its way into a checkpoint."""
+    saved: int = 0
+    """Host memory for all that a checkpoint takes from this rank."""
+
+    @property
+    def optimizer(self) -> int:
+        return self.main_weights + self.moments
+
+    @property
+    def all(self) -> int:
+        """Bytes of the device while the model trains."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def __add__(self, other: TrainerStates) -> TrainerStates:
+        return TrainerStates(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+NOTHING = TrainerStates(0, 0, 0, 0)
+
+
+def trainer_states(
+    layouts: MegatronLayouts,
+    rank: int,
+    *,
+    itemsize: int,
+    is_distributed: bool,
+    has_moments: bool,
+    is_pinned: bool,
+    adapters: MegatronLayouts | None = None,
+) -> TrainerStates:
+    """The states of a model on a rank; `itemsize` bytes a weight.
+
+    With the layouts of LoRA `adapters` these alone are trained. `is_pinned`: host copies are in pinned memory.
+    """
+    frozen, merged = 0, 0
+    trained = layouts
+    if adapters is not None:
+        shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
+        linears = {
+            name.partition("adapter.")[0] + "weight"
+            for name in parameter_shapes(adapters, layouts.parallel.coordinates(rank))
+        }
+        frozen = sum(map(math.prod, shapes.values())) * itemsize
+        merged = sum(math.prod(shape) for name, shape in shapes.items() if name in linears) * itemsize
+        trained = adapters
+    states = TrainerStates(frozen, 0, 0, 0, merged)
+    if frozen and is_pinned:
+        states += TrainerStates(0, 0, 0, 0, pinned_parameters=frozen)
+    for parameters, num_shards, shard in buffers_of(trained, rank):
+        states += _buffer_states(
+            parameters,
+            num_shards,
+            shard,
+            itemsize=itemsize,
+            is_distributed=is_distributed,
+            num_moments=2 if has_moments else 0,
+            is_pinned=is_pinned,
+        )
+    return states
+
+
+def parameter_bytes(layouts: MegatronLayouts, rank: int, itemsize: int) -> int:
+    """Bytes of a frozen model on a rank."""
+    shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
+    return sum(map(math.prod, shapes.values())) * itemsize
+
+
+def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[Parameter], int, int]]:
+    """The gradient buffers of a rank: their parameters, the number of data-parallel shards, and the rank's own."""
+    parallel = layouts.parallel
+    at = parallel.coordinates(rank)
+    dense_shards = parallel.dp * parallel.cp
+    expert_shards = parallel.world_size // (parallel.etp * parallel.ep * parallel.pp)
+    is_shared = layouts.model.tie_word_embeddings and parallel.pp > 1
+    shapes = parameter_shapes(layouts, at)
+    for chunk in range(parallel.vpp):
+        prefix = chunk_prefix(chunk, parallel.vpp)
+        own = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith(prefix)}
+        dense = [
+            Parameter(numel, is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")))
+            for name, numel in own.items()
+            if ".experts." not in name
+        ]
+        experts = [Parameter(numel) for name, numel in own.items() if ".experts." in name]
+        if dense:
+            yield dense, dense_shards, at.dp * parallel.cp + at.cp
+        if experts:
+            yield experts, expert_shards, at.edp
+
+
+def _buffer_states(
+    parameters: Sequence[Parameter],
+    num_shards: int,
+    shard: int,
+    *,
+    itemsize: int,
+    is_distributed: bool,
+    num_moments: int,
+    is_pinned: bool,
+) -> TrainerStates:
+    numel = sum(parameter.numel for parameter in parameters)
+    has_main = itemsize < FLOAT32
+    copies = has_main + num_moments
+    if not is_distributed:
+        # Each parameter, its main weight and its moments have a storage of their own.
+        pinned = sum(_pinned(parameter.numel * itemsize, is_pinned) for parameter in parameters)
+        pinned_state = copies * sum(_pinned(parameter.numel * FLOAT32, is_pinned) for parameter in parameters)
+        return TrainerStates(
+            parameters=numel * itemsize,
+            gradients=numel * FLOAT32,
+            main_weights=numel * FLOAT32 * has_main,
+            moments=numel * FLOAT32 * num_moments,
+            pinned_parameters=pinned,
+            pinned_optimizer=pinned_state,
+            saved=numel * (itemsize + FLOAT32 * copies) // num_shards,
+        )
+    buckets = _buckets(parameters, num_shards)
+    size = buckets[-1].stop
+    held = [
+        overlap
+        for bucket in buckets
+        for start, stop in bucket.parameters
+        if (overlap := _overlap(start, stop, bucket.shard(shard, num_shards))) > 0
+    ]
+    own = sum(held)
+    largest = max(bucket.stop - bucket.start for bucket in buckets)
+    return TrainerStates(
+        parameters=size * itemsize,
+        gradients=size * FLOAT32,
+        main_weights=own * FLOAT32 * has_main,
+        moments=own * FLOAT32 * num_moments,
+        pinned_parameters=_pinned(size * itemsize, is_pinned),
+        pinned_optimizer=copies * sum(_pinned(part * FLOAT32, is_pinned) for part in held),
+        # One kind of state after the other is gathered over the data-parallel ranks, and kept in host memory.
+        gathered=(largest + largest // num_shards) * FLOAT32,
+        saved=numel * itemsize // num_shards + 3 * numel * FLOAT32,
+    )
+
+
+class _Bucket(NamedTuple):
+    start: int
+    stop: int
+    parameters: tuple[tuple[int, int], ...]
+
+    def shard(self, index: int, num_shards: int) -> tuple[int, int]:
+        part = (self.stop - self.start) // num_shards
+        return self.start + index * part, self.start + (index + 1) * part
+
+
+def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
+    multiple = math.lcm(num_shards, _BUCKET_MULTIPLE)
+    buckets: list[_Bucket] = []
+    inside: list[tuple[int, int]] = []
+    begin = position = 0
+
+    def close(end: int) -> int:
+        nonlocal begin, inside
+        stop = _up(end, multiple)
+        buckets.append(_Bucket(begin, stop, tuple(inside)))
+        begin, inside = stop, []
+        return stop
+
+    for parameter in reversed(parameters):
+        position = _up(position, _PARAMETER_MULTIPLE)
+        if parameter.has_own_bucket and inside:
+            position = close(position)
+        inside.append((position, position + parameter.numel))
+        position += parameter.numel
+        if parameter.has_own_bucket:
+            position = close(position)
+    if inside:
+        close(position)
+    return buckets
+
+
+def _overlap(start: int, stop: int, part: tuple[int, int]) -> int:
+    return min(stop, part[1]) - max(start, part[0])
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pinned(size: int, is_pinned: bool) -> int:
+    """Bytes that a host copy takes: torch's allocator of pinned memory rounds each up to a power of two."""
+    return 1 << (size - 1).bit_length() if is_pinned and size else size

@@ -1,0 +1,329 @@
+"""Count every tensor of real workers and compare with what the planner says: parameters to KV cache, by rank.
+
+    python tools/check_planner.py [--only "dense tp2 dp2" --only "moe ep2"] [--json results.jsonl]
+
+In each layout all ranks build a worker (Megatron-Core, vLLM) of a tiny model, train on one row, and count the storages
+of each kind, each once; the tensors that autograd saves during that row are counted too. Exits with 1 where a count
+differs by more than 2 %, or the reshard stages more than was planned. In the end the largest error is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.testing import RankPool
+
+LIMIT = 0.02
+ROW_TOKENS, SEQUENCES = 256, 2
+BF16 = {"model": {"dtype": "bfloat16"}}
+PPO = {"algorithm": {"preset": "ppo"}}
+LORA = {"lora": {"rank": 8}}
+UNSHARDED = {"trainer": {"distributed_optimizer": False}}
+OFFLOADED = {"trainer": {"offload": ["optimizer", "gradients", "parameters"]}}
+FULL = {"trainer": {"recompute": "full"}}
+SELECTIVE = {"trainer": {"recompute": "selective"}}
+EVEN = dict(num_experts=4, experts_per_token=4)
+"""Every token goes to all experts, so that each has as many as the others."""
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": dict(family="qwen3", num_layers=4, num_kv_heads=2, vocab_size=1100, tie_word_embeddings=False),
+    "tied": dict(family="llama", num_layers=4, num_kv_heads=2, vocab_size=1100),
+    "moe": dict(family="qwen3_moe", num_layers=4, num_kv_heads=4, vocab_size=1100, tie_word_embeddings=False, **EVEN),
+    "shared": dict(
+        family="qwen2_moe", num_layers=4, num_kv_heads=4, vocab_size=1100, tie_word_embeddings=False, **EVEN
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a layout, with fields of the recipe by section."""
+
+    model: str
+    sizes: Mapping[str, Any]
+    fields: Sequence[Mapping[str, Mapping[str, Any]]] = field(default=())
+
+
+CASES: dict[str, Case] = {
+    "dense one rank": Case("dense", {}),
+    "dense one rank bf16": Case("dense", {}, [BF16]),
+    "dense tp2 dp2": Case("dense", {"tp": 2, "dp": 2, "rollout_tp": 2}, [BF16, OFFLOADED]),
+    "dense tp4, engines of 4": Case("dense", {"tp": 4, "rollout_tp": 4}, [BF16, SELECTIVE]),
+    "dense pp2 dp2": Case("dense", {"pp": 2, "dp": 2}, [BF16]),
+    "dense tp2 pp2 vpp2": Case("dense", {"tp": 2, "pp": 2, "vpp": 2}, [BF16]),
+    "dense cp2 dp2": Case("dense", {"cp": 2, "dp": 2}, [BF16]),
+    "dense dp4, every rank a whole optimizer": Case("dense", {"dp": 4}, [BF16, UNSHARDED]),
+    "tied pp2 dp2": Case("tied", {"pp": 2, "dp": 2}, [BF16]),
+    "tied tp2, all recomputed": Case("tied", {"tp": 2, "rollout_tp": 2}, [FULL]),
+    "dense tp2 dp2 lora": Case("dense", {"tp": 2, "dp": 2}, [BF16, LORA]),
+    "dense tp2 dp2 ppo": Case("dense", {"tp": 2, "dp": 2, "rollout_tp": 4}, [BF16, PPO, OFFLOADED]),
+    "moe ep2 dp2": Case("moe", {"ep": 2, "dp": 2, "rollout_tp": 2}, [BF16]),
+    "moe tp2 ep4 dp2": Case("moe", {"tp": 2, "ep": 4, "dp": 2, "rollout_ep": True, "rollout_tp": 2}, [BF16]),
+    "moe tp2 etp2 pp2": Case("moe", {"tp": 2, "etp": 2, "pp": 2, "rollout_tp": 2}, [BF16]),
+    "moe etp2 dp4": Case("moe", {"etp": 2, "dp": 4}, []),
+    "moe ep2 dp2 lora ppo": Case("moe", {"ep": 2, "dp": 2}, [BF16, LORA, PPO]),
+    "shared experts tp2 ep2 dp2": Case("shared", {"tp": 2, "ep": 2, "dp": 2, "rollout_tp": 2}, [BF16]),
+}
+
+
+def recipe_of(model: Path, case: Case) -> Recipe:
+    layout = layout_of(case)
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": "unused", "max_prompt_tokens": 64},
+        "cluster": {"ranks_per_node": layout.world_size},
+        "trainer": {
+            "max_tokens_per_microbatch": ROW_TOKENS * layout.cp,
+            "logprob_chunk_tokens": 32,
+            **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+        },
+        "rollout": {
+            "tp": layout.rollout_tp,
+            "kv_cache_gib": 0.01,
+            "sampling": {"max_new_tokens": ROW_TOKENS * layout.cp // SEQUENCES - 64},
+        },
+        "weights": {"bucket_mib": 1},
+    }
+    if layout.rollout_ep:
+        sections["rollout"]["vllm"] = {"enable_expert_parallel": True}
+    for given in case.fields:
+        for name, values in given.items():
+            sections[name] = sections.get(name, {}) | dict(values)
+    return Recipe.model_validate({"name": "planner", "loop": "rl", **sections})
+
+
+def layout_of(case: Case) -> ParallelConfig:
+    return replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **case.sizes)
+
+
+def counted_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the tensors' storages, each once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+class SavedTensors:
+    """Counts the bytes that autograd has saved, each storage once; `peak` is the most."""
+
+    def __init__(self, without: Iterable[Any]) -> None:
+        self._without = {t.untyped_storage()._cdata for t in without}
+        self._held: dict[int, int] = {}
+        self._bytes = self.peak = 0
+
+    def hooks(self) -> Any:
+        import torch
+
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: _Saved(t, self), lambda saved: saved.tensor)
+
+    def add(self, tensor: Any) -> int | None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._without:
+            return None
+        count = self._held.get(storage._cdata, 0)
+        self._held[storage._cdata] = count + 1
+        if not count:
+            self._bytes += storage.nbytes()
+            self.peak = max(self.peak, self._bytes)
+        return storage._cdata
+
+    def drop(self, key: int, size: int) -> None:
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
+            self._bytes -= size
+
+
+class _Saved:
+    """A tensor that autograd holds; it is counted until it is let go of."""
+
+    def __init__(self, tensor: Any, counter: SavedTensors) -> None:
+        self.tensor, self._counter = tensor, counter
+        self._key, self._size = counter.add(tensor), tensor.untyped_storage().nbytes()
+
+    def __del__(self) -> None:
+        if self._key is not None:
+            self._counter.drop(self._key, self._size)
+
+
+def trained_counts(model: Any, prefix: str) -> dict[str, int]:
+    """Bytes of a trained model by kind."""
+    weights = {t.untyped_storage()._cdata for t in model.parameters.values()}
+    main = [t for part in model.optimizer.chained_optimizers for g in part.optimizer.param_groups for t in g["params"]]
+    moments = [
+        value
+        for part in model.optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for value in state.values()
+        if getattr(value, "ndim", 0) > 0
+    ]
+    with model.merged():
+        merged = counted_bytes(model.weights[name] for name in model._merged._adapters)
+    return {
+        f"{prefix}parameters": counted_bytes(model.parameters.values()),
+        f"{prefix}gradients": counted_bytes(model._gradients()),
+        f"{prefix}main weights": counted_bytes(t for t in main if t.untyped_storage()._cdata not in weights),
+        f"{prefix}moments": counted_bytes(moments),
+        f"{prefix}merged": merged,
+    }
+
+
+def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[str, int]:
+    """One rank: what it holds, in bytes by kind, after a worker was built and has learnt from its rows."""
+    import torch.distributed as dist
+
+    from megarl.worker import Worker
+
+    rank = dist.get_rank()
+    worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    try:
+        worker.sleep_engine()
+        policy, engine = worker.policy, worker.engine
+        assert engine is not None
+        saved = SavedTensors([*policy.parameters.values(), *policy._gradients()])
+        with saved.hooks():
+            policy.update(rows)
+        found = trained_counts(policy, "") | {"activations": saved.peak}
+        if worker.critic is not None:
+            worker.critic.update([critic_row(row) for row in rows])
+            worker.critic.onload()
+            found |= trained_counts(worker.critic, "critic ")
+            worker.critic.offload()
+        if hasattr(worker.reference, "parameters"):
+            found["reference"] = counted_bytes(worker.reference.parameters.values())
+        policy.offload()
+        kept = [policy._offloadable[name]._host for name in ("parameters", "optimizer")]
+        found["offloaded copies"] = sum(t.nbytes for host in kept for t in host.values())
+        buffers = [*engine.model.parameters(), *engine.model.buffers()]
+        found["engine weights"] = counted_bytes(buffers)
+        found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
+        found["staging"] = staged_bytes(worker.resharding)
+        return found
+    finally:
+        worker.close()
+
+
+def staged_bytes(resharding: Any) -> int:
+    """Bytes of this rank's slots of the reshard."""
+    slots = resharding._transport._slots
+    own = slots._slots[slots._rank] if hasattr(slots, "_rank") else slots._slots
+    return sum(slot.nbytes for slot in own)
+
+
+def critic_row(row: Any) -> Any:
+    per_token = {name: row.per_token[name] for name in ("token_weights", "values", "returns")}
+    return replace(row, per_token=per_token)
+
+
+def rows_of(layout: ParallelConfig, vocab_size: int) -> list[Any]:
+    """As many full rows as fill the pipeline, all of sequences of one length."""
+    from megarl.data.batch import TokenBatch
+    from megarl.types import TrainingSequence
+
+    random = np.random.default_rng(5)
+    length = ROW_TOKENS * layout.cp // SEQUENCES
+    rows = []
+    for _ in range(2 * layout.pp):
+        numbers = {name: random.normal(0.0, 0.5, length).astype(np.float32) for name in _PER_TOKEN}
+        sequence = TrainingSequence(random.integers(1, vocab_size, size=length), np.arange(length) >= 8)
+        row = TokenBatch.from_sequences([sequence] * SEQUENCES)
+        for name, values in numbers.items():
+            row.per_token[name] = np.tile(values, SEQUENCES)
+        row.per_token["token_weights"] = np.full(row.lengths.sum(), 1e-3, np.float32)
+        rows.append(row)
+    return rows
+
+
+_PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
+
+
+def planned(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, int]:
+    """What the planner says of a rank, in bytes by kind."""
+    from megarl.families.shape import read_model_shape
+    from megarl.memory.devices import CPU
+    from megarl.memory.models import read_models
+    from megarl.memory.phases import RankMemory
+
+    models = read_models(recipe, read_model_shape(recipe.model.path), layout)
+    memory = RankMemory(recipe, models, CPU, rank, expert_load=1.0)
+    found: dict[str, int] = {}
+    for prefix, states in (("", memory.policy), ("critic ", memory.critic)):
+        if prefix and models.critic is None:
+            continue
+        found |= {
+            f"{prefix}parameters": states.parameters,
+            f"{prefix}gradients": states.gradients,
+            f"{prefix}main weights": states.main_weights,
+            f"{prefix}moments": states.moments,
+            f"{prefix}merged": states.merged,
+        }
+    uses = {phase.name: phase for phase in memory.phases()}
+    offload = recipe.trainer.offload
+    return found | {
+        **memory.frozen,
+        "activations": uses["train"].of("activations").host_bytes,
+        "offloaded copies": memory.policy.pinned_parameters * ("parameters" in offload)
+        + memory.policy.pinned_optimizer * ("optimizer" in offload),
+        "engine weights": memory.engine_weights,
+        "KV cache": memory.cache_bytes,
+        "staging": memory.staging,
+    }
+
+
+def check(name: str, model: Path, ranks: RankPool) -> Iterator[dict[str, Any]]:
+    """A line for each kind of memory: what was counted and planned on the rank where they differ most."""
+    case = CASES[name]
+    layout, recipe = layout_of(case), recipe_of(model, case)
+    counts = ranks.run(count, recipe, layout, rows_of(layout, 1000), world_size=layout.world_size)
+    plans = [planned(recipe, layout, rank) for rank in range(layout.world_size)]
+    for kind in plans[0]:
+        pairs = [(counted.get(kind, 0), plan[kind]) for counted, plan in zip(counts, plans, strict=True)]
+        if kind == "staging":
+            errors = [max(0.0, counted / plan - 1) if counted else 0.0 for counted, plan in pairs]
+        else:
+            errors = [abs(plan / counted - 1) if counted else float(plan != 0) for counted, plan in pairs]
+        worst = int(np.argmax(errors))
+        line = {"layout": name, "kind": kind, "rank": worst, "counted": pairs[worst][0], "planned": pairs[worst][1]}
+        yield line | {"error": errors[worst], "met": errors[worst] <= LIMIT}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=CASES, help="a layout; repeatable; left out: all")
+    parser.add_argument("--json", type=Path, help="file to append the lines to")
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent))
+    from make_tiny_model import make_tiny_model  # pyright: ignore[reportMissingImports]
+
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, RankPool(4) as ranks:
+        for name in options.only or CASES:
+            model = Path(folder) / CASES[name].model
+            if not model.exists():
+                make_tiny_model(model, **MODELS[CASES[name].model])
+            found = list(check(name, model, ranks))
+            lines += found
+            worst = max(found, key=lambda line: line["error"])
+            print(f"{name:<40} {len(found)} kinds, largest error {worst['error']:7.3%} ({worst['kind']})", flush=True)
+            for line in found:
+                if not line["met"]:
+                    print(f"  {line}", flush=True)
+    if options.json:
+        with options.json.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    worst = max(lines, key=lambda line: line["error"])
+    print(f"largest error of {len(lines)} counts: {worst['error']:.3%}, {worst['kind']} of {worst['layout']}")
+    sys.exit(not all(line["met"] for line in lines))
+
+
+if __name__ == "__main__":
+    main()
