@@ -39,6 +39,8 @@ class PassSettings:
     """Whether SwiGLU is one kernel (bias_activation_fusion)."""
     pads_attention: bool = False
     """Whether attention runs on padded sequences: on a CPU, and in float32."""
+    lora_rank: int = 0
+    """Of the adapters that alone are trained; 0: the weights are."""
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
@@ -92,8 +94,12 @@ def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings:
     if settings.recompute == "full":
         # The head's are let go of before the first layer is computed anew; the angles of all tokens are kept.
         angles = rows * _tokens(layout, settings) * shape.head_dim * FLOAT32
-        return rows * layers * _layer_input(shape, layout, settings) + angles + max(layer, head)
-    return rows * layers * layer + head
+        own = _layer_input(shape, layout, settings)
+        # The norm of a float32 layer reads that input where it is.
+        shared = own if settings.itemsize == FLOAT32 else 0
+        return rows * layers * own + angles + max(layer - shared, head)
+    inside = _inside_core(widths(shape, layout), layout, settings) if settings.recompute == "selective" else 0
+    return rows * layers * layer + max(head, inside)
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
@@ -167,23 +173,28 @@ def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_spli
     size, tokens = settings.itemsize, _tokens(layout, settings) / (_split(layout, settings) if is_split else 1)
     if settings.spec == "transformer_engine":
         return tokens * (2 * width * size + FLOAT32)
-    # In float32: the input (a copy, unless it is float32) and one over its root mean square; then as normalised, and
-    # as scaled.
-    return tokens * (width * (FLOAT32 + 2 * size) + FLOAT32)
+    # In float32: the input (a copy, unless it is float32) and one over its root mean square; then as normalised, for
+    # the gradient of its weight, and as scaled.
+    normed = 0 if settings.lora_rank else size
+    return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
 
 
 def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
     size, tokens = settings.itemsize, _tokens(layout, settings)
     kept = _norm(layout, settings, at.hidden, is_split=True)
-    # The fused projection lives on in its views; queries are copied out of it where groups are larger than one.
-    kept += tokens * (at.query + 2 * at.key) * size * (settings.spec != "local" or layout.cp == 1 or size == FLOAT32)
-    copied = at.query if shape.num_heads != shape.num_kv_heads else 0
+    # The fused projection lives on in its views, that of all ranks where these are more than the key-value heads;
+    # queries of several groups are copied out of it.
+    is_gathered = shape.num_kv_heads < layout.tp
+    fused = (shape.num_heads + 2 * shape.num_kv_heads) * at.head_dim if is_gathered else at.query + 2 * at.key
+    if settings.spec == "transformer_engine" or layout.cp == 1 or size == FLOAT32:
+        kept += tokens * fused * size
+    copied = at.query if at.kv_heads > 1 and at.heads != at.kv_heads else 0
     if shape.qk_norm:
         kept += tokens * _head_norms(at, settings, copied)
     if settings.spec == "local":
         kept += tokens * 4 * at.head_dim * size  # cosines and sines, of queries and of keys
     # Queries and keys as rotated, and the output, which is the next linear layer's input.
-    kept += tokens * at.query * size
+    kept += tokens * (at.query + 2 * settings.lora_rank) * size
     return kept + _core(at, layout, settings)
 
 
@@ -195,7 +206,8 @@ def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:
         return copied * size + statistics
     # In float32 keys are read where they are; in other types the input is a copy.
     inputs = copied if size == FLOAT32 else at.query + at.key
-    return FLOAT32 * inputs + (at.query + at.key) * size + statistics
+    normed = 0 if settings.lora_rank else size
+    return FLOAT32 * inputs + (at.query + at.key) * normed + statistics
 
 
 def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
@@ -211,19 +223,22 @@ def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
         chunk = settings.longest / (2 * layout.cp)
         masks = settings.row_tokens / settings.longest * chunk * chunk * (2 * layout.cp + 1) * size
         return 2 * own + masks + tokens * (at.query * size + FLOAT32 * at.heads)
-    if settings.recompute == "selective":
-        return given
+    return given + (0 if settings.recompute == "selective" else _inside_core(at, layout, settings))
+
+
+def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
+    """Bytes that core attention keeps beside its inputs and its output, which `selective` recomputes."""
+    size, tokens = settings.itemsize, _tokens(layout, settings)
     if settings.pads_attention:
-        return given + tokens * ((2 * at.query + 2 * at.key) * size + FLOAT32 * at.heads)
+        return tokens * ((2 * at.query + 2 * at.key) * size + FLOAT32 * at.heads)
     values = at.key * size if settings.spec == "transformer_engine" else 0
-    return given + tokens * (values + FLOAT32 * at.heads)
+    return tokens * (values + FLOAT32 * at.heads)
 
 
 def _dense(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
     channels = widths(shape, layout).feed_forward * settings.itemsize
-    return _norm(layout, settings, shape.hidden_size, is_split=True) + _tokens(layout, settings) * _gated(
-        channels, settings
-    )
+    kept = _gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize
+    return _norm(layout, settings, shape.hidden_size, is_split=True) + _tokens(layout, settings) * kept
 
 
 def _gated(channels: float, settings: PassSettings) -> float:
@@ -252,8 +267,8 @@ def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) 
     total += own * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
     # As dispatched, then through the expert, whose product is kept before it is weighed by its probability, too.
     weighed = 0 if settings.fuses_activation else channels
-    routed = _routed_tokens(shape, layout, settings)
-    total += routed * (shape.hidden_size * size + _gated(channels, settings) + weighed)
+    inside = (shape.hidden_size + 2 * settings.lora_rank) * size
+    total += _routed_tokens(shape, layout, settings) * (inside + _gated(channels, settings) + weighed)
     if shape.shared_intermediate_size:
         shared = shape.shared_intermediate_size // layout.tp * size
         total += _tokens(layout, settings) * _gated(shared, settings) + own * shape.hidden_size * size
@@ -265,4 +280,5 @@ def _head(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> 
     size, tokens = settings.itemsize, _tokens(layout, settings)
     split = _split(layout, settings)
     gathered = tokens * shape.hidden_size * size
-    return tokens / split * shape.hidden_size * (FLOAT32 + size) + gathered + tokens * _NUMBERS
+    normed = 0 if settings.lora_rank else size
+    return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS

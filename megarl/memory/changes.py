@@ -22,8 +22,9 @@ _COSTS = {
     "rollout.gpu_memory_utilization": 2.0,
     "trainer.max_tokens_per_microbatch": 3.0,
     "trainer.recompute": 4.0,
+    "trainer.router_replay": 4.0,
 }
-"""What a change costs a run, in no unit: seconds a step, cache, longer rows, a third of the training time."""
+"""What a change costs a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time."""
 _GIB = 2**30
 
 
@@ -88,7 +89,7 @@ def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
         ]
     cache: list[Any] = [None, _FITTED] if recipe.has_engine else [None]
     rows: list[Any] = [None, _FITTED] if recipe.is_on_policy else [None]
-    recompute: list[Any] = [None] if trainer.recompute == "full" or trainer.router_replay else [None, "full"]
+    recompute: list[Any] = [None] if trainer.recompute == "full" else [None, "full"]
     utilization = recipe.rollout.gpu_memory_utilization is not None
     fields = (
         "trainer.offload",
@@ -96,8 +97,11 @@ def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
         "trainer.max_tokens_per_microbatch",
         "trainer.recompute",
     )
+    # Layers that are computed anew would choose their experts anew.
+    together = {"trainer.router_replay": False} if trainer.router_replay else {}
     choices = [
         {field: value for field, value in zip(fields, values, strict=True) if value is not None}
+        | (together if values[-1] is not None else {})
         for values in product(offload, cache, rows, recompute)
     ]
     yield from sorted(filter(None, choices), key=len)
@@ -165,7 +169,7 @@ def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
         total += _COSTS[field]
         if field == "trainer.offload":
             total += 0.5 * (len(value) - len(recipe.trainer.offload) - 1)
-        elif field != "trainer.recompute":
+        elif field not in ("trainer.recompute", "trainer.router_replay"):
             section, _, name = field.partition(".")
             total += 4 * (1 - value / getattr(getattr(recipe, section), name))
     return total

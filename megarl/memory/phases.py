@@ -293,6 +293,7 @@ class RankMemory:
             spec="transformer_engine" if self.platform.has_transformer_engine else "local",
             fuses_activation=bool(trainer_config.megatron.get("bias_activation_fusion", False)),
             pads_attention=not self.platform.is_gpu or not is_bf16,
+            lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
             longest=self.recipe.trained_tokens,
             expert_load=float(trainer_config.megatron.get("moe_expert_capacity_factor") or self.expert_load),
         )
