@@ -45,6 +45,10 @@ METRICS = {
         "most memory in use in a phase, of the rank with the most: the device's, on a CPU the process's; scoring "
         "passes of an evaluation count as logprobs",
     ),
+    "memory/PHASE_predicted_gib": (
+        "GiB",
+        "the same as `megarl plan` computes it before a start, of the phases that were measured",
+    ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -64,7 +68,15 @@ _PHASES = {
 class Performance:
     """Measures the steps of a run. Metrics: METRICS, and those of the engines."""
 
-    def __init__(self, recipe: Recipe, ranks: RunRanks, models: Mapping[str, RankModel]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        ranks: RunRanks,
+        models: Mapping[str, RankModel],
+        predicted: Mapping[str, int] | None = None,
+    ) -> None:
+        """`predicted` are the bytes of the fullest rank by phase, as planned."""
+        self._predicted = predicted or {}
         self._ranks = ranks
         self._work = models["policy"].work
         self._peak_tflops = recipe.cluster.peak_tflops
@@ -93,10 +105,16 @@ class Performance:
         activities: list[Activity] = await self._ranks.call("__activity__")
         engines = values(merge(await self._ranks.call_engines("engine_metrics")))
         whole = max(seconds["time/step_seconds"], 1e-9)
-        metrics = engines | peak_memory(activities) | {"time/ranks_idle": idle_share(activities, whole)}
+        memory = peak_memory(activities)
+        metrics = engines | memory | self._planned(memory) | {"time/ranks_idle": idle_share(activities, whole)}
         if self._ranks.is_separate:
             metrics["time/trainers_idle"] = idle_share(activities[: self._ranks.trainers.world_size], whole)
         return metrics | self._throughput(seconds, scalars)
+
+    def _planned(self, measured: Mapping[str, float]) -> dict[str, float]:
+        """`memory/PHASE_predicted_gib` of the phases whose memory was measured."""
+        phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in measured]
+        return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
     def _throughput(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         work, num_ranks, num_trainers = self._work.take(), self._ranks.world_size, self._ranks.trainers.world_size

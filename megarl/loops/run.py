@@ -31,7 +31,7 @@ from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.preflight import Dropped, Kept, layout_of, row_multiple
+from megarl.preflight import Dropped, Kept, layout_of, predicted_memory, row_multiple
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
@@ -222,7 +222,7 @@ async def _started(
             checkpoints=Checkpoints(recipe, folder, tracker, ranks.trainers, origin.inputs.as_json()),
             origin=origin,
             stop=stop,
-            performance=Performance(recipe, ranks, models),
+            performance=Performance(recipe, ranks, models, predicted_memory(recipe)),
             dropped=dropped,
         )
         if origin.checkpoint:

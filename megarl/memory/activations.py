@@ -7,7 +7,7 @@ context-parallel ranks; norms and residuals are split over tensor-parallel ranks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
@@ -33,8 +33,11 @@ class PassSettings:
     """Tokens whose logits are made at once."""
     itemsize: int
     sequence_parallel: bool
-    recompute: Literal["none", "selective", "full"]
     spec: Spec
+    recomputes_layers: bool = False
+    """Whether whole layers are computed anew."""
+    recomputed: frozenset[str] = frozenset()
+    """Parts of a layer that are computed anew, by Megatron-Core's names."""
     fuses_activation: bool = False
     """Whether SwiGLU is one kernel (bias_activation_fusion)."""
     pads_attention: bool = False
@@ -79,7 +82,7 @@ def widths(shape: ModelShape, layout: ParallelConfig) -> Widths:
 
 
 def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes that autograd saves in one layer for one row, nothing recomputed but what `selective` names."""
+    """Bytes that autograd saves in one layer for one row, but of its recomputed parts."""
     attention = _attention(shape, widths(shape, layout), layout, settings)
     feed_forward = _experts(shape, layout, settings) if shape.num_experts else _dense(shape, layout, settings)
     return attention + feed_forward
@@ -91,15 +94,16 @@ def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings:
     rows = rows_in_flight(layout, stage)
     layer = layer_bytes(shape, layout, settings)
     head = _head(shape, layout, settings) if stage == layout.pp - 1 else 0
-    if settings.recompute == "full":
+    if settings.recomputes_layers:
         # The head's are let go of before the first layer is computed anew; the angles of all tokens are kept.
         angles = rows * _tokens(layout, settings) * shape.head_dim * FLOAT32
         own = _layer_input(shape, layout, settings)
         # The norm of a float32 layer reads that input where it is.
         shared = own if settings.itemsize == FLOAT32 else 0
         return rows * layers * own + angles + max(layer - shared, head)
-    inside = _inside_core(widths(shape, layout), layout, settings) if settings.recompute == "selective" else 0
-    return rows * layers * layer + max(head, inside)
+    # One layer at a time has all its parts again.
+    whole = layer_bytes(shape, layout, replace(settings, recomputed=frozenset()))
+    return rows * layers * layer + max(head, whole - layer)
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
@@ -171,6 +175,9 @@ def _layer_input(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
 def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_split: bool) -> float:
     """A norm and the input of the linear layer behind it."""
     size, tokens = settings.itemsize, _tokens(layout, settings) / (_split(layout, settings) if is_split else 1)
+    if "layernorm" in settings.recomputed:
+        # Its input, the residual, is kept; its output is made again before the next layer's gradient.
+        return tokens * width * size
     if settings.spec == "transformer_engine":
         return tokens * (2 * width * size + FLOAT32)
     # In float32: the input (a copy, unless it is float32) and one over its root mean square; then as normalised, for
@@ -223,11 +230,11 @@ def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
         chunk = settings.longest / (2 * layout.cp)
         masks = settings.row_tokens / settings.longest * chunk * chunk * (2 * layout.cp + 1) * size
         return 2 * own + masks + tokens * (at.query * size + FLOAT32 * at.heads)
-    return given + (0 if settings.recompute == "selective" else _inside_core(at, layout, settings))
+    return given + (0 if "core_attn" in settings.recomputed else _inside_core(at, layout, settings))
 
 
 def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes that core attention keeps beside its inputs and its output, which `selective` recomputes."""
+    """Bytes that core attention keeps beside its inputs and its output."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     if settings.pads_attention:
         return tokens * ((2 * at.query + 2 * at.key) * size + FLOAT32 * at.heads)
@@ -237,8 +244,10 @@ def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> 
 
 def _dense(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
     channels = widths(shape, layout).feed_forward * settings.itemsize
-    kept = _gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize
-    return _norm(layout, settings, shape.hidden_size, is_split=True) + _tokens(layout, settings) * kept
+    norm = _norm(layout, settings, shape.hidden_size, is_split=True)
+    if "mlp" in settings.recomputed:
+        return norm
+    return norm + _tokens(layout, settings) * (_gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize)
 
 
 def _gated(channels: float, settings: PassSettings) -> float:
@@ -263,13 +272,16 @@ def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) 
     own = _tokens(layout, settings) / _split(layout, settings)
     channels = shape.moe_intermediate_size // layout.etp * size
     total = _norm(layout, settings, shape.hidden_size, is_split=True)
+    if "moe" in settings.recomputed:
+        return total
     # The router in float32: logits, their softmax, the map; and indices of the permutation.
     total += own * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
     # As dispatched, then through the expert, whose product is kept before it is weighed by its probability, too.
     weighed = 0 if settings.fuses_activation else channels
     inside = (shape.hidden_size + 2 * settings.lora_rank) * size
-    total += _routed_tokens(shape, layout, settings) * (inside + _gated(channels, settings) + weighed)
-    if shape.shared_intermediate_size:
+    activated = 2 * channels if "moe_act" in settings.recomputed else _gated(channels, settings) + weighed
+    total += _routed_tokens(shape, layout, settings) * (inside + activated)
+    if shape.shared_intermediate_size and "shared_experts" not in settings.recomputed:
         shared = shape.shared_intermediate_size // layout.tp * size
         total += _tokens(layout, settings) * _gated(shared, settings) + own * shape.hidden_size * size
     return total

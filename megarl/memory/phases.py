@@ -284,18 +284,24 @@ class RankMemory:
     def _passes(self, built: Built) -> PassSettings:
         trainer_config = self.recipe.trainer
         is_bf16 = self.itemsize == 2
+        given = trainer_config.megatron
+        granularity = given.get("recompute_granularity")
+        recomputed = given.get("recompute_modules", ("core_attn",)) if granularity == "selective" else ()
+        if trainer_config.recompute == "selective":
+            recomputed = ("core_attn",)
         return PassSettings(
             row_tokens=trainer_config.max_tokens_per_microbatch,
             chunk_tokens=trainer_config.logprob_chunk_tokens,
             itemsize=self.itemsize,
             sequence_parallel=built.layout.tp > 1 and trainer_config.sequence_parallel is not False,
-            recompute=trainer_config.recompute,
+            recomputes_layers="full" in (trainer_config.recompute, granularity),
+            recomputed=frozenset(recomputed),
             spec="transformer_engine" if self.platform.has_transformer_engine else "local",
-            fuses_activation=bool(trainer_config.megatron.get("bias_activation_fusion", False)),
+            fuses_activation=bool(given.get("bias_activation_fusion", self.platform.is_gpu)),
             pads_attention=not self.platform.is_gpu or not is_bf16,
             lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
             longest=self.recipe.trained_tokens,
-            expert_load=float(trainer_config.megatron.get("moe_expert_capacity_factor") or self.expert_load),
+            expert_load=float(given.get("moe_expert_capacity_factor") or self.expert_load),
         )
 
     @property

@@ -36,7 +36,7 @@ from megarl.preflight.files import (
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import shortened_warmups, uncorrected
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
-from megarl.preflight.memory import memory_faults, table_of
+from megarl.preflight.memory import memory_faults, predicted_memory, table_of
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
@@ -53,6 +53,7 @@ __all__ = [
     "count_records",
     "layout_of",
     "load",
+    "predicted_memory",
     "read_conversations",
     "read_preferences",
     "read_problems",

@@ -42,6 +42,13 @@ def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
     return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gib)
 
 
+def predicted_memory(recipe: Recipe) -> dict[str, int]:
+    """Bytes of the fullest rank by the phases of `memory/PHASE_gib`, as this machine's ranks will have it."""
+    platform = CPU if runs_on_cpu() else GPU
+    models = models_of(recipe, sizes.layout_of(recipe))
+    return memory_table(recipe, models, platform, gpu_gib=gpu_gib(recipe)).predicted()
+
+
 def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> Iterator[str]:
     """Phases that take more than a GPU has, with the cheapest changes that fit."""
     if recipe.rollout.gpu_memory_utilization is not None and recipe.has_engine:

@@ -62,6 +62,17 @@ def measured(peaks: tuple[float | None, float | None] = (None, None), **cluster:
     return steps
 
 
+def test_what_was_planned_stands_beside_what_is_measured() -> None:
+    recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
+    planned = {"train": 7 * GIB, "rollout": 4 * GIB, "checkpoint": GIB}
+    models: Any = {"policy": SimpleNamespace(work=Work())}
+    ranks: Any = Ranks((None, None))
+    step = asyncio.run(Performance(recipe, ranks, models, planned).of_step(SECONDS, {}))
+    assert step["memory/train_gib"] == 5.0 and step["memory/train_predicted_gib"] == 7.0
+    assert step["memory/rollout_predicted_gib"] == 4.0
+    assert "memory/checkpoint_predicted_gib" not in step, "nothing was saved in this step"
+
+
 def test_a_step_is_measured() -> None:
     first, second = measured()
     assert first == pytest.approx(

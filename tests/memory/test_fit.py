@@ -1,0 +1,114 @@
+"""A recipe that does not fit into its GPUs is refused, with changes that fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.memory.changes import changed, remedies
+from megarl.memory.devices import GPU, GPU_MEMORY_GIB
+from megarl.memory.phases import memory_table
+from megarl.preflight.memory import memory_faults, models_of
+from megarl.preflight.sizes import batches, layout_of, lengths
+from tests.memory.conftest import RECIPES
+
+GIB = 2**30
+LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))
+
+
+def faults(recipe: Recipe) -> list[str]:
+    return list(memory_faults(recipe, layout_of(recipe), is_start=False))
+
+
+def peak(recipe: Recipe, gib: float | None = None) -> float:
+    """GiB of the fullest phase."""
+    return memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU, gpu_gib=gib).fullest.device_bytes / GIB
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_five_percent_over_is_refused_and_under_accepted(large: Callable[..., Recipe], name: str) -> None:
+    taken = peak(large(name))
+    assert faults(large(name, f"cluster.gpu_memory_gib={taken / 0.95}")) == []
+    (text,) = faults(large(name, f"cluster.gpu_memory_gib={taken / 1.05}"))
+    table = memory_table(large(name), models_of(large(name), layout_of(large(name))), GPU)
+    excess = taken - taken / 1.05
+    assert re.search(
+        rf"{table.fullest.name} takes {taken:.1f} GiB on rank {table.fullest.rank}, {excess:.1f} too", text
+    )
+
+
+@pytest.mark.parametrize("gib", [60.0, 79.1, 110.0])
+@pytest.mark.parametrize("name", LARGE)
+def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str, gib: float) -> None:
+    """And none of its fields could be left out."""
+    recipe = large(name, f"cluster.gpu_memory_gib={gib}")
+    if not (told := faults(recipe)):
+        return
+    (text,) = told
+    offered = re.findall(r"(?:what fits: |, or |what does: )([a-z_.]+=[^;]*?)(?=, or |;|$)", text)
+    assert bool(offered) != ("nothing that is tried fits" in text), text
+    for overrides in (offer.split() for offer in offered):
+        other = large(name, f"cluster.gpu_memory_gib={gib}", *overrides)
+        assert faults(other) == [] and [*lengths(other), *batches(other, layout_of(other).dp)] == [], overrides
+        for override in overrides:
+            rest = [o for o in overrides if o != override and not o.startswith("trainer.router_replay")]
+            if not override.startswith("trainer.router_replay") and "what fits" in text:
+                assert faults(large(name, f"cluster.gpu_memory_gib={gib}", *rest)), (overrides, override)
+
+
+def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo", "cluster.gpu_memory_gib=127")
+    found = remedies(recipe, models_of(recipe, layout_of(recipe)), 127.0, most=9)
+    (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
+    assert 126.8 < peak(changed(recipe, cache)) <= 127.0
+
+
+def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo")
+    shared = changed(recipe, {"rollout.gpu_memory_utilization": 0.98})
+    assert peak(shared, GPU_MEMORY_GIB["h200"]) > GPU_MEMORY_GIB["h200"]
+    found = remedies(shared, models_of(shared, layout_of(shared)), GPU_MEMORY_GIB["h200"])
+    assert found and all(peak(changed(shared, r.values), 139.8) <= 139.8 for r in found)
+    assert any("rollout.gpu_memory_utilization" in r.values for r in found)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..., Recipe], name: str) -> None:
+    """Without any of what saves memory it would not fit; cache and rows could not be much larger."""
+    recipe = large(name)
+    gib = GPU_MEMORY_GIB[str(recipe.cluster.gpu_memory_gib)]
+    assert gib * 0.92 < peak(recipe) < gib * 0.96, "a share is left for what is only guessed"
+
+    trainer, rollout = recipe.trainer, recipe.rollout
+    for kind in trainer.offload:
+        kept = tuple(other for other in trainer.offload if other != kind)
+        assert peak(changed(recipe, {"trainer.offload": kept})) > gib, kind
+    if trainer.recompute != "none":
+        assert peak(changed(recipe, {"trainer.recompute": "none"})) > gib
+    assert peak(changed(recipe, {"rollout.kv_cache_gib": 1.1 * rollout.kv_cache_gib})) > gib
+    rows = trainer.max_tokens_per_microbatch
+    longer = changed(recipe, {"trainer.max_tokens_per_microbatch": rows * 3 // 2})
+    assert rows <= 1.25 * recipe.trained_tokens or peak(longer) > gib
+
+    cache = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).cache
+    assert cache is not None and cache.longest_requests >= rollout.max_concurrent_requests // 8
+    assert [*lengths(recipe), *batches(recipe, layout_of(recipe).dp)] == []
+
+
+def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: None)
+    assert faults(large("qwen3_14b_dapo", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []
+
+
+def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: 79.6)
+    recipe = large("qwen3_14b_dapo", "cluster.launcher=local")
+    (text,) = memory_faults(recipe, layout_of(recipe), is_start=True)
+    assert text == (
+        "cluster.gpu_memory_gib = h200: this machine's GPUs have 79.6 GiB; leave it out, or run on the GPUs that it "
+        "names"
+    )
+    assert list(memory_faults(recipe, layout_of(recipe), is_start=False)) == []

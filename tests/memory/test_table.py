@@ -1,0 +1,145 @@
+"""The memory table against numbers that were computed by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.memory import trainer
+from megarl.memory.activations import rows_in_flight
+from megarl.memory.changes import changed
+from megarl.memory.devices import CPU, GPU
+from megarl.memory.phases import memory_table
+from megarl.memory.table import CacheRoom, MemoryTable
+from megarl.memory.trainer import Parameter, TrainerStates
+from megarl.preflight.memory import models_of
+from megarl.preflight.sizes import layout_of
+from tests.memory.conftest import RECIPES
+
+GB = 1e9
+AS_ON_THE_PAGE = (
+    "trainer.offload=[optimizer]",
+    "trainer.max_tokens_per_microbatch=24576",
+    "rollout.kv_cache_gib=48",
+)
+
+
+def table_of(recipe: Recipe, gib: float | None = None) -> MemoryTable:
+    return memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU, gpu_gib=gib)
+
+
+def test_14b_on_eight_gpus_takes_what_was_computed_by_hand(large: Callable[..., Recipe]) -> None:
+    """Qwen3-14B, tp 4, dp 2, engines of tp 2, GB a GPU: 14.77e9 weights in bf16, float32 gradients, Adam over dp.
+
+    Of 24,576 tokens 40 layers keep 48 GB, SwiGLU in one kernel. CUDA, NCCL and graphs are a guess: 6.
+    """
+    table = table_of(large("qwen3_14b_dapo", *AS_ON_THE_PAGE))
+    phases = {phase.name: phase for phase in table.phases}
+    by_hand = {
+        "rollout": {"parameters": 7.4, "gradients": 14.8, "engine weights": 14.8, "KV cache": 51.5, "moments": 0},
+        "reshard": {"parameters": 7.4, "gradients": 14.8, "engine weights": 14.8, "KV cache": 0, "moments": 0},
+        "train": {"parameters": 7.4, "gradients": 14.8, "main weights": 7.4, "moments": 14.8, "activations": 48.0},
+        "save": {"parameters": 7.4, "gradients": 14.8, "main weights": 7.4, "moments": 14.8, "checkpoint": 22.2},
+    }
+    for name, kinds in by_hand.items():
+        for kind, size in kinds.items():
+            assert phases[name].of(kind).device_bytes / GB == pytest.approx(size, rel=0.05), (name, kind)
+    libraries = sum(phases["train"].of(kind).device_bytes for kind in ("CUDA", "NCCL", "CUDA graphs"))
+    assert libraries / GB == pytest.approx(6.0, rel=0.05)
+    sums = {"rollout": 98.0, "reshard": 43.4, "train": 98.4, "save": 72.4}
+    for name, size in sums.items():
+        assert phases[name].device_bytes / GB == pytest.approx(size, rel=0.05), name
+    # The engine sleeps while the trainer is built: the start takes no more than a rollout.
+    assert phases["start"].device_bytes == phases["rollout"].device_bytes
+
+
+def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recipe]) -> None:
+    """Megatron's own SwiGLU keeps the activated gate, and up with its offset added: 17,408 channels of bf16 each."""
+    steps = large("qwen3_14b_dapo", *AS_ON_THE_PAGE, "trainer.megatron.bias_activation_fusion=false")
+    tables = table_of(large("qwen3_14b_dapo", *AS_ON_THE_PAGE)), table_of(steps)
+    fused, unfused = (next(p for p in table.phases if p.name == "train").of("activations") for table in tables)
+    assert unfused.device_bytes - fused.device_bytes == pytest.approx(40 * 24576 * 2 * 17408 // 4 * 2, rel=1e-6)
+
+
+def test_shards_of_a_buffer() -> None:
+    """Last parameter first, each at a multiple of 64 elements; 164 elements are padded to 256, of which each has 128."""
+    parameters = [Parameter(100), Parameter(30)]
+    states = [
+        trainer._buffer_states(parameters, 2, shard, itemsize=2, is_distributed=True, num_moments=2, is_pinned=True)
+        for shard in (0, 1)
+    ]
+    assert [state.parameters for state in states] == [512, 512]
+    assert [state.gradients for state in states] == [1024, 1024]
+    # The first shard has 30 elements of the last parameter, and 64 of the first; the second the other 36.
+    assert [state.main_weights for state in states] == [4 * 94, 4 * 36]
+    assert [state.moments for state in states] == [8 * 94, 8 * 36]
+    # 120 and 256 bytes, 144: each pinned in a power of two, for main weights and two moments.
+    assert [state.pinned_optimizer for state in states] == [3 * (128 + 256), 3 * 256]
+    whole = trainer._buffer_states(parameters, 2, 0, itemsize=2, is_distributed=False, num_moments=0, is_pinned=False)
+    assert whole == TrainerStates(260, 520, 520, 0, 0, 260, 520, 0, 390)
+
+
+def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
+    buckets = trainer._buckets([Parameter(10, has_own_bucket=True), Parameter(200), Parameter(5)], 4)
+    assert [(bucket.start, bucket.stop) for bucket in buckets] == [(0, 384), (384, 512)]
+    assert buckets[0].parameters == ((0, 5), (64, 264)) and buckets[1].parameters == ((384, 394),)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "rows"),
+    [(1, 1, [1]), (4, 1, [4, 3, 2, 1]), (2, 2, [2.5, 1.5]), (4, 2, [5.5, 4.5, 3.5, 2.5])],
+)
+def test_rows_in_flight(pp: int, vpp: int, rows: list[float]) -> None:
+    """One forward, one backward: a stage has as many as stages follow; interleaved (pp - 1) / vpp more at the first."""
+    layout = ParallelConfig(tp=1, pp=pp, dp=1, rollout_tp=1, vpp=vpp)
+    assert [rows_in_flight(layout, stage) for stage in range(pp)] == rows
+
+
+def test_requests_that_fit_in_a_cache() -> None:
+    room = CacheRoom(tokens=629_120, longest=18_432, max_concurrent_requests=256)
+    assert room.longest_requests == 34 and room.mean_length == 2457
+    assert "34 requests of the longest 18,432" in str(room) and "2,457 tokens on average" in str(room)
+    assert "always fit" in str(CacheRoom(tokens=1000, longest=100, max_concurrent_requests=10))
+
+
+def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[..., Recipe]) -> None:
+    """Of 0.6 * 139.8 GiB the engine's weights, a step, graphs, CUDA and one communicator take a part."""
+    own = table_of(large("qwen3_14b_dapo"), 139.8)
+    share = table_of(changed(large("qwen3_14b_dapo"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
+    rollout = next(phase for phase in share.phases if phase.name == "rollout")
+    others = sum(rollout.of(kind).device_bytes for kind in ("engine weights", "engine step", "CUDA graphs", "CUDA"))
+    cache = 0.6 * 139.8 * 2**30 - others - 0.35e9
+    assert rollout.of("KV cache").device_bytes == pytest.approx(cache, rel=1e-3)
+    assert own.cache is not None and share.cache is not None and share.cache.tokens < own.cache.tokens
+
+
+def test_on_a_cpu_all_is_the_hosts(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo")
+    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), CPU)
+    assert all(phase.device_bytes == 0 for phase in table.phases)
+    train = next(phase for phase in table.phases if phase.name == "train")
+    # The engine does not sleep there.
+    assert train.of("engine weights").host_bytes > 14e9 and train.of("KV cache").host_bytes > 100e9
+    assert table.predicted()["train"] == train.host_bytes
+
+
+def test_the_largest_table_takes_no_torch_and_no_second(large: Callable[..., Recipe], tmp_path: Path) -> None:
+    large("qwen3_235b_a22b_gspo")
+    program = (
+        "import sys, time; from megarl.config.recipe import load; from megarl.preflight import check_plan, table_of; "
+        "from megarl.console import print_memory; recipe = load(sys.argv[1]); began = time.process_time(); "
+        "print_memory(recipe, table_of(recipe, check_plan(recipe)[1])); "
+        "print('took', time.process_time() - began, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, str(RECIPES / "qwen3_235b_a22b_gspo.yaml")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    *_, took = done.stdout.splitlines()
+    _, seconds, has_torch = took.split()
+    assert float(seconds) < 1.0 and has_torch == "False"
+    assert "host memory of a node" in done.stdout
