@@ -167,7 +167,14 @@ def test_plan_needs_nothing_but_a_config(recipe: Path) -> None:
     assert reshard["sent_bytes"]["other_node"]["max"] < 1.05 * reshard["received_bytes"]["other_node"]["mean"]
     assert reshard["gathered_bytes"]["other_node"]["mean"] > 7 * reshard["received_bytes"]["other_node"]["mean"]
     assert reshard["staging_bytes"]["max"] <= 256 << 20
+    phases = {phase["phase"]: phase for phase in counted["memory"]["phases"]}
+    assert {"start", "rollout", "reshard", "train", "save"} <= phases.keys()
+    assert sum(map(sum, phases["train"]["kinds"].values())) == sum(
+        phases["train"][size] for size in ("device_bytes", "host_bytes")
+    )
+    assert counted["memory"]["kv_cache"]["tokens"] > 0
     shown = megarl("plan", *given)
+    assert "fullest rank of each phase" in shown.stdout and "KV cache of an engine: " in shown.stdout
     assert "1024 ranks: trainer tp 4 * pp 2 * dp 128, ep 8, vLLM tp 8 with expert parallelism" in shown.stdout
     assert "moved / least possible 1.00" in shown.stdout
 

@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {
     "dense one rank bf16": Case("dense", {}, [BF16]),
     "dense tp2 dp2": Case("dense", {"tp": 2, "dp": 2, "rollout_tp": 2}, [BF16, OFFLOADED]),
     "dense tp2, core attention recomputed": Case("dense", {"tp": 2}, [BF16, SELECTIVE]),
-    "dense tp2, feed-forward recomputed": Case("dense", {"tp": 2}, [BF16, MLP]),
+    "dense tp2 pp2, feed-forward recomputed": Case("dense", {"tp": 2, "pp": 2}, [BF16, MLP]),
     "moe ep2 dp2, experts recomputed": Case("moe", {"ep": 2, "dp": 2}, [BF16, MOE]),
     "dense tp4, more ranks than key-value heads": Case("dense", {"tp": 4, "rollout_tp": 4}, [BF16]),
     "dense pp2 dp2": Case("dense", {"pp": 2, "dp": 2}, [BF16]),

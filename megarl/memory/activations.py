@@ -1,4 +1,4 @@
-"""What a training pass keeps of its rows until the gradients are made, and what it needs besides. Numbers only.
+"""Activations: tensors that a pass keeps of its rows until the gradients are made, and those that come and go.
 
 Counted are the tensors that autograd saves, layer by layer, each storage once: for Megatron's local spec with this
 package's norm and attention, and for Transformer Engine's spec. A rank's tokens are those of a row over its
@@ -101,9 +101,10 @@ def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings:
         # The norm of a float32 layer reads that input where it is.
         shared = own if settings.itemsize == FLOAT32 else 0
         return rows * layers * own + angles + max(layer - shared, head)
-    # One layer at a time has all its parts again.
-    whole = layer_bytes(shape, layout, replace(settings, recomputed=frozenset()))
-    return rows * layers * layer + max(head, whole - layer)
+    # Of one layer at a time, one part after the other is there again; the head's are let go of by then.
+    parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
+    again = max((layer_bytes(shape, layout, other) - layer for other in parts), default=0)
+    return rows * layers * layer + max(head, again)
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:

@@ -15,7 +15,7 @@ from megarl.memory.phases import memory_table
 from megarl.memory.table import MemoryTable
 
 _OFFLOADED = ("optimizer", "gradients", "parameters")
-"""What may be offloaded, cheapest first."""
+"""States that may be offloaded, cheapest first."""
 _COSTS = {
     "trainer.offload": 1.0,
     "rollout.kv_cache_gib": 2.0,
@@ -24,7 +24,7 @@ _COSTS = {
     "trainer.recompute": 4.0,
     "trainer.router_replay": 4.0,
 }
-"""What a change costs a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time."""
+"""Cost of a change to a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time."""
 _GIB = 2**30
 
 
@@ -163,7 +163,7 @@ def _fitted_rows(recipe: Recipe, models: Models, gpu_gib: float) -> int | None:
 
 
 def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
-    """What the changes cost together; of a cache and of rows by the share that is lost, too."""
+    """Cost of the changes together; of a cache and of rows by the share that is lost, too."""
     total = 0.0
     for field, value in values.items():
         total += _COSTS[field]

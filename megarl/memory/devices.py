@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
-"""What torch finds as a GPU's memory, in GiB. Source: NVIDIA's data sheets, less what the driver keeps."""
+"""Memory of a GPU as torch finds it, in GiB. Source: NVIDIA's data sheets, less what the driver keeps."""
 
 CONTEXT_BYTES = int(2.2e9)
 """CUDA's context, kernels, workspaces of cuBLAS, and what the allocator's blocks waste. (A guess.)"""

@@ -1,4 +1,4 @@
-"""What a rank holds of a vLLM engine: weights, KV cache, the memory of a step. Integers only."""
+"""A vLLM engine on a rank: weights, KV cache, the memory of a step. Integers only."""
 
 from __future__ import annotations
 

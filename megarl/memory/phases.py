@@ -40,7 +40,7 @@ def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds of all models and of its engine."""
+    """Memory of one rank: of all models and of its engine."""
 
     recipe: Recipe
     models: Models

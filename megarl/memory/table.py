@@ -17,7 +17,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What is in memory at the fullest moment of a phase, on the rank that has the most then.
+    """The fullest moment of a phase, on the rank that has the most then.
 
     `name` is the phase's as metrics have it, with the model that works in it where that is not the policy:
     `train critic`.

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that trains: parameters, gradients, main weights, moments. Integers only.
+"""A trained model on a rank: parameters, gradients, main weights, moments. Integers only.
 
 With the distributed optimizer Megatron lays a chunk's parameters into one buffer, last parameter first, each beginning
 at a multiple of 64 elements, buckets ending at a multiple of 128 and of the data-parallel size; of each bucket a

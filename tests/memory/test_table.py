@@ -68,7 +68,7 @@ def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recip
 
 
 def test_shards_of_a_buffer() -> None:
-    """Last parameter first, each at a multiple of 64 elements; 164 elements are padded to 256, of which each has 128."""
+    """Last parameter first, each at a multiple of 64 elements; 164 elements are padded to 256, half for each rank."""
     parameters = [Parameter(100), Parameter(30)]
     states = [
         trainer._buffer_states(parameters, 2, shard, itemsize=2, is_distributed=True, num_moments=2, is_pinned=True)
