@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode, num_tokens, render, special_tokens
-from megarl.data.tool_calls import PARSERS, ParsedTurn, parse, parser_of_template
+from megarl.data.tool_calls import ParsedTurn, parse, parser_of_template
+from megarl.data.tool_formats import PARSERS
 from megarl.types import ConfigError
 
 if TYPE_CHECKING:

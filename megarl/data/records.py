@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from megarl.data.formats import FORMATS, FieldNames, RecordFormat, first_of, value_at
 from megarl.data.rows import Row, data_files, rows_of
-from megarl.data.tool_calls import check_tools
+from megarl.data.tool_schemas import check_tools
 from megarl.files.strict_json import shortened
 from megarl.types import DataError
 

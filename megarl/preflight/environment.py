@@ -13,7 +13,7 @@ from megarl.data.chat import tokenizer_of
 from megarl.data.dialogue import Dialogue
 from megarl.data.problems import MADE
 from megarl.data.template_history import REFUSES, history_faults
-from megarl.data.tool_calls import check_tools
+from megarl.data.tool_schemas import check_tools
 from megarl.environments import environment_maker, num_processes, with_sandbox
 from megarl.preflight.files import data_paths, takes_problems
 from megarl.types import ConfigError, MegarlError

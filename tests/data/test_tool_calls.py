@@ -9,7 +9,9 @@ from typing import Any, get_args
 import pytest
 
 from megarl.config import RolloutConfig
-from megarl.data.tool_calls import PARSERS, check_tools, parse, parser_of_template
+from megarl.data.tool_calls import parse, parser_of_template
+from megarl.data.tool_formats import PARSERS
+from megarl.data.tool_schemas import check_tools
 
 WEATHER = {
     "type": "function",
