@@ -131,7 +131,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
         ranks = await start_ranks(recipe.cluster, logs)
         stack.push_async_callback(ranks.close)
         settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
-        await ranks.construct("megarl.worker.colocated:Worker", settings)
+        await ranks.trainers.construct("megarl.worker.colocated:Worker", settings)
         await ranks.call("reshard")
         found: list[Trajectory] = []
         num_differing = num_sampled = 0
@@ -153,7 +153,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
             found += half
         await ranks.call("sleep_engine")
         batch = RLBatch.from_groups([[trajectory] for trajectory in found])
-        trained = await _models(recipe, layout, ranks)["policy"].forward(batch)
+        trained = await _models(recipe, layout, ranks.trainers)["policy"].forward(batch)
     gap = np.abs(trained - batch.per_token["rollout_logprobs"])[batch.loss_mask]
     return {
         "trajectories": found, "differing": num_differing, "sampled": num_sampled,

@@ -186,7 +186,8 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
     """One rank: what it holds, in bytes by kind, after a worker was built and has learnt from its rows."""
     import torch.distributed as dist
 
-    from megarl.worker import Worker
+    from megarl.training.model import FrozenModel
+    from megarl.worker.colocated import Worker
 
     rank = dist.get_rank()
     worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
@@ -203,7 +204,7 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
             worker.critic.onload()
             found |= trained_counts(worker.critic, "critic ")
             worker.critic.offload()
-        if hasattr(worker.reference, "parameters"):
+        if isinstance(worker.reference, FrozenModel):
             found["reference"] = counted_bytes(worker.reference.parameters.values())
         policy.offload()
         kept = [policy._offloadable[name]._host for name in ("parameters", "optimizer")]
@@ -211,7 +212,7 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
         buffers = [*engine.model.parameters(), *engine.model.buffers()]
         found["engine weights"] = counted_bytes(buffers)
         found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
-        found["staging"] = staged_bytes(worker.resharding)
+        found["staging"] = staged_bytes(worker.weights.resharding)
         return found
     finally:
         worker.close()
@@ -307,7 +308,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to append the lines to")
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
-    from make_tiny_model import make_tiny_model  # pyright: ignore[reportMissingImports]
+    from make_tiny_model import make_tiny_model
 
     lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, RankPool(4) as ranks:

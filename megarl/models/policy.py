@@ -58,7 +58,7 @@ def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True  # pyright: ignore[reportAttributeAccessIssue]
+            module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
 
 
 class PackedModel(GPTModel):

@@ -20,7 +20,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,17 +86,19 @@ class MeasuredGroup(ForkedGroup):
         used = [after - earlier for after, earlier in zip(self._used(), before, strict=True)]
         self.costs.setdefault(name, []).append(Cost(used[0], used[1], *map(int, used[2:])))
 
-    async def _start_processes(self, *args: Any) -> None:
+    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         with self.measured("start.connect"):
-            await super()._start_processes(*args)
+            await super()._start_processes(log_folder, environment)
 
-    async def construct(self, *args: Any) -> None:
+    async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         with self.measured("start.construct"):
-            await super().construct(*args)
+            await super().construct(worker, kwargs)
 
-    async def _exchange(self, method: str, ranks: Sequence[int], *args: Any) -> list[Any]:
+    async def _exchange(
+        self, method: str, ranks: Sequence[int], messages: Sequence[bytes], budget_seconds: float = 0.0
+    ) -> list[Any]:
         self._num_messages += len(ranks)
-        return await super()._exchange(method, ranks, *args)
+        return await super()._exchange(method, ranks, messages, budget_seconds)
 
     def _used(self) -> tuple[float, ...]:
         told = [
