@@ -197,7 +197,7 @@ class ConnectedGroup(WorkerGroup):
         told: dict[int, dict[str, Any]] = {}
 
         def first_rank(message: dict[str, Any]) -> int:
-            first = message.get("first_rank")
+            first = int(message.get("first_rank", -1))
             if first not in relays or first in told:
                 raise ValueError(f"{first} is the first rank of no node, or its relay is here already")
             told[first] = {"host": message["host"], "port": message["port"]}

@@ -55,14 +55,14 @@ def start(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int
 
 def main(driver: tuple[str, int], key: str, address: str, ranks: Sequence[int]) -> None:
     """The main function of the process."""
-    asyncio.run(_serve(tuple(driver), bytes.fromhex(key), address, ranks))
+    asyncio.run(_serve((driver[0], driver[1]), bytes.fromhex(key), address, ranks))
 
 
 async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int]) -> None:
     met: dict[int, socket.socket] = {}
 
     def rank_of(told: dict[str, Any]) -> int:
-        rank = told.get("rank")
+        rank = int(told.get("rank", -1))
         if rank not in ranks or rank in met:
             raise ValueError(f"{rank} is none of ranks {ranks}, or is here already")
         return rank

@@ -121,15 +121,18 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
     assert json.loads((folder / "runs/large/status.json").read_text())["exit_code"] == 2
 
 
+@pytest.mark.parametrize("most_direct", [64, 0])
 def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_direct: int
 ) -> None:
     from megarl.cluster.ray import RayGroup
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     async def drive() -> None:
-        group = await RayGroup(4, cluster.address, ranks_per_node=2).start("probe:Probe", {}, log_folder=tmp_path)
+        group = RayGroup(4, cluster.address, ranks_per_node=2)
+        group.most_direct = most_direct
+        await group.start("probe:Probe", {}, log_folder=tmp_path)
         try:
             await see_who_is_late(group, 2.0)
         finally:

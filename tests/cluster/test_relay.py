@@ -156,14 +156,13 @@ def test_the_death_of_a_relay_is_told_as_that(tmp_path: Path, is_under_way: bool
         async with started(4, tmp_path, per_node=2) as group:
             pids = await group.call("pid")
             relay = relays_of(pids)[2]
-            if is_under_way:
-                calling = asyncio.create_task(group.call("sleep_on", 2, 60))
-                await asyncio.sleep(0)
+            calling = [asyncio.create_task(group.call("sleep_on", 2, 60))] if is_under_way else []
+            await asyncio.sleep(0)  # it is sent
             os.kill(relay, signal.SIGKILL)
             await ended([relay])
             told = "rank [23] of 4 was cut off: the relay of its node node1 ended or lost its connection during"
             with pytest.raises(RankFailedError, match=told) as caught:
-                await (calling if is_under_way else group.call("product", 1))
+                await (calling[0] if calling else group.call("product", 1))
             assert caught.value.exit_code == 76
 
     asyncio.run(drive())

@@ -31,6 +31,7 @@ from idle_ranks import ForkedGroup
 from report import machine, metric_line, print_line, versions
 
 from megarl.cluster.batching import RankModel
+from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -94,11 +95,9 @@ class MeasuredGroup(ForkedGroup):
         with self.measured("start.construct"):
             await super().construct(worker, kwargs)
 
-    async def _exchange(
-        self, method: str, ranks: Sequence[int], messages: Sequence[bytes], budget_seconds: float = 0.0
-    ) -> list[Any]:
-        self._num_messages += len(ranks)
-        return await super()._exchange(method, ranks, messages, budget_seconds)
+    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
+        self._num_messages += len(messages)
+        return super()._ask(messages)
 
     def _used(self) -> tuple[float, ...]:
         told = [
