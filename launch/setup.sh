@@ -66,6 +66,8 @@ else
     if command -v gcc >/dev/null; then
         gcc -shared -Wl,-soname,libcuda.so.1 -o "$venv/cuda/lib64/stubs/libcuda.so" -x c /dev/null
     fi
+    # What the extension is built with; the last three its import needs, too.
+    "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
     if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
         torch="$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))")"
         # A wheel fits the torch that it was built against.
@@ -73,7 +75,6 @@ else
         mkdir -p "$wheels"
         tag="$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
         if ! compgen -G "$wheels/transformer_engine_torch-$engine-$tag-*.whl" >/dev/null; then
-            "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
             echo "launch/setup.sh: building Transformer Engine $engine's extension for torch $torch (3 to 5 minutes on 16 cores)"
             # The compiler and the headers are those of the wheels that torch itself came with. Built aside, then moved:
             # another node that shares the folder sees all of a wheel or none.

@@ -77,6 +77,26 @@ def test_logprobs_are_those_of_float64() -> None:
         assert (own.grad - wide.grad).norm() <= 1e-3 * wide.grad.norm()
 
 
+def test_transformer_engine_accumulates_gradients_in_place() -> None:
+    """Two passes over one layer: the float32 sum that it keeps itself against the sum of gradients that it returns."""
+    te = pytest.importorskip("transformer_engine.pytorch")
+    from megarl.models.policy import accumulate_in_main_gradients
+
+    torch.manual_seed(0)
+    layers = [te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    layers[1].weight.data.copy_(layers[0].weight.data)
+    accumulate_in_main_gradients(layers[1])
+    layers[1].weight.main_grad = torch.zeros(128, 256, device="cuda")
+    rows = [torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    expected = torch.zeros(128, 256, device="cuda")
+    for row in rows:
+        layers[0].weight.grad = None
+        for layer in layers:
+            layer(row).float().square().sum().backward()
+        expected += layers[0].weight.grad.float()
+    assert (layers[1].weight.main_grad - expected).norm() <= 1e-2 * expected.norm()
+
+
 def lend_memory() -> tuple[int, int, int, bool]:
     from megarl.training.offload import Offloadable
 

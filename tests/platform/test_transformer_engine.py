@@ -153,6 +153,8 @@ def test_setup_builds_the_extension_against_the_installed_torch_once(tmp_path: P
 
     again = set_up(tmp_path / "second", wheels)
     assert not any("pip wheel" in line for line in again)
+    # What its import needs is not only what it is built with.
+    assert any(line.endswith("einops onnx onnxscript") for line in again)
     assert f"uv pip install --quiet --no-deps {wheel}" in again
 
 
