@@ -24,6 +24,7 @@ import pytest
 
 from megarl.platform.fork_server import end_fork_servers
 from megarl.platform.private_folder import PrivateFolder
+from megarl.platform.shared_fork_servers import shared_fork_servers
 from megarl.testing import RankPool
 from tests.session_watch import Watch
 from tests.tiers import TIERS, needs_slurm, tier_of
@@ -110,13 +111,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
-    """The run ends with an error if it leaves processes, shared memory or temporary files. Torn down last."""
-    yield
+    """The run ends with an error if it leaves processes, shared memory or temporary files. Torn down last.
+
+    All drivers of the run share their fork servers: it is the imports that would take most of a small run's time.
+    """
+    with shared_fork_servers():
+        yield
+        end_fork_servers()
     if _is_interrupted:
         return
     # The folder of a driver that a test has killed is removed by the next run; none comes after the last test.
     PrivateFolder().remove()
-    end_fork_servers()
     left = pytestconfig.stash[WATCH].leftovers(pytestconfig.getoption("--leftover-seconds"))
     if left:
         pytest.fail("this run of the tests has left:\n" + "\n".join(left), pytrace=False)

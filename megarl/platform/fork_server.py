@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,46 +18,28 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from megarl.platform import forking
+from megarl.platform.server_process import OF_A_PROCESS, SHARED, LentServer, OwnServer, of_imports
 
-_OF_A_PROCESS = frozenset(
-    {"TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
-)
-"""Variables that no import reads: a process is given its own when it is forked."""
 _MAX_SERVERS = 2
 _END_SECONDS = 1.0
 """Limit for a fork server that ended to be reaped."""
 _LEAVE_SECONDS = 10.0
 """Limit for a fork server to kill what is left and to end by itself."""
-_SERVER = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from megarl.platform.forking import serve
-run = serve(*sys.argv[2:])
-run()
-"""
 
 
 class ForkServer:
-    """A process that has imported `imports` under some environment. It ends with the thread that started it."""
+    """A process that has imported `imports` under some environment. It ends with the thread that started it.
+
+    Where drivers share fork servers (`shared_fork_servers`), it is a fork of one of them, and ends with this process.
+    """
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> None:
         """Starts it; its output while it imports goes to `log`."""
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        shared = {name: value for name, value in environment.items() if name not in _OF_A_PROCESS}
-        temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
-        with theirs:
-            number = theirs.fileno()
-            self._process = subprocess.Popen(
-                # -P: the folder of the script or the current one must not come before the search path.
-                [sys.executable, "-P", "-c", _SERVER, json.dumps(sys.path), str(number), str(os.getpid()), *imports],
-                # With one thread OpenMP and BLAS make no pool of threads, which a fork would not copy.
-                env={**shared, **temporary, "OMP_NUM_THREADS": "1"},
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        address = os.environ.get(SHARED)
+        if address is None:
+            self._process = OwnServer(environment, sys.path, imports, log)
+        else:
+            self._process = LentServer(address, environment, sys.path, imports, log)
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
@@ -66,14 +47,12 @@ class ForkServer:
 
     @property
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.ended() is None
 
     def exit_code(self) -> int:
         """How a server that closed its connections ended; negative: the signal that killed it."""
-        try:
-            return self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return -signal.SIGKILL
+        code = self._process.ended(_END_SECONDS)
+        return -signal.SIGKILL if code is None else code
 
     def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
         """A process that runs `function`, `package.module:name`, on a connection; what it prints goes to `log`.
@@ -84,23 +63,22 @@ class ForkServer:
         request = {
             "name": name,
             "function": function,
-            "environment": {variable: environment[variable] for variable in _OF_A_PROCESS & environment.keys()},
-            "unset": sorted(_OF_A_PROCESS - environment.keys()),
+            "environment": {variable: environment[variable] for variable in OF_A_PROCESS & environment.keys()},
+            "unset": sorted(OF_A_PROCESS - environment.keys()),
+            "path": sys.path,
             "folder": os.getcwd(),
         }
         connection, theirs = socket.socketpair()
         status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, their_status:
             descriptors = [theirs.fileno(), their_status.fileno(), log.fileno()]
-            socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
+            socket.send_fds(self._process.requests, [json.dumps(request).encode()], descriptors)
         self._num_forked += 1
         return ForkedProcess(self, connection, status)
 
     def kill(self) -> None:
         """Kill the server and with it all that it forked."""
-        self._requests.close()
         self._process.kill()
-        self._process.wait()
 
     def forget(self) -> None:
         """One process that it forked has been released."""
@@ -115,9 +93,9 @@ class ForkServer:
     def end(self) -> None:
         """Let the server kill what is left of the groups that were released, and end; kill it if it does not."""
         if self.is_ready:
-            self._requests.close()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LEAVE_SECONDS)
+            with suppress(OSError):
+                self._process.requests.shutdown(socket.SHUT_WR)
+            self._process.ended(_LEAVE_SECONDS)
         self.kill()
 
     def _end_unused(self) -> None:
@@ -169,10 +147,13 @@ class ForkedProcess:
             if self._server.is_running:
                 forking.kill_group(self.pid)
             return
+        if self._server.is_ready:
+            with suppress(OSError):
+                self._status.shutdown(socket.SHUT_WR)
+            return
+        self._server.kill()  # it would only take notice when all is imported
         with suppress(OSError):
-            self._status.shutdown(socket.SHUT_WR)
-        if not self._server.is_ready:
-            self._server.kill()  # it would only take notice when all is imported
+            self._status.shutdown(socket.SHUT_RDWR)  # nor would a shared one close its end before
 
     def release(self) -> None:
         """Close the connection and let the server reap the process."""
@@ -190,8 +171,9 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
 
     One that is there already is taken: ranks that are started again, or other ones, import nothing anew.
     """
-    variables = sorted((name, value) for name, value in environment.items() if name not in _OF_A_PROCESS)
-    key = (threading.get_native_id(), tuple(variables), tuple(sys.path), tuple(imports))
+    variables = sorted(of_imports(environment).items())
+    shared = os.environ.get(SHARED)
+    key = (threading.get_native_id(), shared, tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)
     if server is None or not server.is_running:
         server = ForkServer(environment, imports, log)

@@ -23,6 +23,7 @@ from pathlib import Path
 from megarl.platform.imports import uncollected
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.processes import ENDING_SIGNALS, die_with
+from megarl.platform.server_process import credentials
 
 STATUS = struct.Struct("<i")
 """A message about a process: its id when it has been forked, its exit code (or the negative signal) when it ended."""
@@ -74,6 +75,7 @@ class _Request:
         request = json.loads(self.content)
         Path("/proc/self/comm").write_text(request["name"])
         os.chdir(request["folder"])
+        sys.path[:] = request["path"]
         for name in request["unset"]:
             os.environ.pop(name, None)
         os.environ.update(request["environment"])
@@ -86,10 +88,12 @@ class _Request:
 @dataclass(slots=True)
 class _Server:
     requests: socket.socket
+    driver: int | None = None
+    """A descriptor by which the kernel tells the driver's end, where the server does not die with it."""
     forked: dict[int, _Forked] = field(default_factory=dict)
 
     def run(self) -> _Request | None:
-        """Serve until the driver closes its end and all processes have ended.
+        """Serve until the driver closes its end or ends; then kill what has not ended.
 
         Returns twice: in each forked process with what that is to run.
         """
@@ -102,6 +106,8 @@ class _Server:
         selector = selectors.PollSelector()
         selector.register(self.requests, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
+        if self.driver is not None:
+            selector.register(self.driver, selectors.EVENT_READ)
         while self.forked or self.requests in selector.get_map():
             for key, _ in selector.select():
                 if key.fileobj is self.requests:
@@ -110,11 +116,16 @@ class _Server:
                         signal.set_wakeup_fd(-1)
                         for own in (self.requests, woken, wake, *(forked.status for forked in self.forked.values())):
                             own.close()
+                        if self.driver is not None:
+                            os.close(self.driver)
                         return made
                     if made is None:
-                        selector.unregister(self.requests)
-                    else:
-                        selector.register(made.status, selectors.EVENT_READ, made)
+                        self._leave(selector)
+                        break
+                    selector.register(made.status, selectors.EVENT_READ, made)
+                elif key.fileobj == self.driver:
+                    self._leave(selector)
+                    break
                 elif key.fileobj is woken:
                     woken.recv(4096)
                 else:
@@ -140,6 +151,16 @@ class _Server:
         with suppress(OSError):
             forked.status.send(STATUS.pack(pid))
         return forked
+
+    def _leave(self, selector: selectors.BaseSelector) -> None:
+        """Take no more requests, and kill all that runs."""
+        selector.unregister(self.requests)
+        if self.driver is not None:
+            selector.unregister(self.driver)
+        for forked in self.forked.values():
+            if not forked.is_released:
+                selector.unregister(forked.status)
+                forked.release()
 
     def _reap(self) -> None:
         """Report the processes that ended, and reap those that the driver has released."""
@@ -196,14 +217,58 @@ def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
 
     `number` is the descriptor of the socket of requests, `driver` the process id of the driver.
     """
-    die_with(int(driver))
+    _begin(int(driver), modules)
+    return _asked_of(_Server(socket.socket(fileno=int(number))))
+
+
+def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
+    """As `serve` for many drivers: forks a server for each, on the connection that comes in on the socket.
+
+    `owner` is the process id of who sends connections. Returns in forked processes of drivers only.
+    """
+    _begin(int(owner), modules)
+    for ending in ENDING_SIGNALS:
+        signal.signal(ending, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the servers
+    connections = socket.socket(fileno=int(number))
+    own = os.getpid()
+    while True:
+        content, descriptors, _, _ = socket.recv_fds(connections, 1, 1)
+        if not content:
+            break
+        connection = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            connections.close()
+            die_with(own)
+            return _asked_of(_Server(connection, _end_of_peer(connection)))
+        connection.close()
+    with suppress(ChildProcessError):
+        os.wait()  # for all of them
+    os._exit(0)
+
+
+def _begin(parent: int, modules: Sequence[str]) -> None:
+    """End with the parent, import the modules, and print nothing from now on."""
+    die_with(parent)
     try:
         _import(modules)
     except Exception:
         # Each forked process meets the error where it is reported, in an interpreter without half of an import.
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
     _print_to(os.open(os.devnull, os.O_WRONLY))
-    request = _Server(socket.socket(fileno=int(number))).run()
+
+
+def _asked_of(server: _Server) -> Callable[[], object]:
+    """Run a server. Returns in the processes that it forks, with what each is to run."""
+    request = server.run()
     if request is None:
         os._exit(0)
     return partial(request.begin(), socket.socket(fileno=request.connection))
+
+
+def _end_of_peer(connection: socket.socket) -> int:
+    """A descriptor that can be read once the process at the other end has ended."""
+    try:
+        return os.pidfd_open(credentials(connection)[0])
+    except ProcessLookupError:
+        os._exit(0)

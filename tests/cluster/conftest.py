@@ -6,6 +6,13 @@ from pathlib import Path
 import pytest
 
 from megarl.platform.fork_server import end_fork_servers
+from megarl.platform.server_process import SHARED
+
+
+@pytest.fixture
+def own_fork_servers(monkeypatch):
+    """As outside of tests: a driver shares its fork servers with no other."""
+    monkeypatch.delenv(SHARED)
 
 
 @pytest.fixture

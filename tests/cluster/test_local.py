@@ -21,7 +21,7 @@ from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.cluster.started import started
 from tests.processes import is_alive
 
-pytestmark = pytest.mark.usefixtures("worker_module", "nothing_left")
+pytestmark = pytest.mark.usefixtures("own_fork_servers", "worker_module", "nothing_left")
 
 NOTICED_SECONDS = 30
 """Ranks that nobody ends sleep twice as long."""
