@@ -212,6 +212,7 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
         buffers = [*engine.model.parameters(), *engine.model.buffers()]
         found["engine weights"] = counted_bytes(buffers)
         found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
+        assert worker.weights is not None
         found["staging"] = staged_bytes(worker.weights.resharding)
         return found
     finally:

@@ -92,7 +92,7 @@ class RankHandle(ABC):
         return self.content(answer)
 
     def content(self, answer: bytearray | memoryview) -> Any:
-        """What the rank's method returned. Raises `RankError` if it raised."""
+        """The result of the rank's method. Raises `RankError` if it raised."""
         answered, content, self.asked = pickle.loads(answer)
         if not answered:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
