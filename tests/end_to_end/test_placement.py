@@ -50,7 +50,10 @@ def test_the_same_is_sampled_and_measured(runs: Runs) -> None:
             assert own[name] == pytest.approx(other[name], rel=1e-6), name
         assert own["logprob_gap/max"] <= 1e-5 and own["staleness/max"] == 0
         assert other.keys() - own.keys() == set()
-        assert own.keys() - other.keys() == {"perf/engine_pause_seconds", "time/trainers_idle"}
+        of_engines = {"perf/engine_pause_seconds", "rollout/replicas", "rollout/lost_requests"}
+        # A resumed run's first step has its start's time.
+        assert own.keys() - other.keys() - {"time/start_seconds"} == {"time/trainers_idle"} | of_engines
+        assert own["rollout/replicas"] == 2 and own["rollout/lost_requests"] == 0
         assert 0 < own["perf/engine_pause_seconds"] < own["time/step_seconds"]
         assert 0 < own["time/trainers_idle"] < 1 and own["memory/rollout_gib"] > 0.1
         # All that engines hold comes from others, and nothing from the ranks themselves.
@@ -67,7 +70,7 @@ def test_profile_logs_and_status_have_all_ranks(runs: Runs) -> None:
         assert (process, "policy.update") in found and (process, "advance") not in found
     for process in (3, 4):
         assert (process, "advance") in found and (process, "policy.update") not in found
-    assert sorted(path.name for path in (runs.separate / "logs").glob("rank_*")) == [
+    assert sorted(path.name for path in (runs.separate / "logs/latest").glob("rank_*")) == [
         f"rank_{rank:04d}.log" for rank in range(4)
     ]
     assert json.loads((runs.separate / "status.json").read_text())["state"] == "done"
