@@ -59,3 +59,23 @@ def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Rec
     assert cores.startswith("cluster.ranks_per_node = 1000: this machine has ")
     if runs_on_cpu() and os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") < 400 << 30:
         assert "of memory in the phase " in memory[0] and "megarl plan prints what takes it" in memory[0]
+
+
+def test_a_recipe_that_does_not_fit_its_gpus_is_refused(recipe: Callable[..., Recipe]) -> None:
+    """Libraries and graphs take 4.2e9 bytes, 3.9 GiB; the KV cache 1 GiB, of which half fits."""
+    check(recipe(cluster={"gpu_memory_gib": 6.0}))
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(cluster={"gpu_memory_gib": 4.5}))
+    title, line = str(caught.value).split("\n")
+    assert title == "recipe small: 1 error"
+    assert line.strip().startswith("cluster.gpu_memory_gib = 4.5") and "rollout takes " in line
+    fits = re.search(r"what fits: rollout\.kv_cache_gib=([0-9.]+)", line)
+    assert fits is not None and 0 < float(fits[1]) < 1
+    check(recipe(cluster={"gpu_memory_gib": 4.5}, rollout={"kv_cache_gib": float(fits[1])}))
+
+
+@pytest.mark.skipif(not runs_on_cpu(), reason="vLLM is the build for GPUs")
+def test_a_cpu_has_no_memory_to_take_a_share_of(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0.5: a CPU has no .*set rollout.kv_cache_gib"):
+        check(recipe(rollout={"gpu_memory_utilization": 0.5}))
+    check(recipe(rollout={"gpu_memory_utilization": 0.5}, cluster={"gpu_memory_gib": "h100"}))
