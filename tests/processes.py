@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from megarl.platform.processes import descendants
 
 
 def rank_processes(driver: int) -> dict[int, int]:
-    """Process ids of a driver's ranks, by rank."""
-    found: dict[int, int] = {}
-    for process in descendants(driver):
-        with suppress(OSError):
-            name = Path(f"/proc/{process}/comm").read_text()
-            if name.startswith("megarl rank "):
-                found[int(name.split()[-1])] = process
-    return found
+    """Process ids of a driver's ranks, by rank: below it, or below the server that a shared one has forked for it."""
+    everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    servers = [process for process in everyone if _name(process) == f"megarl {driver}"]
+    below = [process for above in (driver, *servers) for process in descendants(above)]
+    names = {process: _name(process) for process in below}
+    return {int(name.split()[-1]): process for process, name in names.items() if name.startswith("megarl rank ")}
+
+
+def _name(process: int) -> str:
+    """What `ps` shows; empty once it has ended."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
 
 
 def is_alive(pid: int) -> bool:

@@ -240,7 +240,9 @@ def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
         if os.fork() == 0:
             connections.close()
             die_with(own)
-            return _asked_of(_Server(connection, _end_of_peer(connection)))
+            driver, _ = credentials(connection)
+            Path("/proc/self/comm").write_text(f"megarl {driver}")  # whose it is
+            return _asked_of(_Server(connection, _end_of(driver)))
         connection.close()
     with suppress(ChildProcessError):
         os.wait()  # for all of them
@@ -266,9 +268,9 @@ def _asked_of(server: _Server) -> Callable[[], object]:
     return partial(request.begin(), socket.socket(fileno=request.connection))
 
 
-def _end_of_peer(connection: socket.socket) -> int:
-    """A descriptor that can be read once the process at the other end has ended."""
+def _end_of(driver: int) -> int:
+    """A descriptor that can be read once the process has ended."""
     try:
-        return os.pidfd_open(credentials(connection)[0])
+        return os.pidfd_open(driver)
     except ProcessLookupError:
         os._exit(0)

@@ -87,6 +87,8 @@ async def told_by(process: ForkedProcess) -> dict[str, Any]:
     text = b""
     while not text.endswith(b"\n"):
         text += await asyncio.get_running_loop().sock_recv(process.connection, 4096)
+    while process.pid is None:  # the server may tell it later than the process what it has to
+        await asyncio.sleep(0.01)
     return json.loads(text)
 
 

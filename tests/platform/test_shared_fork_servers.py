@@ -16,7 +16,7 @@ from megarl.platform.fork_server import ForkServer
 from megarl.platform.server_process import SHARED
 from megarl.platform.shared_fork_servers import shared_fork_servers
 from megarl.types import ConfigError
-from tests.processes import is_alive
+from tests.processes import is_alive, rank_processes
 from tests.rewards.pools import wait_until
 
 MODULE = """
@@ -36,7 +36,7 @@ from megarl.platform.fork_server import end_fork_servers, fork_server
 async def drive():
     with open("log", "ab") as log:
         server = fork_server(os.environ, ["shared_probe"], log)
-        process = server.fork("probe", "shared_probe:wait", os.environ, log)
+        process = server.fork(f"megarl rank {os.environ.get('RANK')}", "shared_probe:wait", os.environ, log)
     told = await asyncio.to_thread(process.connection.makefile().readline)
     print(told, end="", flush=True)
     asyncio.get_running_loop().add_reader(sys.stdin, process.kill)
@@ -100,6 +100,7 @@ def test_drivers_import_once_and_a_killed_one_takes_its_own_processes_along(star
     first, (first_rank, first_server) = start("first", RANK="1")
     second, (second_rank, second_server) = start("second", RANK="2")
     [importer] = imported(tmp_path)
+    assert rank_processes(first.pid) == {1: first_rank} and rank_processes(second.pid) == {2: second_rank}
     assert parent(first_server) == parent(second_server) == importer and first_server != second_server
     first.kill()
     wait_until(lambda: not is_alive(first_rank) and not is_alive(first_server), seconds=60)
