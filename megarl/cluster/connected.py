@@ -18,7 +18,7 @@ import struct
 import tempfile
 import time
 from abc import abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,9 +222,9 @@ class ConnectedGroup(WorkerGroup):
                 handle.tell(told[first])
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
-        of_relay: dict[Relayed | None, dict[RankHandle, bytes]] = {}
+        of_relay: defaultdict[Relayed | None, dict[RankHandle, bytes]] = defaultdict(dict)
         for handle, message in messages.items():
-            of_relay.setdefault(self._remote_handles[handle.rank].relayed, {})[handle] = message
+            of_relay[self._remote_handles[handle.rank].relayed][handle] = message
         answers, awaited = super()._ask(of_relay.pop(None, {}))
         for relayed, of_node in of_relay.items():
             assert relayed is not None

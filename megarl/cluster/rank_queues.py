@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 
 class _Turn:
-    """A call in the queues of its ranks."""
+    """A call in the queues of its ranks; `num_behind` are those in which it is not yet first."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
+        self.num_behind = len(ranks)
         self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def be_first(self) -> None:
+        """Be first in one more queue; in the last of them, its turn has come."""
+        self.num_behind -= 1
+        if not self.num_behind and not self.has_come.done():
+            self.has_come.set_result(None)
 
 
 class RankQueues:
@@ -40,17 +47,20 @@ class RankQueues:
         turn = _Turn(ranks)
         for rank in ranks:
             self._queues[rank].append(turn)
+            if self._queues[rank][0] is turn:
+                turn.be_first()
         try:
-            self._admit(ranks)
             await turn.has_come
             yield
         finally:
             for rank in ranks:
-                self._queues[rank].remove(turn)
-            self._admit(ranks)
+                self._leave(rank, turn)
 
-    def _admit(self, ranks: Iterable[int]) -> None:
-        """Wake the calls that are now first in all their queues."""
-        for turn in {self._queues[rank][0] for rank in ranks if self._queues[rank]}:
-            if not turn.has_come.done() and all(self._queues[rank][0] is turn for rank in turn.ranks):
-                turn.has_come.set_result(None)
+    def _leave(self, rank: int, turn: _Turn) -> None:
+        queue = self._queues[rank]
+        if queue[0] is not turn:
+            queue.remove(turn)
+            return
+        queue.popleft()
+        if queue:
+            queue[0].be_first()

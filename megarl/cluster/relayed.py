@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import Any
 
 from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.relay import ANSWER, BATCH, PART
 
-_READ_BYTES = 1 << 16
+_READ_BYTES = _SHORT_BYTES = 1 << 16
 _MOST_BUFFERS = 64
 """Buffers that one call of the kernel is given, far below its limit."""
 
@@ -29,22 +27,22 @@ class _Batch:
     num_awaited: int
     whole: asyncio.Future[None]
 
-    def answer(self, handle: RankHandle, content: Callable[[], Any]) -> None:
-        """Take the content of a rank's answer, or the error that reading it raises."""
+    def take(self, handle: RankHandle, message: memoryview) -> None:
+        """Take a rank's answer, which fails with the error that reading it raises."""
         answer = self.answers[handle]
         if answer.done():  # the group is at its end
             return
-        self.num_awaited -= 1
         try:
-            answer.set_result(content())
+            answer.set_result(handle.content(message))
         except Exception as error:
-            self.fail(answer, error)
+            self.fail(handle, error)
+        self.num_awaited -= 1
         if not self.num_awaited and not self.whole.done():
             self.whole.set_result(None)
 
-    def fail(self, answer: asyncio.Future[Any], error: Exception) -> None:
-        """Let an answer fail, and with it the whole."""
-        answer.set_exception(error)
+    def fail(self, handle: RankHandle, error: Exception) -> None:
+        """Let a rank's answer fail, and with it the whole."""
+        self.answers[handle].set_exception(error)
         if not self.whole.done():
             self.whole.set_exception(error)
             self.whole.exception()  # whoever waits may have heard of another one's before
@@ -67,7 +65,7 @@ class Relayed:
         self._unread = bytearray()
         self._unsent: deque[memoryview] = deque()
         self._loop = asyncio.get_running_loop()
-        self._is_read = False
+        self._is_read = self._is_waiting_to_write = False
 
     def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, asyncio.Future[None]]:
         """Send ranks of the node a command each. Their answers fail as those of `RankHandle.ask`.
@@ -81,15 +79,12 @@ class Relayed:
         if not self._is_read:  # ranks answer once unasked, perhaps before anybody awaits it
             self._loop.add_reader(self.socket, self._read)
             self._is_read = True
-        if gone := [handle for handle in messages if self._is_lost or handle in self._ended]:
+        if gone := set(messages) if self._is_lost else self._ended & messages.keys():
             for handle in gone:
                 self._lose(handle)
             messages = {handle: message for handle, message in messages.items() if handle not in gone}
         if messages:
-            is_sending = bool(self._unsent)
-            self._unsent += [memoryview(part) for part in _batch(messages) if part]
-            if not is_sending:
-                self._write()
+            self._send(_batch(messages))
         return answers, batch.whole
 
     def dismiss(self) -> None:
@@ -109,6 +104,15 @@ class Relayed:
             self._loop.remove_writer(self.socket)
             self.socket.close()
 
+    def _send(self, parts: list[bytes]) -> None:
+        is_sending = bool(self._unsent)
+        # A long message is not copied; short ones are sent as one.
+        if sum(map(len, parts)) < _SHORT_BYTES:
+            parts = [b"".join(parts)]
+        self._unsent += [memoryview(part) for part in parts if part]
+        if not is_sending:
+            self._write()
+
     def _write(self) -> None:
         """Send as much as the connection takes now, and the rest when it takes more."""
         try:
@@ -116,10 +120,12 @@ class Relayed:
                 self._drop(self.socket.sendmsg(list(islice(self._unsent, _MOST_BUFFERS))))
         except BlockingIOError:
             self._loop.add_writer(self.socket, self._write)
+            self._is_waiting_to_write = True
             return
         except OSError:
             self._unsent.clear()  # reading tells of it
-        self._loop.remove_writer(self.socket)
+        if self._is_waiting_to_write:
+            self._is_waiting_to_write = not self._loop.remove_writer(self.socket)
 
     def _drop(self, num_sent: int) -> None:
         while num_sent:
@@ -155,7 +161,7 @@ class Relayed:
                 break
             handle = self._handles[rank]
             if size:
-                self._awaited.pop(handle).answer(handle, partial(handle.content, view[end - size : end]))
+                self._awaited.pop(handle).take(handle, view[end - size : end])
             else:
                 self._ended.add(handle)
                 self._lose(handle)
@@ -168,8 +174,8 @@ class Relayed:
 
         async def tell(batch: _Batch) -> None:
             error = await handle.lost()
-            if not (answer := batch.answers[handle]).done():
-                batch.fail(answer, error)
+            if not batch.answers[handle].done():
+                batch.fail(handle, error)
 
         if (batch := self._awaited.pop(handle, None)) is not None:
             if handle not in self._ended:
@@ -179,12 +185,12 @@ class Relayed:
 
 def _batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
     """The batch of some ranks' commands; one that several have in common goes once."""
-    ranks: dict[int, list[int]] = {}
-    by_id: dict[int, bytes] = {}
+    ranks: defaultdict[int, list[int]] = defaultdict(list)
     for handle, message in messages.items():
-        by_id[id(message)] = message
-        ranks.setdefault(id(message), []).append(handle.rank)
+        ranks[id(message)].append(handle.rank)
+    distinct = {id(message): message for message in messages.values()}
     parts = [BATCH.pack(len(ranks))]
     for number, whose in ranks.items():
-        parts += [PART.pack(len(whose), len(by_id[number])) + struct.pack(f"<{len(whose)}I", *whose), by_id[number]]
+        message = distinct[number]
+        parts += [PART.pack(len(whose), len(message)), struct.pack(f"<{len(whose)}I", *whose), message]
     return parts

@@ -75,12 +75,12 @@ class _Call:
     method: str
     limit: Limit
     answers: Answers
+    awaited: Sequence[asyncio.Future[Any]]
+    """As `WorkerGroup._ask` returns it."""
 
     def is_answered(self) -> bool:
         """Whether all ranks have answered, none with an error."""
-        return all(
-            answer.done() and not answer.cancelled() and answer.exception() is None for answer in self.answers.values()
-        )
+        return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
 
     def silent(self) -> list[RankHandle]:
         """The ranks that have not answered."""
@@ -243,7 +243,7 @@ class WorkerGroup(ABC):
             handles = [self._handles[rank] for rank in ranks]
             answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
             limit = self.deadlines.of(method)
-            call = _Call(method, limit._replace(seconds=limit.seconds + budget_seconds), answers)
+            call = _Call(method, limit._replace(seconds=limit.seconds + budget_seconds), answers, awaited)
             self._calls.add(call)
             begun = time.monotonic()
             try:
