@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 METRICS = {
     "time/trainer_waited_seconds": ("seconds", "how long the trainer waited for groups, where engines are separate"),
-    "time/trainer_idle": ("share", "the same by the time of the step"),
     "rollout/balanced_ranks": (
         "ranks",
         "of the run's ranks those that should be the engines', for both sides to take as long, by the newest steps",
@@ -42,7 +41,7 @@ class Balance:
         """METRICS of a step, from its times so far and the engines' `time/engines_idle`."""
         whole, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(whole, 1e-9))
-        found = {"time/trainer_waited_seconds": waited, "time/trainer_idle": idle}
+        found = {"time/trainer_waited_seconds": waited}
         if self._is_first:
             self._is_first = False
             return found
