@@ -224,7 +224,8 @@ class ConnectedGroup(WorkerGroup):
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
         of_relay: defaultdict[Relayed | None, dict[RankHandle, bytes]] = defaultdict(dict)
         for handle, message in messages.items():
-            of_relay[self._remote_handles[handle.rank].relayed][handle] = message
+            assert isinstance(handle, _RemoteHandle)
+            of_relay[handle.relayed][handle] = message
         answers, awaited = super()._ask(of_relay.pop(None, {}))
         for relayed, of_node in of_relay.items():
             assert relayed is not None

@@ -48,12 +48,14 @@ class Replacements:
         for attempt in range(1, _MOST_STARTS + 1):
             try:
                 group = await self._start(lost.world_size, lost.part.first_rank)
-            except MegarlError as error:
-                self._tell(f"{self._name(lost)} does not start again, attempt {attempt} of {_MOST_STARTS}: {error}")
+            except Exception as error:
+                told = str(error) if isinstance(error, MegarlError) else repr(error)
+                self._tell(f"{self._name(lost)} does not start again, attempt {attempt} of {_MOST_STARTS}: {told}")
             else:
                 self._ready.append(group)
                 self._tell(f"{self._name(lost)} has started again; it samples after the next reshard")
                 return
+        self._tell(f"{self._name(lost)} stays lost: it is not started again")
 
     def _name(self, group: WorkerGroup) -> str:
         return f"the engine of {ranks_named(list(group.part.ranks(group.world_size)))}"

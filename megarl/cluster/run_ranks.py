@@ -108,7 +108,7 @@ class RunRanks:
             # Who waits for a stopped rank is given the time to learn that it is gone.
             limit = self.trainers.deadlines.of(method).seconds
             if method == "reshard":
-                calls = [g.scatter("reshard", [verify] * g.world_size, version, budget_seconds=limit) for g in groups]
+                calls = [g.scatter("reshard", [verify] * g.world_size, version, slack_seconds=limit) for g in groups]
             else:
                 calls = self._joining(groups, version, limit)
             self._bridged = []
@@ -154,7 +154,7 @@ class RunRanks:
                 first,
                 topology,
                 version,
-                budget_seconds=seconds,
+                slack_seconds=seconds,
             )
             for group, first in zip(groups, firsts, strict=True)
         ]

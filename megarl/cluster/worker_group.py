@@ -180,16 +180,24 @@ class WorkerGroup(ABC):
         message = pack((method, args, kwargs))
         return await self._exchange(method, range(self.world_size), [message] * self.world_size)
 
-    async def scatter(self, method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0) -> list[Any]:
+    async def scatter(
+        self,
+        method: str,
+        per_rank: Sequence[Any],
+        *args: Any,
+        budget_seconds: float = 0.0,
+        slack_seconds: float = 0.0,
+    ) -> list[Any]:
         """Call the worker's method with `per_rank[rank]` as first argument on every rank; answers by rank.
 
-        `budget_seconds`: see `ask`.
+        `budget_seconds`: see `ask`. `slack_seconds` later is its deadline too, but that is no time it works for.
         """
         if len(per_rank) != self.world_size:
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        return await self._exchange(method, range(self.world_size), _packed(method, per_rank, args), budget_seconds)
+        messages = _packed(method, per_rank, args)
+        return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds)
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
@@ -234,7 +242,12 @@ class WorkerGroup(ABC):
         """Where the ranks meet; `port` is that of rank 0's store, if it keeps one."""
 
     async def _exchange(
-        self, method: str, ranks: Sequence[int], messages: Sequence[bytes], budget_seconds: float = 0.0
+        self,
+        method: str,
+        ranks: Sequence[int],
+        messages: Sequence[bytes],
+        budget_seconds: float = 0.0,
+        slack_seconds: float = 0.0,
     ) -> list[Any]:
         """Send each rank its message when the turn of all has come; the answers in the order of `ranks`."""
         async with self._queues.turn(ranks):
@@ -243,7 +256,8 @@ class WorkerGroup(ABC):
             handles = [self._handles[rank] for rank in ranks]
             answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
             limit = self.deadlines.of(method)
-            call = _Call(method, limit._replace(seconds=limit.seconds + budget_seconds), answers, awaited)
+            seconds = limit.seconds + budget_seconds + slack_seconds
+            call = _Call(method, limit._replace(seconds=seconds), answers, awaited)
             self._calls.add(call)
             begun = time.monotonic()
             try:

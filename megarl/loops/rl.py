@@ -69,7 +69,7 @@ async def train(session: Session) -> None:
                     step.log(compute_importance_weights(batch, algorithm))
                     step.log(keep_highest_entropies(batch, algorithm))
                     if state.carries_groups:
-                        step.log(metrics_by_age(batch, weight_version=number))
+                        step.log(metrics_by_age(batch, number, is_trainers=algorithm.old_logprobs == "trainer"))
                         batch.forget_stale_logprobs(weight_version=number)
 
                 of_tokens = await session.token_records(number, groups, batch)

@@ -227,7 +227,7 @@ class Session:
         if self.ranks.is_separate:
             reports, pause = await self._reshard_separate(is_verified, version=step + 1)
         else:
-            reports, pause = await self.ranks.call("reshard", verify=is_verified), {}
+            reports, pause = await self.ranks.call("reshard", verify=is_verified, version=step + 1), {}
         self.pool.release()
         seconds = {
             f"time/reshard_{name}": max(r[name] for r in reports) for name in reports[0] if name.endswith("_seconds")

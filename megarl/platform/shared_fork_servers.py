@@ -89,7 +89,7 @@ def share(number: str, owner: str) -> NoReturn:
     while sys.stdin.fileno() not in dict(poll.poll()):
         connection, _ = listener.accept()
         # A driver that goes away or sends anything else has its connection closed, by which it knows.
-        with connection, suppress(OSError, ValueError, KeyError, TypeError):
+        with connection, suppress(OSError, ValueError, LookupError, TypeError):
             lender.serve(connection)
     for server in lender.servers.values():
         server.kill()

@@ -28,10 +28,11 @@ OLDEST = 8
 """Tokens of this age and all older ones are one age."""
 
 
-def metrics_by_age(batch: RLBatch, weight_version: int) -> dict[str, float]:
+def metrics_by_age(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
     """METRICS of the trained tokens before the update of the weights of this version.
 
-    Without log-probs of the trainer's own for all of them, shares alone. Call it before stale log-probs are forgotten.
+    Without log-probs of the trainer's own for all of them, shares alone; `is_trainers` says whether `old_logprobs` are.
+    Call it before stale log-probs are forgotten.
     """
     mask = batch.loss_mask
     if not mask.any():
@@ -39,7 +40,7 @@ def metrics_by_age(batch: RLBatch, weight_version: int) -> dict[str, float]:
     ages = np.minimum(weight_version - batch.weight_versions[mask], OLDEST)
     found = {f"staleness/tokens/age_{age}": float((ages == age).mean()) for age in np.unique(ages)}
     old, rollout = batch.per_token.get("old_logprobs"), batch.per_token["rollout_logprobs"]
-    if old is None or np.isnan(old[mask]).any() or np.isnan(rollout[mask]).any():
+    if not is_trainers or old is None or np.isnan(old[mask]).any() or np.isnan(rollout[mask]).any():
         return found
     moments = gap_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
     for age in np.unique(ages):

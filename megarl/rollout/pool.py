@@ -182,8 +182,13 @@ class EnginePool:
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
             await asyncio.wait(pumps)
         await asyncio.gather(*(self._park(replica) for replica in self._replicas if replica.running))
-        # The keys and values of a trajectory's tokens do not outlive the weights.
+        # The keys and values of a trajectory's tokens do not outlive the weights, nor does every replica.
         self._homes.clear()
+        for replica in self._replicas:
+            while replica.waiting:
+                name, request = replica.waiting.popitem()
+                self._waiting[name] = request
+                self._waiting.move_to_end(name, last=False)
 
     def release(self) -> None:
         """Let the requests go on that wait since `hold`."""
