@@ -248,16 +248,23 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
         printed.add_row(kind, *(shown(use.device_bytes, use.host_bytes) for use in uses))
     printed.add_section()
     printed.add_row("sum", *(shown(phase.device_bytes, phase.host_bytes) for phase in table.phases))
-    printed.add_row("rank", *(str(phase.rank) for phase in table.phases))
+    printed.add_row("rank", *(f"{phase.part} {phase.rank}".strip() for phase in table.phases))
     console = Console(soft_wrap=True, highlight=False)
     console.print(printed)
-    host = table.fullest_host
-    ranks = recipe.cluster.ranks_per_node
-    console.print(
-        f"host memory of a node: up to {ranks * host.host_bytes / 2**30:.0f} GiB, {ranks} ranks in {host.name}"
-    )
+    counts = max(_ranks_of_nodes(recipe), key=lambda counts: table.host_bytes(*counts))
+    at_fullest = zip(counts, table.fullest_host, strict=False)
+    ranks = [f"{count} ranks in {phase.name}" for count, phase in at_fullest if count]
+    console.print(f"host memory of a node: up to {table.host_bytes(*counts) / 2**30:.0f} GiB, {' and '.join(ranks)}")
     if table.cache is not None:
         console.print(str(table.cache))
+
+
+def _ranks_of_nodes(recipe: Recipe) -> set[tuple[int, int]]:
+    """The numbers of ranks that train and of those that only sample, as nodes have them."""
+    ranks = recipe.cluster.ranks_per_node
+    before = range(0, recipe.cluster.world_size, ranks)
+    trainers = {min(ranks, max(0, recipe.trainer_ranks - first)) for first in before}
+    return {(count, ranks - count) for count in trainers}
 
 
 _BARS = 12

@@ -80,7 +80,7 @@ def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Changes to try, few fields before many."""
     trainer = recipe.trainer
     offload: list[Any] = [None]
-    if recipe.has_engine:
+    if recipe.has_engine and (not recipe.separate_ranks or recipe.has_critic):
         have = set(trainer.offload)
         offload += [
             tuple(name for name in _OFFLOADED if name in have or name in _OFFLOADED[:number])

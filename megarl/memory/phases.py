@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -25,22 +26,25 @@ def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib:
     """The memory of a recipe by phase, each phase's on the rank that has the most then.
 
     `gpu_gib` is the memory of a GPU, which `rollout.gpu_memory_utilization` is a share of. Looked at is one rank of
-    each pipeline stage: ranks of a stage hold as much, up to a few elements of padding.
+    each pipeline stage: ranks of a stage hold as much, up to a few elements of padding; and the first rank of an
+    engine, where engines have ranks of their own.
     """
     layout = models.policy.layout
-    ranks = [
-        RankMemory(recipe, models, platform, layout.rank(tp=0, dp=0, pp=stage), gpu_gib) for stage in range(layout.pp)
-    ]
-    by_rank = [tuple(memory.phases()) for memory in ranks]
-    phases = tuple(
-        max(same, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for same in zip(*by_rank, strict=True)
-    )
-    return MemoryTable(phases, ranks[0].cache_room(), is_gpu=platform.is_gpu)
+    ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in range(layout.pp)]
+    ranks += layout.leaders()[:1] if layout.is_separate else ()
+    memories = [RankMemory(recipe, models, platform, rank, gpu_gib) for rank in ranks]
+    by_name: dict[str, list[Phase]] = {}
+    for memory in memories:
+        for phase in memory.phases():
+            by_name.setdefault(phase.name, []).append(phase)
+    phases = tuple(max(same, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for same in by_name.values())
+    sampling = next((memory for memory in memories if memory.has_engine), None)
+    return MemoryTable(phases, None if sampling is None else sampling.cache_room(), is_gpu=platform.is_gpu)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank: of all models and of its engine."""
+    """Memory of one rank: of all models, of its engine, or of both."""
 
     recipe: Recipe
     models: Models
@@ -55,23 +59,35 @@ class RankMemory:
         return self.models.policy.layout
 
     @property
+    def has_trainer(self) -> bool:
+        return self.rank < self.layout.world_size
+
+    @property
+    def has_engine(self) -> bool:
+        return self.recipe.has_engine and not (self.layout.is_separate and self.has_trainer)
+
+    @property
     def itemsize(self) -> int:
         return ITEM_BYTES[self.recipe.model.dtype]
 
     @cached_property
     def policy(self) -> TrainerStates:
         """The policy's states once it has been updated: an optimizer has no moments before."""
+        if not self.has_trainer:
+            return trainer.NOTHING
         return self._trained(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
 
     @cached_property
     def critic(self) -> TrainerStates:
-        if self.models.critic is None:
+        if self.models.critic is None or not self.has_trainer:
             return trainer.NOTHING
         return self._trained(self.models.critic, self.recipe.critic.optimizer.name, 0)
 
     @cached_property
     def frozen(self) -> dict[str, int]:
         """Bytes of each model that only scores."""
+        if not self.has_trainer:
+            return {}
         return {
             name: trainer.parameter_bytes(built.layouts, self.rank, self.itemsize)
             for name, built in self.models.frozen.items()
@@ -79,21 +95,21 @@ class RankMemory:
 
     @cached_property
     def engine_weights(self) -> int:
-        if not self.recipe.has_engine:
+        if not self.has_engine:
             return 0
         shape, layout = self.models.policy.shape, self.layout
-        layouts = VllmLayouts(shape, layout.rollout_tp, layout.world_size, layout.rollout_ep)
-        return engine.engine_weights(layouts, self.rank, self.itemsize)
+        layouts = VllmLayouts(shape, layout.rollout_tp, layout.rollout_ranks or layout.world_size, layout.rollout_ep)
+        return engine.engine_weights(layouts, self.rank - layout.leaders()[0], self.itemsize)
 
     @cached_property
     def cache_bytes(self) -> int:
-        if not self.recipe.has_engine:
+        if not self.has_engine:
             return 0
         return engine.cache_bytes(self._cache_asked, self._block_bytes)
 
     @cached_property
     def engine_step(self) -> int:
-        if not self.recipe.has_engine:
+        if not self.has_engine:
             return 0
         rollout = self.recipe.rollout
         default = engine.BATCHED_TOKENS[self.platform.kind]
@@ -110,15 +126,13 @@ class RankMemory:
     @cached_property
     def staging(self) -> int:
         """Two buckets of the reshard at most, or all that there is."""
-        if not self.recipe.has_engine or self.layout.world_size == 1:
+        if not self.recipe.has_engine or self.layout.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
         return min(2 * bucket, self.engine_weights + self.policy.parameters)
 
-    def cache_room(self) -> CacheRoom | None:
-        """The requests that fit in the KV cache of an engine."""
-        if not self.recipe.has_engine:
-            return None
+    def cache_room(self) -> CacheRoom:
+        """The requests that fit in the KV cache of the rank's engine."""
         blocks = self.cache_bytes // self._block_bytes
         # vLLM holds one block back.
         tokens = max(0, blocks - 1) * self._block_tokens
@@ -126,9 +140,23 @@ class RankMemory:
 
     def phases(self) -> Iterator[Phase]:
         """All phases of the run on this rank."""
-        moments = {"start": self._start(), "rollout": self._rollout(), "reshard": self._reshard()}
-        if not self.recipe.has_engine:
-            moments = {"start": moments["start"]}
+        part: Literal["", "trainer", "engine"] = ""
+        if self.layout.is_separate:
+            part = "trainer" if self.has_trainer else "engine"
+        moments = self._of_trainer() if self.has_trainer else self._of_engine()
+        for name, uses in moments.items():
+            yield Phase(name, self.rank, tuple(self._placed(uses)), part)
+
+    def _of_engine(self) -> dict[str, list[Use]]:
+        """The phases of a rank that only samples."""
+        return {"start engine": self._start(), "rollout": self._rollout(), "reshard engine": self._reshard()}
+
+    def _of_trainer(self) -> dict[str, list[Use]]:
+        moments = {"start": self._start()}
+        if self.has_engine:
+            moments["rollout"] = self._rollout()
+        if self.recipe.has_engine:
+            moments["reshard"] = self._reshard()
         if self.recipe.is_on_policy:
             moments["logprobs"] = self._scoring("policy")
         moments |= {f"logprobs {name}": self._scoring(name) for name in self.frozen}
@@ -138,8 +166,7 @@ class RankMemory:
         if self.models.critic is not None:
             moments["train critic"] = self._training("critic")
         moments["save"] = self._save()
-        for name, uses in moments.items():
-            yield Phase(name, self.rank, tuple(self._placed(uses)))
+        return moments
 
     def _start(self) -> list[Use]:
         """The fullest of: the engine as it is built, the models as they are, the first reshard."""
@@ -155,10 +182,12 @@ class RankMemory:
 
     def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
         states = policy or self.policy
-        uses = [*self._states(states, ("parameters",)), *self._critic(()), *self._waiting()]
+        # A rank that is only one of both has room for the whole of it: nothing goes to the host, nothing sleeps.
+        is_alone = self.layout.is_separate
+        uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._waiting()]
         if states.merged:
             uses.append(Use("merged adapters", states.merged))
-        cache = 0 if self.platform.is_gpu else self.cache_bytes
+        cache = 0 if self.platform.is_gpu and not is_alone else self.cache_bytes
         return [*uses, Use("engine weights", self.engine_weights), Use("KV cache", cache), Use("staging", self.staging)]
 
     def _scoring(self, name: str) -> list[Use]:
@@ -213,7 +242,9 @@ class RankMemory:
         copies = states.pinned_parameters * ("parameters" in offload) + states.pinned_optimizer * (
             "optimizer" in offload
         )
-        yield Use("offloaded copies", 0, copies)
+        # Beside engines with ranks of their own only models that take turns in training are ever offloaded.
+        takes_turns = not self.layout.is_separate or self.models.critic is not None
+        yield Use("offloaded copies", 0, copies * takes_turns)
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
         """The critic's states as one kind."""
@@ -251,12 +282,19 @@ class RankMemory:
 
     @property
     def _num_communicators(self) -> int:
-        """Groups of several ranks that exchange anything: each axis, the world, the model-parallel ranks."""
+        """Groups of several ranks that exchange anything: each axis, the world, the model-parallel ranks.
+
+        Separate engines have a world for each, and a bridge to the trainer.
+        """
         layout = self.layout
-        axes = [layout.tp, layout.pp, layout.dp * layout.cp, layout.cp, layout.tp * layout.pp, layout.world_size]
+        bridge = [layout.num_ranks] if layout.is_separate else []
+        if not self.has_trainer:
+            return sum(size > 1 for size in (layout.rollout_tp, layout.rollout_tp, *bridge))
+        axes = [*bridge, layout.tp, layout.pp, layout.dp * layout.cp, layout.cp]
+        axes += [layout.tp * layout.pp, layout.world_size]
         if self.models.policy.shape.num_experts:
             axes += [layout.ep, layout.etp, layout.ep * layout.etp]
-        if self.recipe.has_engine:
+        if self.has_engine:
             axes.append(layout.rollout_tp)
         return sum(size > 1 for size in axes)
 
@@ -330,5 +368,5 @@ class RankMemory:
     @property
     def _graphs(self) -> int:
         """Bytes of the engine's CUDA graphs."""
-        has_graphs = self.recipe.has_engine and not self.recipe.rollout.vllm.get("enforce_eager")
+        has_graphs = self.has_engine and not self.recipe.rollout.vllm.get("enforce_eager")
         return GRAPH_BYTES if has_graphs else 0

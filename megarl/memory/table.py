@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,14 @@ class Phase:
     """The fullest moment of a phase, on the rank that has the most then.
 
     `name` is the phase's as metrics have it, with the model that works in it where that is not the policy:
-    `train critic`.
+    `train critic`; or with `engine` where engines' own ranks have it too: `reshard engine`.
     """
 
     name: str
     rank: int
     uses: tuple[Use, ...]
+    part: Literal["", "trainer", "engine"] = ""
+    """What the rank is, where a rank is only one of both (rollout.placement separate)."""
 
     @property
     def device_bytes(self) -> int:
@@ -34,6 +36,11 @@ class Phase:
     @property
     def host_bytes(self) -> int:
         return sum(use.host_bytes for use in self.uses)
+
+    @property
+    def place(self) -> str:
+        """The rank, and what it is: `engine rank 4`."""
+        return f"{self.part} rank {self.rank}".strip()
 
     @property
     def metric(self) -> str:
@@ -93,9 +100,18 @@ class MemoryTable:
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property
-    def fullest_host(self) -> Phase:
-        """The phase that takes the most host memory of a rank."""
-        return max(self.phases, key=lambda phase: phase.host_bytes)
+    def fullest_host(self) -> tuple[Phase, ...]:
+        """The phase that takes the most host memory of a rank: of one that trains, then of an engine's own."""
+        parts = dict.fromkeys(phase.part for phase in self.phases)
+        return tuple(
+            max((phase for phase in self.phases if phase.part == part), key=lambda phase: phase.host_bytes)
+            for part in parts
+        )
+
+    def host_bytes(self, num_trainers: int, num_engines: int = 0) -> int:
+        """Bytes of host memory of so many ranks that train, and so many of engines' own, each at its fullest."""
+        counts = (num_trainers, num_engines)
+        return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -118,6 +134,7 @@ class MemoryTable:
             {
                 "phase": phase.name,
                 "rank": phase.rank,
+                "part": phase.part,
                 "device_bytes": phase.device_bytes,
                 "host_bytes": phase.host_bytes,
                 "kinds": {use.kind: [use.device_bytes, use.host_bytes] for use in phase.uses},

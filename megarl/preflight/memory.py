@@ -94,7 +94,7 @@ def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
 
 def _refusal(recipe: Recipe, models: Models, gib: float, over: list[Phase]) -> str:
     told = "; ".join(
-        f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on rank {phase.rank}, "
+        f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
         f"{phase.device_bytes / _GIB - gib:.1f} too much ({_largest(phase)})"
         for phase in sorted(over, key=lambda phase: -phase.device_bytes)
     )
@@ -118,7 +118,9 @@ def _largest(phase: Phase) -> str:
 def _wider(recipe: Recipe, gib: float) -> str | None:
     """Twice a parallel size or the nodes, with the cheapest other change, under which the recipe fits."""
     trainer, cluster = recipe.trainer, recipe.cluster
+    engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
     for values in (
+        *engines,
         {"trainer.tp": 2 * trainer.tp},
         {"trainer.pp": 2 * trainer.pp},
         {"cluster.nodes": 2 * cluster.nodes},

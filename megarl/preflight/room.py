@@ -38,11 +38,12 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not runs_on_cpu():
         return
-    fullest = memory_table(recipe, models_of(recipe, layout), CPU).fullest_host
-    if (needed := ranks * fullest.host_bytes) > memory:
+    table = memory_table(recipe, models_of(recipe, layout), CPU)
+    if (needed := table.host_bytes(layout.world_size, layout.rollout_ranks)) > memory:
+        phases = " and ".join(phase.name for phase in table.fullest_host)
         yield (
             f"cluster.ranks_per_node = {ranks}: the ranks need {needed / 2**30:.1f} GiB of memory in the phase "
-            f"{fullest.name}, this machine has {memory / 2**30:.1f}; use fewer, or a smaller model (megarl plan prints "
+            f"{phases}, this machine has {memory / 2**30:.1f}; use fewer, or a smaller model (megarl plan prints "
             "what takes it)"
         )
 

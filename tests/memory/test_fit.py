@@ -98,6 +98,31 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
     assert [*lengths(recipe), *batches(recipe, layout_of(recipe).dp)] == []
 
 
+SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.ranks=8", "trainer.offload=[]")
+
+
+def test_whichever_kind_of_ranks_does_not_fit_is_named(large: Callable[..., Recipe]) -> None:
+    def separate(*overrides: str) -> Recipe:
+        return large("qwen3_14b_dapo", *SEPARATE, *overrides)
+
+    # Where nothing of the trainer is, the KV cache may be larger than in the recipe's own placement.
+    assert faults(large("qwen3_14b_dapo", "rollout.kv_cache_gib=115")) != []
+    assert faults(separate("rollout.kv_cache_gib=115")) == []
+
+    (text,) = faults(separate("rollout.kv_cache_gib=140"))
+    assert "rollout takes " in text and " on engine rank 8, " in text and " on trainer rank" not in text
+    fitting = re.search(r"what fits: rollout.kv_cache_gib=([0-9.]+)$", text)
+    assert fitting is not None and 115 < float(fitting[1]) < 139.8
+    assert faults(separate(f"rollout.kv_cache_gib={fitting[1]}")) == []
+
+    (text,) = faults(separate("trainer.max_tokens_per_microbatch=81920"))
+    assert "train takes " in text and " on trainer rank 0, " in text and " on engine rank" not in text
+    assert "trainer.offload" not in text and "rollout." not in text, "nothing of these is the trainer's"
+
+    (text,) = faults(separate("cluster.gpu_memory_gib=30", "rollout.kv_cache_gib=1", "trainer.tp=8", "rollout.tp=1"))
+    assert "rollout takes " in text and " on engine rank 8, " in text
+
+
 def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: None)
     assert faults(large("qwen3_14b_dapo", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe import load
 from megarl.memory import trainer
 from megarl.memory.activations import rows_in_flight
 from megarl.memory.changes import changed
@@ -143,3 +144,53 @@ def test_the_largest_table_takes_no_torch_and_no_second(large: Callable[..., Rec
     _, seconds, has_torch = took.split()
     assert float(seconds) < 1.0 and has_torch == "False"
     assert "host memory of a node" in done.stdout
+
+
+SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.ranks=8", "trainer.offload=[]")
+
+
+def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) -> None:
+    """Each has all of its own, and nothing of the other: a trainer no engine, an engine no weights but its own."""
+    table = table_of(large("qwen3_14b_dapo", *SEPARATE))
+    phases = {phase.name: phase for phase in table.phases}
+    parts = {name: (phase.part, phase.rank) for name, phase in phases.items()}
+    trainer_rank, engine_rank = ("trainer", 0), ("engine", 8)
+    assert parts == {
+        "start": trainer_rank, "reshard": trainer_rank, "logprobs": trainer_rank, "train": trainer_rank,
+        "save": trainer_rank, "start engine": engine_rank, "rollout": engine_rank, "reshard engine": engine_rank,
+    }  # fmt: skip
+    states, sampled = ("parameters", "gradients", "main weights", "moments"), ("engine weights", "KV cache")
+    for phase in table.phases:
+        has = [kind for kind in (*states, *sampled) if phase.of(kind).device_bytes]
+        assert has == list(sampled if phase.part == "engine" else states if phase.name != "start" else states[:3])
+    colocated = {phase.name: phase for phase in table_of(large("qwen3_14b_dapo", "trainer.offload=[]")).phases}
+    # It never sleeps, and never offloads.
+    rollout, reshard = phases["rollout"], phases["reshard engine"]
+    assert rollout.of("engine weights") == colocated["rollout"].of("engine weights")
+    assert reshard.of("KV cache") == rollout.of("KV cache") and reshard.of("staging").device_bytes > 0
+    assert phases["reshard"].of("moments") == phases["train"].of("moments") == colocated["train"].of("moments")
+    offloaded = table_of(large("qwen3_14b_dapo", *SEPARATE, "trainer.offload=[optimizer,gradients,parameters]"))
+    assert offloaded == table
+    # A phase that both have is predicted at its fullest rank.
+    assert table.predicted()["reshard"] == max(phases["reshard"].device_bytes, reshard.device_bytes)
+    assert table.predicted()["rollout"] == rollout.device_bytes
+    trains, samples = table.fullest_host
+    assert (trains.part, samples.part) == ("trainer", "engine")
+    assert table.host_bytes(3, 2) == 3 * trains.host_bytes + 2 * samples.host_bytes
+
+
+def test_a_tiny_run_with_separate_engines(tiny_model: Callable[..., Path]) -> None:
+    """On CPUs, three ranks that train beside an engine of two, whose number the others' is no multiple of."""
+    recipe = load(
+        RECIPES / "tiny_rl.yaml",
+        (
+            f"model.path={tiny_model()}", "cluster.ranks_per_node=5", "rollout.placement=separate", "rollout.ranks=2",
+            "rollout.tp=2", "trainer.tp=1", "trainer.pp=1",
+        ),
+    )  # fmt: skip
+    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), CPU)
+    assert {phase.place for phase in table.phases} == {"trainer rank 0", "engine rank 3"}
+    rollout = next(phase for phase in table.phases if phase.name == "rollout")
+    assert table.cache is not None and table.cache.longest_requests > 0
+    assert rollout.of("parameters").host_bytes == 0 and rollout.of("engine weights").host_bytes > 0
+    assert table.as_json()["phases"][0]["part"] == "trainer"

@@ -59,6 +59,10 @@ def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Rec
     assert cores.startswith("cluster.ranks_per_node = 1000: this machine has ")
     if runs_on_cpu() and os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") < 400 << 30:
         assert "of memory in the phase " in memory[0] and "megarl plan prints what takes it" in memory[0]
+        separate = {"cluster": {"ranks_per_node": 1000}, "rollout": {"placement": "separate", "ranks": 500}}
+        many = recipe(**separate, train={"prompts_per_step": 1000})
+        _, memory = resource_warnings(many, check(many))
+        assert re.search("of memory in the phase [a-z ]+ and [a-z ]+, this machine has", memory)
 
 
 def test_a_recipe_that_does_not_fit_its_gpus_is_refused(recipe: Callable[..., Recipe]) -> None:
