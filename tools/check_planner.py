@@ -33,8 +33,10 @@ UNSHARDED = {"trainer": {"distributed_optimizer": False}}
 OFFLOADED = {"trainer": {"offload": ["optimizer", "gradients", "parameters"]}}
 FULL = {"trainer": {"recompute": "full"}}
 SELECTIVE = {"trainer": {"recompute": "selective"}}
-MLP = {"trainer": {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}}}
-MOE = {"trainer": {"megatron": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}}
+MLP = {"trainer": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}}
+MOE = {"trainer": {"recompute": "selective", "recompute_modules": ["moe"]}}
+NORMS = {"trainer": {"recompute": "selective", "recompute_modules": ["layernorm"]}}
+SHARED = {"trainer": {"recompute": "selective", "recompute_modules": ["shared_experts", "layernorm"]}}
 EVEN = dict(num_experts=4, experts_per_token=4)
 """Every token goes to all experts, so that each has as many as the others."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -62,7 +64,10 @@ CASES: dict[str, Case] = {
     "dense tp2 dp2": Case("dense", {"tp": 2, "dp": 2, "rollout_tp": 2}, [BF16, OFFLOADED]),
     "dense tp2, core attention recomputed": Case("dense", {"tp": 2}, [BF16, SELECTIVE]),
     "dense tp2 pp2, feed-forward recomputed": Case("dense", {"tp": 2, "pp": 2}, [BF16, MLP]),
+    "dense cp2, core attention recomputed": Case("dense", {"cp": 2}, [BF16, SELECTIVE]),
+    "dense tp2, norms recomputed": Case("dense", {"tp": 2}, [BF16, NORMS]),
     "moe ep2 dp2, experts recomputed": Case("moe", {"ep": 2, "dp": 2}, [BF16, MOE]),
+    "shared experts tp2, recomputed": Case("shared", {"tp": 2}, [BF16, SHARED]),
     "dense tp4, more ranks than key-value heads": Case("dense", {"tp": 4, "rollout_tp": 4}, [BF16]),
     "dense pp2 dp2": Case("dense", {"pp": 2, "dp": 2}, [BF16]),
     "dense tp2 pp2 vpp2": Case("dense", {"tp": 2, "pp": 2, "vpp": 2}, [BF16]),
@@ -118,12 +123,16 @@ def counted_bytes(tensors: Iterable[Any]) -> int:
 
 
 class SavedTensors:
-    """Counts the bytes that autograd has saved, each storage once; `peak` is the most."""
+    """Counts the bytes that autograd has saved, each storage once; `peak` is the most.
+
+    Storages are measured anew each time: Megatron empties those of outputs that it computes anew.
+    """
 
     def __init__(self, without: Iterable[Any]) -> None:
         self._without = {t.untyped_storage()._cdata for t in without}
         self._held: dict[int, int] = {}
-        self._bytes = self.peak = 0
+        self._storages: dict[int, Any] = {}
+        self.peak = 0
 
     def hooks(self) -> Any:
         import torch
@@ -134,18 +143,19 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         if storage._cdata in self._without:
             return None
-        count = self._held.get(storage._cdata, 0)
-        self._held[storage._cdata] = count + 1
-        if not count:
-            self._bytes += storage.nbytes()
-            self.peak = max(self.peak, self._bytes)
+        self._held[storage._cdata] = self._held.get(storage._cdata, 0) + 1
+        self._storages[storage._cdata] = storage
+        self._measure()
         return storage._cdata
 
-    def drop(self, key: int, size: int) -> None:
+    def drop(self, key: int) -> None:
+        self._measure()
         self._held[key] -= 1
         if not self._held[key]:
-            del self._held[key]
-            self._bytes -= size
+            del self._held[key], self._storages[key]
+
+    def _measure(self) -> None:
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages.values()))
 
 
 class _Saved:
@@ -153,11 +163,11 @@ class _Saved:
 
     def __init__(self, tensor: Any, counter: SavedTensors) -> None:
         self.tensor, self._counter = tensor, counter
-        self._key, self._size = counter.add(tensor), tensor.untyped_storage().nbytes()
+        self._key = counter.add(tensor)
 
     def __del__(self) -> None:
         if self._key is not None:
-            self._counter.drop(self._key, self._size)
+            self._counter.drop(self._key)
 
 
 def trained_counts(model: Any, prefix: str) -> dict[str, int]:

@@ -102,9 +102,16 @@ def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings:
         shared = own if settings.itemsize == FLOAT32 else 0
         return rows * layers * own + angles + max(layer - shared, head)
     # Of one layer at a time, one part after the other is there again; the head's are let go of by then.
-    parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
-    again = max((layer_bytes(shape, layout, other) - layer for other in parts), default=0)
+    again = max((_part_bytes(shape, layout, settings, part) for part in settings.recomputed), default=0)
     return rows * layers * layer + max(head, again)
+
+
+def _part_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings, part: str) -> float:
+    """Bytes that a recomputed part of a layer saves once it is computed anew."""
+    without = replace(settings, recomputed=settings.recomputed - {part})
+    saved = layer_bytes(shape, layout, without) - layer_bytes(shape, layout, settings)
+    # A layer has two norms, of which one at a time is computed anew.
+    return saved / 2 if part == "layernorm" and settings.spec == "local" else saved
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
@@ -173,10 +180,10 @@ def _layer_input(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
     return _tokens(layout, settings) * shape.hidden_size * settings.itemsize / _split(layout, settings)
 
 
-def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_split: bool) -> float:
-    """A norm and the input of the linear layer behind it."""
-    size, tokens = settings.itemsize, _tokens(layout, settings) / (_split(layout, settings) if is_split else 1)
-    if "layernorm" in settings.recomputed:
+def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
+    """A norm and the input of the layer behind it; Transformer Engine's linear layer has it inside if `is_fused`."""
+    size, tokens = settings.itemsize, _tokens(layout, settings) / _split(layout, settings)
+    if "layernorm" in settings.recomputed and not (is_fused and settings.spec == "transformer_engine"):
         # Its input, the residual, is kept; its output is made again before the next layer's gradient.
         return tokens * width * size
     if settings.spec == "transformer_engine":
@@ -189,12 +196,13 @@ def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_spli
 
 def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
     size, tokens = settings.itemsize, _tokens(layout, settings)
-    kept = _norm(layout, settings, at.hidden, is_split=True)
+    kept = _norm(layout, settings, at.hidden, is_fused=True)
     # The fused projection lives on in its views, that of all ranks where these are more than the key-value heads;
-    # queries of several groups are copied out of it.
+    # queries of several groups are copied out of it. Core attention that is computed anew keeps its values there.
     is_gathered = shape.num_kv_heads < layout.tp
     fused = (shape.num_heads + 2 * shape.num_kv_heads) * at.head_dim if is_gathered else at.query + 2 * at.key
-    if settings.spec == "transformer_engine" or layout.cp == 1 or size == FLOAT32:
+    is_recomputed = "core_attn" in settings.recomputed
+    if settings.spec == "transformer_engine" or layout.cp == 1 or size == FLOAT32 or is_recomputed:
         kept += tokens * fused * size
     copied = at.query if at.kv_heads > 1 and at.heads != at.kv_heads else 0
     if shape.qk_norm:
@@ -222,6 +230,8 @@ def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
     """Bytes of core attention: what it is given, and what it keeps of its own."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     given = tokens * (at.query + at.key) * size
+    if "core_attn" in settings.recomputed:
+        return given
     if layout.cp > 1 and settings.spec == "local":
         # Keys and values of all ranks; two parts of a rank's queries see (2 cp + 1) / (2 cp) of them together.
         seen = tokens * layout.cp * (2 * layout.cp + 1) / (2 * layout.cp)
@@ -231,7 +241,7 @@ def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
         chunk = settings.longest / (2 * layout.cp)
         masks = settings.row_tokens / settings.longest * chunk * chunk * (2 * layout.cp + 1) * size
         return 2 * own + masks + tokens * (at.query * size + FLOAT32 * at.heads)
-    return given + (0 if "core_attn" in settings.recomputed else _inside_core(at, layout, settings))
+    return given + _inside_core(at, layout, settings)
 
 
 def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
@@ -245,9 +255,10 @@ def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> 
 
 def _dense(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
     channels = widths(shape, layout).feed_forward * settings.itemsize
-    norm = _norm(layout, settings, shape.hidden_size, is_split=True)
+    norm = _norm(layout, settings, shape.hidden_size, is_fused=True)
     if "mlp" in settings.recomputed:
-        return norm
+        # Transformer Engine's has the norm inside, so that only the residual is kept.
+        return norm if settings.spec == "local" else _layer_input(shape, layout, settings)
     return norm + _tokens(layout, settings) * (_gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize)
 
 
@@ -272,7 +283,7 @@ def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) 
     size = settings.itemsize
     own = _tokens(layout, settings) / _split(layout, settings)
     channels = shape.moe_intermediate_size // layout.etp * size
-    total = _norm(layout, settings, shape.hidden_size, is_split=True)
+    total = _norm(layout, settings, shape.hidden_size, is_fused=False)
     if "moe" in settings.recomputed:
         return total
     # The router in float32: logits, their softmax, the map; and indices of the permutation.

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.families.shape import ModelShape
 from megarl.memory.devices import GPU
 from megarl.memory.models import Models
 from megarl.memory.phases import memory_table
@@ -22,6 +23,7 @@ _COSTS = {
     "rollout.gpu_memory_utilization": 2.0,
     "trainer.max_tokens_per_microbatch": 3.0,
     "trainer.recompute": 4.0,
+    "trainer.recompute_modules": 2.5,
     "trainer.router_replay": 4.0,
 }
 """Cost of a change to a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time."""
@@ -47,7 +49,7 @@ def remedies(recipe: Recipe, models: Models, gpu_gib: float, *, most: int = 3) -
     Each fits by itself, and no field of it could be left out.
     """
     found: list[tuple[float, Remedy]] = []
-    for values in _choices(recipe):
+    for values in _choices(recipe, models.policy.shape):
         if any(set(remedy.values) <= set(values) for _, remedy in found):
             continue
         if (remedy := _completed(recipe, models, gpu_gib, values)) is not None:
@@ -76,7 +78,7 @@ class _Fitted:
 _FITTED = _Fitted()
 
 
-def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
     """Changes to try, few fields before many."""
     trainer = recipe.trainer
     offload: list[Any] = [None]
@@ -89,22 +91,37 @@ def _choices(recipe: Recipe) -> Iterator[dict[str, Any]]:
         ]
     cache: list[Any] = [None, _FITTED] if recipe.has_engine else [None]
     rows: list[Any] = [None, _FITTED] if recipe.is_on_policy else [None]
-    recompute: list[Any] = [None] if trainer.recompute == "full" else [None, "full"]
+    recomputing, more = _recomputation(recipe, shape)
+    recompute: list[Any] = [None] if more is None else [None, more]
     utilization = recipe.rollout.gpu_memory_utilization is not None
     fields = (
         "trainer.offload",
         "rollout.gpu_memory_utilization" if utilization else "rollout.kv_cache_gib",
         "trainer.max_tokens_per_microbatch",
-        "trainer.recompute",
+        recomputing,
     )
     # Layers that are computed anew would choose their experts anew.
     together = {"trainer.router_replay": False} if trainer.router_replay else {}
     choices = [
         {field: value for field, value in zip(fields, values, strict=True) if value is not None}
-        | (together if values[-1] is not None else {})
+        | (together if values[-1] == "full" else {})
         for values in product(offload, cache, rows, recompute)
     ]
     yield from sorted(filter(None, choices), key=len)
+
+
+def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
+    """The field by which more of a layer is computed anew, with its value; None: all is already."""
+    trainer = recipe.trainer
+    if trainer.recompute == "full":
+        return "trainer.recompute", None
+    if "recompute_modules" not in trainer.model_fields_set:
+        return "trainer.recompute", "full"
+    # Beside `full` the recipe's list is refused.
+    experts = "moe_act" if trainer.router_replay else "moe"
+    wanted = ("layernorm", experts) if shape.num_experts else ("mlp",)
+    further = [module for module in wanted if module not in trainer.recompute_modules]
+    return "trainer.recompute_modules", (*trainer.recompute_modules, *further) if further else None
 
 
 def _completed(recipe: Recipe, models: Models, gpu_gib: float, values: dict[str, Any]) -> Remedy | None:
@@ -169,7 +186,7 @@ def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
         total += _COSTS[field]
         if field == "trainer.offload":
             total += 0.5 * (len(value) - len(recipe.trainer.offload) - 1)
-        elif field not in ("trainer.recompute", "trainer.router_replay"):
+        elif field not in ("trainer.recompute", "trainer.recompute_modules", "trainer.router_replay"):
             section, _, name = field.partition(".")
             total += 4 * (1 - value / getattr(getattr(recipe, section), name))
     return total

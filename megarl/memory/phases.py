@@ -326,7 +326,7 @@ class RankMemory:
         granularity = given.get("recompute_granularity")
         recomputed = given.get("recompute_modules", ("core_attn",)) if granularity == "selective" else ()
         if trainer_config.recompute == "selective":
-            recomputed = ("core_attn",)
+            recomputed = trainer_config.recompute_modules
         return PassSettings(
             row_tokens=trainer_config.max_tokens_per_microbatch,
             chunk_tokens=trainer_config.logprob_chunk_tokens,

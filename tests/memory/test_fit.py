@@ -98,6 +98,14 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
     assert [*lengths(recipe), *batches(recipe, layout_of(recipe).dp)] == []
 
 
+def test_a_list_of_recomputed_modules_is_made_longer(large: Callable[..., Recipe]) -> None:
+    """Beside trainer.recompute=full it would do nothing, which is refused."""
+    given = ("trainer.recompute=selective", "trainer.recompute_modules=[core_attn]")
+    recipe = large("qwen3_14b_dapo", *given, "trainer.max_tokens_per_microbatch=65536")
+    (text,) = faults(recipe)
+    assert "trainer.recompute_modules=[core_attn,mlp]" in text and "trainer.recompute=" not in text
+
+
 SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.ranks=8", "trainer.offload=[]")
 
 

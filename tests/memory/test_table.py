@@ -13,10 +13,10 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import load
 from megarl.memory import trainer
-from megarl.memory.activations import rows_in_flight
+from megarl.memory.activations import layer_bytes, rows_in_flight
 from megarl.memory.changes import changed
 from megarl.memory.devices import CPU, GPU
-from megarl.memory.phases import memory_table
+from megarl.memory.phases import RankMemory, memory_table
 from megarl.memory.table import CacheRoom, MemoryTable
 from megarl.memory.trainer import Parameter, TrainerStates
 from megarl.preflight.memory import models_of
@@ -66,6 +66,33 @@ def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recip
     tables = table_of(large("qwen3_14b_dapo", *AS_ON_THE_PAGE)), table_of(steps)
     fused, unfused = (next(p for p in table.phases if p.name == "train").of("activations") for table in tables)
     assert unfused.device_bytes - fused.device_bytes == pytest.approx(40 * 24576 * 2 * 17408 // 4 * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "channels"),
+    [
+        # Of each layer: its norm is inside the linear layer behind it, so that nothing of a norm is left to save.
+        ("qwen3_14b_dapo", "layernorm", 0),
+        # The norm's output, gate, up and product, of channels split four ways; the norm's statistics are 4 bytes.
+        ("qwen3_14b_dapo", "mlp", 5120 // 4 + 2 / 4 + 3 * 17408 // 4),
+        # Eight experts a token, a quarter more on the fullest rank: the product of 768 channels.
+        ("qwen3_30b_a3b_gspo", "moe_act", 8 * 1.25 * 768),
+        ("qwen3_30b_a3b_gspo", "moe", 8 * 1.25 * (2048 + 3 * 768) + 3 * 128 * 2 + 4 * 8 * 4),
+    ],
+)
+def test_modules_that_are_computed_anew(large: Callable[..., Recipe], name: str, module: str, channels: float) -> None:
+    """Numbers of bf16 a token and layer that are not saved, by hand."""
+    recipe = large(name, "trainer.recompute=none", "trainer.router_replay=false")
+    fields = {"trainer.recompute": "selective", "trainer.recompute_modules": (module,)}
+    models = models_of(recipe, layout_of(recipe))
+    shape, layout = models.policy.shape, models.policy.layout
+    bytes_of_layer = [
+        layer_bytes(shape, layout, RankMemory(other, models, GPU, 0)._passes(models.policy))
+        for other in (recipe, changed(recipe, fields))
+    ]
+    tokens = recipe.trainer.max_tokens_per_microbatch // layout.cp
+    split = 1 if not shape.num_experts else layout.tp
+    assert bytes_of_layer[0] - bytes_of_layer[1] == pytest.approx(tokens / split * 2 * channels, rel=1e-6, abs=1)
 
 
 def test_shards_of_a_buffer() -> None:
