@@ -16,6 +16,8 @@ COMMUNICATOR_BYTES = int(0.35e9)
 """NCCL's buffers of one communicator. (A guess.)"""
 GRAPH_BYTES = int(2.0e9)
 """The engine's CUDA graphs. (A guess.)"""
+PINNED_BLOCK_BYTES = 1 << 30
+"""Blocks of page-locked host memory that a checkpoint is staged in; as `training.staging.BLOCK_BYTES`."""
 LIBRARY_BYTES = 500 << 20
 """Host memory of a rank's libraries, before any weight is loaded."""
 

@@ -11,7 +11,14 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.memory import activations, engine, trainer
 from megarl.memory.activations import PassSettings
-from megarl.memory.devices import COMMUNICATOR_BYTES, CONTEXT_BYTES, GRAPH_BYTES, LIBRARY_BYTES, Platform
+from megarl.memory.devices import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    GRAPH_BYTES,
+    LIBRARY_BYTES,
+    PINNED_BLOCK_BYTES,
+    Platform,
+)
 from megarl.memory.models import Built, Models
 from megarl.memory.table import CacheRoom, MemoryTable, Phase, Use
 from megarl.memory.trainer import TrainerStates
@@ -215,14 +222,15 @@ class RankMemory:
         ]
 
     def _save(self) -> list[Use]:
-        states = self.policy + self.critic
-        gathered = max(self.policy.gathered, self.critic.gathered)
+        saved = (self.policy + self.critic).saved
+        if self.platform.is_gpu:
+            saved = -(-saved // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
         return [
             *self._states(self.policy, _ALL),
             *self._critic(_ALL),
             *self._idle_engine(),
             *self._waiting(),
-            Use("checkpoint", gathered if self.platform.is_gpu else 0, states.saved),
+            Use("checkpoint", 0, saved),
         ]
 
     def _working(self, name: str) -> list[Use]:

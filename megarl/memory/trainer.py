@@ -40,10 +40,8 @@ class TrainerStates:
     """Host memory for parameters that are offloaded; pinned memory comes in powers of two."""
     pinned_optimizer: int = 0
     """Host memory for main weights and moments that are offloaded."""
-    gathered: int = 0
-    """Memory of the device for the optimizer's state on its way into a checkpoint."""
     saved: int = 0
-    """Host memory for all that a checkpoint takes from this rank."""
+    """All that this rank writes into a checkpoint; nothing is gathered for that."""
 
     @property
     def optimizer(self) -> int:
@@ -166,7 +164,6 @@ def _buffer_states(
         if (overlap := _overlap(start, stop, bucket.shard(shard, num_shards))) > 0
     ]
     own = sum(held)
-    largest = max(bucket.stop - bucket.start for bucket in buckets)
     return TrainerStates(
         parameters=size * itemsize,
         gradients=size * FLOAT32,
@@ -174,9 +171,9 @@ def _buffer_states(
         moments=own * FLOAT32 * num_moments,
         pinned_parameters=_pinned(size * itemsize, is_pinned),
         pinned_optimizer=copies * sum(_pinned(part * FLOAT32, is_pinned) for part in held),
-        # One kind of state after the other is gathered over the data-parallel ranks, and kept in host memory.
-        gathered=(largest + largest // num_shards) * FLOAT32,
-        saved=numel * itemsize // num_shards + 3 * numel * FLOAT32,
+        # Weights are written by one of the ranks that have them. Of the optimizer each writes its own part, in float32
+        # also of weights that are main weights themselves.
+        saved=numel * itemsize // num_shards + (1 + num_moments) * own * FLOAT32,
     )
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.memory.devices import PINNED_BLOCK_BYTES
 from megarl.testing import RankPool
 from megarl.training.checkpoint import without_pickles
 from megarl.training.model import FrozenModel
 from megarl.training.optimizer_state import flat_boxes
-from megarl.training.staging import staged
+from megarl.training.staging import BLOCK_BYTES, staged
 from tests.training.test_checkpoint import build, layout_of, recipe_of, update
 
 
@@ -29,6 +30,11 @@ def test_boxes_of_every_range_are_its_elements_in_order(shape: tuple[int, ...]) 
             assert len(boxes) <= 2 * len(shape) - 1
             cut = [values[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))] for offset, size in boxes]
             assert torch.cat([part.flatten() for part in cut]).tolist() == list(range(start, stop))
+
+
+def test_blocks_are_as_large_as_the_planner_says() -> None:
+    """It is used without torch."""
+    assert PINNED_BLOCK_BYTES == BLOCK_BYTES
 
 
 def test_staged_copies_share_blocks_and_are_copies() -> None:
