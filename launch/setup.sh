@@ -81,8 +81,8 @@ else
     "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
     if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
         torch="$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))")"
-        # A wheel fits the torch that it was built against.
-        wheels="${MEGARL_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/megarl/wheels}/torch-$torch"
+        # A wheel fits the torch and the architecture that it was built for.
+        wheels="${MEGARL_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/megarl/wheels}/torch-$torch-$(uname -m)"
         mkdir -p "$wheels"
         tag="$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
         if ! compgen -G "$wheels/transformer_engine_torch-$engine-$tag-*.whl" >/dev/null; then
@@ -90,13 +90,13 @@ else
             # The compiler and the headers are those of the wheels that torch itself came with. Built aside, then moved:
             # another node that shares the folder sees all of a wheel or none.
             built="$(mktemp -d "$wheels/.build-XXXXXX")"
+            trap 'rm -rf "$built"' EXIT
             CUDA_HOME="$venv/cuda" PATH="$venv/cuda/bin:$venv/bin:$PATH" \
                 CPATH="$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include/cccl${CPATH:+:$CPATH}" \
-                NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
+                NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_NO_LOCAL_VERSION=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
                 "$venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps \
                 --wheel-dir "$built" "transformer-engine-torch==$engine"
             mv "$built"/*.whl "$wheels/"
-            rmdir "$built"
         fi
         "${uv[@]}" --no-deps "$wheels/transformer_engine_torch-$engine-$tag-"*.whl
     fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -87,12 +88,14 @@ def test_the_gpu_extra_pins_what_fits_megatron_and_cuda() -> None:
 STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"
 case "$*" in
-    *"pip wheel"*) echo "CUDA_HOME $CUDA_HOME CPATH $CPATH" >> "$LOG" ;;
+    *"pip wheel"*) echo "CUDA_HOME $CUDA_HOME CPATH $CPATH" >> "$LOG"
+        echo "without a commit in its version: $NVTE_NO_LOCAL_VERSION" >> "$LOG" ;;
 esac
 while [ $# -gt 0 ]; do
     case "$1" in
         --excludes) echo "excludes $(tr '\\n' ' ' < "$2")" >> "$LOG" ;;
-        --wheel-dir) touch "$2/transformer_engine_torch-$ENGINE-cp311-cp311-linux_x86_64.whl" ;;
+        --wheel-dir) touch "$2/transformer_engine_torch-$ENGINE-cp311-cp311-linux_x86_64.whl"
+            [ "$BUILDS" = True ] || exit 1 ;;
         *sysconfig*) echo /site ;;
         *"m.version('torch'))") echo 2.13.0+cu130 ;;
         *cp%d%d*) echo cp311 ;;
@@ -103,8 +106,11 @@ done
 """
 
 
-def set_up(folder: Path, wheels: Path, *asked: str, has_driver: bool = True) -> list[str]:
-    """What launch/setup.sh calls in a new checkout, with programs in place of Python and uv."""
+def set_up(folder: Path, wheels: Path, *asked: str, has_driver: bool = True, builds: bool = True) -> list[str]:
+    """What launch/setup.sh calls in a new checkout, with programs in place of Python and uv.
+
+    It fails without `builds`, as the compiler then does.
+    """
     (folder / "launch").mkdir(parents=True)
     for name in ("launch/setup.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
@@ -122,10 +128,11 @@ def set_up(folder: Path, wheels: Path, *asked: str, has_driver: bool = True) -> 
         "PYTHON": sys.executable,
         "ENGINE": engine_version(),
         "MEGARL_WHEELS": str(wheels),
+        "BUILDS": str(builds),
     }
     command = ["bash", "launch/setup.sh", *asked]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode == 0) == builds, done.stderr
     return log.read_text().splitlines()
 
 
@@ -138,12 +145,14 @@ def test_setup_builds_the_extension_against_the_installed_torch_once(tmp_path: P
     first, wheels = tmp_path / "first", tmp_path / "wheels"
     lines = set_up(first, wheels)
     installs = [line for line in lines if line.startswith("uv pip install")]
-    wheel = wheels / f"torch-2.13.0+cu130/transformer_engine_torch-{engine_version()}-cp311-cp311-linux_x86_64.whl"
+    name = f"transformer_engine_torch-{engine_version()}-cp311-cp311-linux_x86_64.whl"
+    wheel = wheels / f"torch-2.13.0+cu130-{platform.machine()}" / name
     assert wheel.exists() and os.listdir(wheel.parent) == [wheel.name]
     assert installs[0].endswith("-e .[gpu]") and installs[1].endswith("einops onnx onnxscript")
     assert installs[2] == f"uv pip install --quiet --no-deps {wheel}"
     [built] = [line for line in lines if "pip wheel" in line]
     assert "--no-build-isolation --no-deps" in built and built.endswith(f"transformer-engine-torch=={engine_version()}")
+    assert "without a commit in its version: 1" in lines
     assert "excludes transformer-engine-cu12 transformer-engine-torch " in lines
     headers = "/site/nvidia/cudnn/include:/site/nvidia/nccl/include:/site/nvidia/cu13/include/cccl"
     toolkit = first / ".venv/cuda"
@@ -156,6 +165,13 @@ def test_setup_builds_the_extension_against_the_installed_torch_once(tmp_path: P
     # What its import needs is not only what it is built with.
     assert any(line.endswith("einops onnx onnxscript") for line in again)
     assert f"uv pip install --quiet --no-deps {wheel}" in again
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    lines = set_up(tmp_path / "checkout", tmp_path / "wheels", builds=False)
+    assert "pip wheel" in lines[-3]
+    [folder] = (tmp_path / "wheels").iterdir()
+    assert os.listdir(folder) == []
 
 
 def test_the_gpu_environment_can_be_asked_for_without_a_driver(tmp_path: Path) -> None:
