@@ -386,10 +386,10 @@ class WorkerGroup(ABC):
     async def _end(self) -> None:
         """Kill all remaining processes and release all resources."""
         handles, self._handles = self._handles, []
-        if answers := [answer for call in self._calls for answer in call.answers.values()]:
-            for answer in answers:
-                answer.cancel()
-            await asyncio.wait(answers)  # none reads a connection that is closed under it
+        if pending := {future for call in self._calls for future in (*call.answers.values(), *call.awaited)}:
+            for future in pending:
+                future.cancel()
+            await asyncio.wait(pending)  # none reads a connection that is closed under it
         for handle in handles:
             handle.kill()
         if handles:

@@ -129,6 +129,22 @@ def test_a_failure_behind_a_relay_names_the_rank(
     asyncio.run(drive())
 
 
+def test_a_lost_rank_ends_the_calls_of_its_neighbours_too(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(3, tmp_path) as group:
+            pids = await group.call("pid")
+            begun = time.monotonic()
+            calls = [asyncio.create_task(group.ask([rank], "sleep_on", [rank], 60)) for rank in (0, 1)]
+            await asyncio.sleep(0)  # both are sent
+            os.kill(pids[1], signal.SIGKILL)
+            for call in calls:
+                with pytest.raises(RankFailedError, match="rank 1 of 3 on node node0 ended"):
+                    await call
+            assert time.monotonic() - begun < 30
+
+    asyncio.run(drive())
+
+
 def test_errors_of_megarl_and_of_the_constructor_keep_their_class(tmp_path: Path) -> None:
     async def drive() -> None:
         async with started(2, tmp_path) as group:
