@@ -35,8 +35,7 @@ FULL = {"trainer": {"recompute": "full"}}
 SELECTIVE = {"trainer": {"recompute": "selective"}}
 MLP = {"trainer": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp"]}}
 MOE = {"trainer": {"recompute": "selective", "recompute_modules": ["moe"]}}
-NORMS = {"trainer": {"recompute": "selective", "recompute_modules": ["layernorm"]}}
-SHARED = {"trainer": {"recompute": "selective", "recompute_modules": ["shared_experts", "layernorm"]}}
+SHARED = {"trainer": {"recompute": "selective", "recompute_modules": ["shared_experts"]}}
 EVEN = dict(num_experts=4, experts_per_token=4)
 """Every token goes to all experts, so that each has as many as the others."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -65,7 +64,6 @@ CASES: dict[str, Case] = {
     "dense tp2, core attention recomputed": Case("dense", {"tp": 2}, [BF16, SELECTIVE]),
     "dense tp2 pp2, feed-forward recomputed": Case("dense", {"tp": 2, "pp": 2}, [BF16, MLP]),
     "dense cp2, core attention recomputed": Case("dense", {"cp": 2}, [BF16, SELECTIVE]),
-    "dense tp2, norms recomputed": Case("dense", {"tp": 2}, [BF16, NORMS]),
     "moe ep2 dp2, experts recomputed": Case("moe", {"ep": 2, "dp": 2}, [BF16, MOE]),
     "shared experts tp2, recomputed": Case("shared", {"tp": 2}, [BF16, SHARED]),
     "dense tp4, more ranks than key-value heads": Case("dense", {"tp": 4, "rollout_tp": 4}, [BF16]),
@@ -123,16 +121,12 @@ def counted_bytes(tensors: Iterable[Any]) -> int:
 
 
 class SavedTensors:
-    """Counts the bytes that autograd has saved, each storage once; `peak` is the most.
-
-    Storages are measured anew each time: Megatron empties those of outputs that it computes anew.
-    """
+    """Counts the bytes that autograd has saved, each storage once; `peak` is the most."""
 
     def __init__(self, without: Iterable[Any]) -> None:
         self._without = {t.untyped_storage()._cdata for t in without}
         self._held: dict[int, int] = {}
-        self._storages: dict[int, Any] = {}
-        self.peak = 0
+        self._bytes = self.peak = 0
 
     def hooks(self) -> Any:
         import torch
@@ -143,19 +137,18 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         if storage._cdata in self._without:
             return None
-        self._held[storage._cdata] = self._held.get(storage._cdata, 0) + 1
-        self._storages[storage._cdata] = storage
-        self._measure()
+        count = self._held.get(storage._cdata, 0)
+        self._held[storage._cdata] = count + 1
+        if not count:
+            self._bytes += storage.nbytes()
+            self.peak = max(self.peak, self._bytes)
         return storage._cdata
 
-    def drop(self, key: int) -> None:
-        self._measure()
+    def drop(self, key: int, size: int) -> None:
         self._held[key] -= 1
         if not self._held[key]:
-            del self._held[key], self._storages[key]
-
-    def _measure(self) -> None:
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages.values()))
+            del self._held[key]
+            self._bytes -= size
 
 
 class _Saved:
@@ -163,11 +156,11 @@ class _Saved:
 
     def __init__(self, tensor: Any, counter: SavedTensors) -> None:
         self.tensor, self._counter = tensor, counter
-        self._key = counter.add(tensor)
+        self._key, self._size = counter.add(tensor), tensor.untyped_storage().nbytes()
 
     def __del__(self) -> None:
         if self._key is not None:
-            self._counter.drop(self._key)
+            self._counter.drop(self._key, self._size)
 
 
 def trained_counts(model: Any, prefix: str) -> dict[str, int]:

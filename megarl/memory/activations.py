@@ -102,16 +102,9 @@ def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings:
         shared = own if settings.itemsize == FLOAT32 else 0
         return rows * layers * own + angles + max(layer - shared, head)
     # Of one layer at a time, one part after the other is there again; the head's are let go of by then.
-    again = max((_part_bytes(shape, layout, settings, part) for part in settings.recomputed), default=0)
+    parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
+    again = max((layer_bytes(shape, layout, other) - layer for other in parts), default=0)
     return rows * layers * layer + max(head, again)
-
-
-def _part_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings, part: str) -> float:
-    """Bytes that a recomputed part of a layer saves once it is computed anew."""
-    without = replace(settings, recomputed=settings.recomputed - {part})
-    saved = layer_bytes(shape, layout, without) - layer_bytes(shape, layout, settings)
-    # A layer has two norms, of which one at a time is computed anew.
-    return saved / 2 if part == "layernorm" and settings.spec == "local" else saved
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:

@@ -118,10 +118,9 @@ def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
     if "recompute_modules" not in trainer.model_fields_set:
         return "trainer.recompute", "full"
     # Beside `full` the recipe's list is refused.
-    experts = "moe_act" if trainer.router_replay else "moe"
-    wanted = ("layernorm", experts) if shape.num_experts else ("mlp",)
-    further = [module for module in wanted if module not in trainer.recompute_modules]
-    return "trainer.recompute_modules", (*trainer.recompute_modules, *further) if further else None
+    module = "mlp" if not shape.num_experts else "moe_act" if trainer.router_replay else "moe"
+    more = (*trainer.recompute_modules, module)
+    return "trainer.recompute_modules", None if module in trainer.recompute_modules else more
 
 
 def _completed(recipe: Recipe, models: Models, gpu_gib: float, values: dict[str, Any]) -> Remedy | None:

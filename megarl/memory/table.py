@@ -27,7 +27,7 @@ class Phase:
     rank: int
     uses: tuple[Use, ...]
     part: Literal["", "trainer", "engine"] = ""
-    """What the rank is, where a rank is only one of both (rollout.placement separate)."""
+    """The kind of rank, where each is only one of both (rollout.placement separate)."""
 
     @property
     def device_bytes(self) -> int:

@@ -24,6 +24,11 @@ _EXPERTS = _QWEN3 | {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-14B": _DENSE | {"intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "tiny": _DENSE
+    | {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "vocab_size": 512,
+    },
     "Qwen3-32B": _DENSE | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
     "Qwen3-30B-A3B": _EXPERTS
     | {

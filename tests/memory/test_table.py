@@ -11,7 +11,6 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.config.recipe import load
 from megarl.memory import trainer
 from megarl.memory.activations import layer_bytes, rows_in_flight
 from megarl.memory.changes import changed
@@ -213,15 +212,10 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
     assert table.host_bytes(3, 2) == 3 * trains.host_bytes + 2 * samples.host_bytes
 
 
-def test_a_tiny_run_with_separate_engines(tiny_model: Callable[..., Path]) -> None:
+def test_a_tiny_run_with_separate_engines(large: Callable[..., Recipe]) -> None:
     """On CPUs, three ranks that train beside an engine of two, whose number the others' is no multiple of."""
-    recipe = load(
-        RECIPES / "tiny_rl.yaml",
-        (
-            f"model.path={tiny_model()}", "cluster.ranks_per_node=5", "rollout.placement=separate", "rollout.ranks=2",
-            "rollout.tp=2", "trainer.tp=1", "trainer.pp=1",
-        ),
-    )  # fmt: skip
+    sizes = ("cluster.ranks_per_node=5", "rollout.ranks=2", "rollout.tp=2", "trainer.tp=1", "trainer.pp=1")
+    recipe = large("tiny_rl", "model.path=models/tiny", "rollout.placement=separate", *sizes)
     table = memory_table(recipe, models_of(recipe, layout_of(recipe)), CPU)
     assert {phase.place for phase in table.phases} == {"trainer rank 0", "engine rank 3"}
     rollout = next(phase for phase in table.phases if phase.name == "rollout")
