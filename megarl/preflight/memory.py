@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.memory.changes import Remedy, changed, remedies
-from megarl.memory.devices import CPU, GPU, GPU_MEMORY_GIB, installed_gpu_gib
+from megarl.memory.devices import CPU, GPU, GPU_MEMORY_GIB
 from megarl.memory.models import Models, read_models
 from megarl.memory.phases import memory_table
 from megarl.memory.table import MemoryTable, Phase
+from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.platform.visible_gpus import installed_gpu_gib
 from megarl.preflight import sizes
-from megarl.preflight.engine import runs_on_cpu
 from megarl.types import DataError
 
 _GIB = 2**30
@@ -25,8 +27,13 @@ def gpu_gib(recipe: Recipe) -> float | None:
     """Memory of a GPU of the run in GiB; None where nothing says it."""
     given = recipe.cluster.gpu_memory_gib
     if given is None:
-        return installed_gpu_gib()
+        return installed_gpu_gib() if _uses_this_machine(recipe) else None
     return GPU_MEMORY_GIB[given] if isinstance(given, str) else given
+
+
+def _uses_this_machine(recipe: Recipe) -> bool:
+    """Whether this machine's GPUs are the run's: not those of a login node, nor with the environment for CPUs."""
+    return not runs_on_cpu() and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
 def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
@@ -36,7 +43,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
 
 
 def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
-    """The memory of a recipe by phase: of GPUs where any are named or installed or may be meant, else of a CPU's."""
+    """The memory of a recipe by phase: of GPUs where they are named or the environment is theirs, else a CPU's."""
     gib = gpu_gib(recipe)
     is_gpu = gib is not None or not runs_on_cpu()
     return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gib)
@@ -82,10 +89,10 @@ def _utilization(recipe: Recipe) -> Iterator[str]:
 
 def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
     """The GPUs of this machine have less memory than the recipe says."""
-    given, found = gpu_gib(recipe), installed_gpu_gib()
-    if not is_start or recipe.cluster.launcher != "local" or given is None or found is None:
+    if not is_start or recipe.cluster.launcher != "local" or not _uses_this_machine(recipe):
         return
-    if found < _SAME_GPU * given:
+    given, found = gpu_gib(recipe), installed_gpu_gib()
+    if given is not None and found is not None and found < _SAME_GPU * given:
         yield (
             f"cluster.gpu_memory_gib = {recipe.cluster.gpu_memory_gib}: this machine's GPUs have {found:.1f} GiB; "
             "leave it out, or run on the GPUs that it names"

@@ -9,7 +9,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.memory.devices import CPU
 from megarl.memory.phases import memory_table
-from megarl.preflight.engine import runs_on_cpu
+from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.memory import models_of
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS

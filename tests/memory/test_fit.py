@@ -138,6 +138,7 @@ def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], m
 
 def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: 79.6)
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
     recipe = large("qwen3_14b_dapo", "cluster.launcher=local")
     (text,) = memory_faults(recipe, layout_of(recipe), is_start=True)
     assert text == (
@@ -145,3 +146,5 @@ def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: py
         "names"
     )
     assert list(memory_faults(recipe, layout_of(recipe), is_start=False)) == []
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: True)
+    assert list(memory_faults(recipe, layout_of(recipe), is_start=True)) == []

@@ -25,11 +25,14 @@ def test_each_module_is_tried_and_a_crash_is_told(tmp_path: Path, monkeypatch: p
     }
 
 
-def test_without_a_driver_only_transformer_engine_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_or_on_the_cpu_only_transformer_engine_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_extensions, "has_driver", lambda: False)
     monkeypatch.setattr(cuda_extensions.transformer_engine, "import_fault", lambda: "OSError: libcudnn.so")
     assert cuda_extensions.import_faults() == {"transformer_engine.pytorch": "OSError: libcudnn.so"}
     monkeypatch.setattr(cuda_extensions, "has_driver", lambda: True)
+    monkeypatch.setattr(cuda_extensions, "runs_on_cpu", lambda: False)
     monkeypatch.setattr(cuda_extensions, "find_spec", lambda name: True if name == "flashinfer" else None)
     monkeypatch.setattr(cuda_extensions, "faults_of", lambda modules: {modules[0]: "ImportError: x"})
     assert cuda_extensions.import_faults().keys() == {"transformer_engine.pytorch", "flashinfer"}
+    monkeypatch.setattr(cuda_extensions, "runs_on_cpu", lambda: True)
+    assert cuda_extensions.import_faults().keys() == {"transformer_engine.pytorch"}

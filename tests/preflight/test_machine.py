@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
+from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import check, resource_warnings
-from megarl.preflight.engine import runs_on_cpu
+from megarl.preflight.memory import gpu_gib
 from megarl.types import ConfigError
 
 
@@ -83,3 +84,30 @@ def test_a_cpu_has_no_memory_to_take_a_share_of(recipe: Callable[..., Recipe]) -
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0.5: a CPU has no .*set rollout.kv_cache_gib"):
         check(recipe(rollout={"gpu_memory_utilization": 0.5}))
     check(recipe(rollout={"gpu_memory_utilization": 0.5}, cluster={"gpu_memory_gib": "h100"}))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "node", "is_cpu", "gib"),
+    [
+        pytest.param("local", None, False, 8.0, id="this machine"),
+        pytest.param("local", None, True, None, id="environment for CPUs"),
+        pytest.param("slurm", None, False, None, id="login node"),
+        pytest.param("slurm", "n1", False, 8.0, id="node of the job"),
+        pytest.param("ray", None, False, None, id="Ray"),
+    ],
+)
+def test_a_gpu_counts_where_the_run_is(
+    recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    node: str | None,
+    is_cpu: bool,
+    gib: float | None,
+) -> None:
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    if node is not None:
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+    monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: 8.0)
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: is_cpu)
+    assert gpu_gib(recipe(cluster={"launcher": launcher})) == gib
+    assert gpu_gib(recipe(cluster={"launcher": launcher, "gpu_memory_gib": 6.0})) == 6.0
