@@ -47,6 +47,8 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "trainer.megatron.fp8_recipe = 'delayed': its history is saved as a pickle, which is never loaded; "
             "set it to blockwise, tensorwise or mxfp8"
         )
+    if recipe.trainer.router_replay:
+        yield from _without_replay(settings)
     for field, value in settings.items():
         if field in decided:
             yield f"trainer.megatron.{field} = {value!r}: follows from {decided[field]}; remove it"
@@ -57,6 +59,26 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             )
         elif known:
             yield from _check("trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known)
+
+
+def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Settings under which Megatron-Core's router does not take the experts that an engine chose."""
+    if settings.get("moe_router_fusion"):
+        yield (
+            "trainer.megatron.moe_router_fusion = True: the fused router chooses anew, trainer.router_replay would "
+            "replay nothing; leave one out"
+        )
+    granularity, modules = settings.get("recompute_granularity"), settings.get("recompute_modules") or ()
+    if granularity == "full":
+        yield (
+            "trainer.megatron.recompute_granularity = 'full': under trainer.router_replay layers computed anew would "
+            "choose anew; set trainer.recompute=selective instead"
+        )
+    elif granularity == "selective" and isinstance(modules, list | tuple) and "moe" in modules:
+        yield (
+            f"trainer.megatron.recompute_modules = {modules!r}: under trainer.router_replay experts computed anew "
+            "would choose anew; name moe_act instead"
+        )
 
 
 def vllm_fields(recipe: Recipe) -> Iterator[str]:

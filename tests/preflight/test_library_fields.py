@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,30 @@ def test_fields_of_the_libraries_are_checked(
     title, line = str(caught.value).split("\n")
     assert title == "recipe small: 1 error"
     assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("megatron", "told"),
+    [
+        ({"moe_router_fusion": True}, "moe_router_fusion = True: the fused router chooses anew"),
+        ({"recompute_granularity": "full"}, "recompute_granularity = 'full': under trainer.router_replay layers"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+            "recompute_modules = ['core_attn', 'moe']: under trainer.router_replay experts",
+        ),
+    ],
+)
+def test_fields_that_would_choose_experts_anew(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], megatron: dict[str, Any], told: str
+) -> None:
+    model = {"path": str(tiny_model(family="qwen3_moe", num_heads=4, num_kv_heads=2, head_dim=32))}
+    trainer = {"router_replay": True, "megatron": megatron}
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(model=model, trainer=trainer))
+    title, line = str(caught.value).split("\n")
+    assert title == "recipe small: 1 error" and f"trainer.megatron.{told}" in line
+    check(recipe(model=model, trainer={"megatron": megatron}))
+    check(recipe(model=model, trainer={"router_replay": True, "megatron": dict.fromkeys(megatron)}))
 
 
 def test_fields_of_the_libraries_that_fit(recipe: Callable[..., Recipe]) -> None:
