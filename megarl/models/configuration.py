@@ -69,6 +69,7 @@ def transformer_config(
         # Balancing pulls the policy away from the reward's gradient: it must be asked for.
         defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         defaults |= _fused_expert_kernels(router_replay)
+    overrides = _without_apex(overrides)
     for name in sorted(overrides.keys() & settings.keys()):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
@@ -100,6 +101,22 @@ def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapp
     """
     wanted = overrides.get("gradient_accumulation_fusion", True)
     return uses_transformer_engine() and wanted and not config.gradient_accumulation_fusion
+
+
+def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Overrides that do not ask Megatron's own layers for apex's kernel where there is none.
+
+    Transformer Engine's layers are told by `accumulates_in_transformer_engine`. Raises ConfigError without them.
+    """
+    name = "gradient_accumulation_fusion"
+    if not overrides.get(name) or tensor_parallel_layers._grad_accum_fusion_available:
+        return overrides
+    if not uses_transformer_engine():
+        raise ConfigError(
+            f"trainer.megatron.{name} = True: needs Transformer Engine ({transformer_engine_problem()}) or apex's "
+            "extension, which is not installed either; remove it."
+        )
+    return {**overrides, name: False}
 
 
 def _fused_kernels() -> dict[str, bool]:

@@ -134,6 +134,25 @@ def test_kernels_are_fused_where_transformer_engine_is(transformer_engine: None,
     assert not config(apply_rope_fusion=False).apply_rope_fusion
 
 
+def test_the_fused_accumulation_is_asked_of_layers_that_have_it(
+    transformer_engine: None, config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = {"gradient_accumulation_fusion": True}
+    made = config(**overrides)
+    assert not made.gradient_accumulation_fusion
+    assert configuration.accumulates_in_transformer_engine(made, overrides)
+    monkeypatch.setattr(configuration.tensor_parallel_layers, "_grad_accum_fusion_available", True)
+    made = config(**overrides)
+    assert made.gradient_accumulation_fusion
+    assert not configuration.accumulates_in_transformer_engine(made, overrides)
+
+
+def test_the_fused_accumulation_needs_a_kernel(config: Callable[..., Any]) -> None:
+    told = r"gradient_accumulation_fusion = True: needs Transformer Engine \(.+\) or apex's extension, .*; remove it"
+    with pytest.raises(ConfigError, match=told):
+        config(gradient_accumulation_fusion=True)
+
+
 def test_on_the_cpu_nothing_is_fused(config: Callable[..., Any]) -> None:
     made = config()
     fused = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "masked_softmax_fusion")
