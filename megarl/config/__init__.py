@@ -114,8 +114,10 @@ class TrainerConfig(Section):
     (full)."""
     recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)
     """Parts of a layer that `recompute: selective` computes anew, by Megatron-Core's names: core_attn (next to nothing
-    is saved where attention is a flash kernel), layernorm, mlp (of dense layers, most of their activations), moe
-    (routing and experts), moe_act (the experts' activation; with Transformer Engine), shared_experts."""
+    is saved where attention is a flash kernel), layernorm (with Transformer Engine that before experts only: the others
+    are part of the linear layers behind them, so that a dense model saves nothing by it), mlp (of dense layers, most of
+    their activations), moe (routing and experts), moe_act (the experts' activation; needs Transformer Engine),
+    shared_experts."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
     """States moved to host memory while the engine samples; default: none."""
     max_tokens_per_microbatch: PositiveInt = 8192

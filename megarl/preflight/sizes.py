@@ -12,6 +12,8 @@ from megarl.config import Recipe
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
+from megarl.platform import transformer_engine
+from megarl.platform.cuda_extensions import runs_on_cpu
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it."""
@@ -254,6 +256,8 @@ def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             yield f"{field}: a {shape.family} model has no experts; leave {module} out"
         elif module == "shared_experts" and not shape.shared_intermediate_size:
             yield f"{field}: a {shape.family} model has no shared experts; leave {module} out"
+        elif module == "moe_act" and (runs_on_cpu() or not transformer_engine.is_installed()):
+            yield f"{field}: moe_act needs Transformer Engine's experts, which are not here; leave it out"
         elif module == "mlp" and shape.num_experts:
             yield f"{field}: a {shape.family} model has experts in every layer; name moe instead of mlp"
     if trainer.router_replay and "moe" in trainer.recompute_modules:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
+from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import check
-from megarl.preflight.engine import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
 from megarl.types import ConfigError, DataError
 
@@ -170,3 +170,22 @@ def test_head_sizes_of_attention_on_cpu(recipe: Callable[..., Recipe], tiny_mode
     with pytest.raises(ConfigError, match=r"model.path = .*: its attention heads have 24 channels, .* takes 32, 64"):
         check(recipe(model={"path": model}))
     assert 128 in supported_head_sizes()
+
+
+@pytest.mark.parametrize(("is_cpu", "has_engine"), [(True, True), (False, False), (False, True)])
+def test_activations_of_experts_are_computed_anew_by_transformer_engine(
+    recipe: Callable[..., Recipe],
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    is_cpu: bool,
+    has_engine: bool,
+) -> None:
+    monkeypatch.setattr("megarl.preflight.sizes.runs_on_cpu", lambda: is_cpu)
+    monkeypatch.setattr("megarl.platform.transformer_engine.is_installed", lambda: has_engine)
+    model = {"path": str(tiny_model(family="qwen3_moe", num_heads=4, num_kv_heads=2, head_dim=32))}
+    made = recipe(model=model, trainer={"recompute": "selective", "recompute_modules": ["moe_act"]})
+    if has_engine and not is_cpu:
+        check(made)
+    else:
+        with pytest.raises(ConfigError, match=r"recompute_modules = \['moe_act'\]: moe_act needs Transformer Engine"):
+            check(made)
