@@ -222,17 +222,15 @@ class ConnectedGroup(WorkerGroup):
                 handle.tell(told[first])
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
+        loop = asyncio.get_running_loop()
         of_relay: defaultdict[Relayed | None, dict[RankHandle, bytes]] = defaultdict(dict)
         for handle, message in messages.items():
             assert isinstance(handle, _RemoteHandle)
             of_relay[handle.relayed][handle] = message
-        answers, awaited = super()._ask(of_relay.pop(None, {}))
-        for relayed, of_node in of_relay.items():
-            assert relayed is not None
-            own, all_of_node = relayed.ask(of_node)
-            answers |= own
-            awaited.append(all_of_node)
-        return {handle: answers[handle] for handle in messages}, awaited
+        direct, awaited = super()._ask(of_relay.pop(None, {}))
+        answers: Answers = {handle: direct.get(handle) or loop.create_future() for handle in messages}
+        awaited += [relayed.ask(of_node, answers) for relayed, of_node in of_relay.items() if relayed is not None]
+        return answers, awaited
 
     def _note_end(self) -> None:
         for handle in self._remote_handles:

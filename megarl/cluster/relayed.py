@@ -67,14 +67,13 @@ class Relayed:
         self._loop = asyncio.get_running_loop()
         self._is_read = self._is_waiting_to_write = False
 
-    def ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, asyncio.Future[None]]:
-        """Send ranks of the node a command each. Their answers fail as those of `RankHandle.ask`.
+    def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
+        """Send ranks of the node a command each; their `answers` come, or fail as those of `RankHandle.ask`.
 
-        And a future that is done when all have answered, and fails with the first that fails: a thousand are more to
-        wait for than one of each node.
+        Returns a future that is done when all have answered, and fails with the first that fails: a thousand are more
+        to wait for than one of each node.
         """
-        answers: Answers = {handle: self._loop.create_future() for handle in messages}
-        batch = _Batch(answers, len(answers), self._loop.create_future())
+        batch = _Batch(answers, len(messages), self._loop.create_future())
         self._awaited |= dict.fromkeys(messages, batch)
         if not self._is_read:  # ranks answer once unasked, perhaps before anybody awaits it
             self._loop.add_reader(self.socket, self._read)
@@ -85,7 +84,7 @@ class Relayed:
             messages = {handle: message for handle, message in messages.items() if handle not in gone}
         if messages:
             self._send(_batch(messages))
-        return answers, batch.whole
+        return batch.whole
 
     def dismiss(self) -> None:
         """Tell the ranks, by the end of the stream, to leave."""
@@ -185,10 +184,13 @@ class Relayed:
 
 def _batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
     """The batch of some ranks' commands; one that several have in common goes once."""
-    ranks: defaultdict[int, list[int]] = defaultdict(list)
-    for handle, message in messages.items():
-        ranks[id(message)].append(handle.rank)
     distinct = {id(message): message for message in messages.values()}
+    ranks: defaultdict[int, list[int]] = defaultdict(list)
+    if len(distinct) == 1:
+        ranks[next(iter(distinct))] = [handle.rank for handle in messages]
+    else:
+        for handle, message in messages.items():
+            ranks[id(message)].append(handle.rank)
     parts = [BATCH.pack(len(ranks))]
     for number, whose in ranks.items():
         message = distinct[number]

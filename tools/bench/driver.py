@@ -292,7 +292,7 @@ def lines(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str
 def table(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str, Any]) -> str:
     """The calls, each in the median of its repeats."""
     rows = [
-        f"{'':24} {'CPU ms':>9} {'ms a rank':>10} {'wall ms':>9} {'messages':>9} {'sent MB':>9} {'received MB':>12}"
+        f"{'':24} {'CPU ms':>9} {'ms a message':>13} {'wall ms':>9} {'messages':>9} {'sent MB':>9} {'received MB':>12}"
     ]
     for kind, run in (("direct", direct), ("relayed", relayed)):
         for name, costs in sorted(run["costs"].items()):
