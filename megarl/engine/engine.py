@@ -306,9 +306,11 @@ def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Excep
     except kinds as error:
         text = re.sub(r"\s+", " ", str(error))
         if re.search(r"KV cache|cache blocks", text):
+            share = config.gpu_memory_utilization
+            given = f"kv_cache_gib = {config.kv_cache_gib:g}" if share is None else f"gpu_memory_utilization = {share}"
             field = (
-                f"rollout.kv_cache_gib = {config.kv_cache_gib:g}: too small for one sequence of {max_model_len} tokens "
-                "(data.max_prompt_tokens + rollout.sampling.max_new_tokens); raise it"
+                f"rollout.{given}: too small for one sequence of {max_model_len} tokens (data.max_prompt_tokens + "
+                "rollout.sampling.max_new_tokens); raise it"
             )
         else:
             given = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm

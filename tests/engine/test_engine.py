@@ -470,6 +470,20 @@ def refusals(model_path: str) -> list[str]:
     return found
 
 
+def refused_share() -> str:
+    from megarl.engine.engine import refusals_named
+
+    config = RolloutConfig(gpu_memory_utilization=0.25)
+    with pytest.raises(ConfigError) as caught, refusals_named(config, 128, ValueError):
+        raise ValueError("No available memory for the cache blocks.")  # vLLM's, on a GPU
+    return str(caught.value)
+
+
+def test_a_share_of_the_gpu_that_leaves_no_cache_is_named(ranks) -> None:
+    (error,) = ranks.run(refused_share, world_size=1)
+    assert error.startswith("rollout.gpu_memory_utilization = 0.25: too small for one sequence of 128 tokens")
+
+
 def test_what_vllm_refuses_is_told_as_a_fault_of_the_recipe(model_path) -> None:
     with RankPool(1) as own:  # half an engine is left behind
         (found,) = own.run(refusals, model_path, world_size=1)
