@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
-from functools import cache
 
 GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
 """Memory of a GPU as torch finds it, in GiB. Source: NVIDIA's data sheets, less what the driver keeps."""
@@ -36,17 +33,3 @@ class Platform:
 
 GPU = Platform(is_gpu=True, has_transformer_engine=True)
 CPU = Platform(is_gpu=False, has_transformer_engine=False)
-
-
-@cache
-def installed_gpu_gib() -> float | None:
-    """Memory of this machine's smallest GPU in GiB; None where there is none, or no driver that tells."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return min(float(line) for line in done.stdout.split("\n") if line.strip()) / 1024
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None

@@ -242,6 +242,8 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
+_NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
+"""Parts whose output Megatron drops and computes anew by a function that it has with Transformer Engine alone."""
 
 
 def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -256,8 +258,8 @@ def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             yield f"{field}: a {shape.family} model has no experts; leave {module} out"
         elif module == "shared_experts" and not shape.shared_intermediate_size:
             yield f"{field}: a {shape.family} model has no shared experts; leave {module} out"
-        elif module == "moe_act" and (runs_on_cpu() or not transformer_engine.is_installed()):
-            yield f"{field}: moe_act needs Transformer Engine's experts, which are not here; leave it out"
+        elif module in _NEEDS_TRANSFORMER_ENGINE and (runs_on_cpu() or not transformer_engine.is_installed()):
+            yield f"{field}: {module} needs Transformer Engine's layers, which are not here; leave it out"
         elif module == "mlp" and shape.num_experts:
             yield f"{field}: a {shape.family} model has experts in every layer; name moe instead of mlp"
     if trainer.router_replay and "moe" in trainer.recompute_modules:
