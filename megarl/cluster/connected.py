@@ -116,9 +116,9 @@ class ConnectedGroup(WorkerGroup):
     def show_stacks(self) -> None:
         """Do nothing, unless the launcher can reach the processes."""
 
-    def _show_last_stacks(self) -> None:
-        # A byte of urgent data raises SIGURG in a rank that reads nothing, on any node. A second one could become part
-        # of what the rank reads, so it is only sent to ranks that are about to be killed.
+    def _show_busy_stacks(self) -> None:
+        # A byte of urgent data raises SIGURG in a rank that reads nothing, on any node; the rank passes over it when it
+        # reads its next command. A second one before that could become part of the command.
         for handle in self._handles:
             with contextlib.suppress(OSError):
                 handle.socket.send(b"!", socket.MSG_OOB)
@@ -281,7 +281,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
-    faulthandler.register(signal.SIGURG, all_threads=True)  # see `_show_last_stacks`
+    faulthandler.register(signal.SIGURG, all_threads=True)  # see `_show_busy_stacks`
     served = sock
     if told["relays"]:
         relay.start(address, key, told["address"], told["relays"])

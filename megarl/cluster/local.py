@@ -69,8 +69,6 @@ class LocalGroup(WorkerGroup):
     `imports` are modules that their fork server imports once, before the first rank is forked.
     """
 
-    can_show_stacks = True
-
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, imports: Sequence[str] = ()) -> None:
         super().__init__(world_size, part)
         self._imports = tuple(imports)

@@ -29,6 +29,7 @@ _REPORT_GRACE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
 _STACKS_SECONDS = 5.0
+_LATE_STACKS_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 
 
@@ -118,9 +119,6 @@ class WorkerGroup(ABC):
     named with where all ranks stood. `on_asked` hears of a signal to stop that reached a rank. By rank, `hosts` says
     how others reach its node, `topology` which node that is and which switches are above it, nearest first.
     """
-
-    can_show_stacks = False
-    """Whether ranks can be asked for their stacks, and go on."""
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         """`part` is the group's place in the run; left out, it is all of it."""
@@ -221,10 +219,14 @@ class WorkerGroup(ABC):
         """Have the ranks write to their logs where each of their threads is, and go on, if they can be reached."""
 
     async def end_if_stopped(self, method: str, seconds: float) -> None:
-        """End the group where a rank, `method` under way for so long, shows no sign of life, if that can be told."""
-        if not self.can_show_stacks or self._ending is not None:
+        """End the group where a rank, `method` under way for so long, shows no sign of life; else it goes on.
+
+        At most once in a call.
+        """
+        if self._ending is not None:
             return
-        stacks = await self._stacks()
+        # A log on a file system of several nodes is late.
+        stacks = await self._stacks(max(_STACKS_SECONDS, min(_LATE_STACKS_SECONDS, seconds / 2)))
         if stopped := [handle for handle in self._handles if not is_whole(stacks[handle.rank])]:
             what = f"did not answer `{method}` within {seconds:g} s"
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
@@ -366,16 +368,16 @@ class WorkerGroup(ABC):
         error.add_note("\n".join(handle.log_tail() for handle in stopped))
         return error
 
-    def _show_last_stacks(self) -> None:
-        """As `show_stacks`, of ranks that will not go on."""
+    def _show_busy_stacks(self) -> None:
+        """As `show_stacks`, of ranks that are in a call, once in a call or at its end."""
         self.show_stacks()
 
-    async def _stacks(self) -> dict[int, str]:
+    async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:
         """The stacks of each rank, empty for one that is stopped or cannot be reached."""
         ends = {handle: log_size(handle.log) for handle in self._handles}
-        self._show_last_stacks()
+        self._show_busy_stacks()
         stacks: dict[int, str] = {}
-        last_look = time.monotonic() + _STACKS_SECONDS
+        last_look = time.monotonic() + seconds
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             awaited = [handle for handle in ends if not is_whole(stacks.get(handle.rank, ""))]

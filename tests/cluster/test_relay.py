@@ -37,11 +37,13 @@ def forked_ranks(worker_module: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def started(world_size: int, log_folder: Path, per_node: int | None = None) -> AsyncIterator[ConnectedGroup]:
-    """A group of Probes behind relays, of which no process is left."""
+async def started(
+    world_size: int, log_folder: Path, per_node: int | None = None, most_direct: int = 0
+) -> AsyncIterator[ConnectedGroup]:
+    """A group of Probes, behind relays unless they are few, of which no process is left."""
     idle_ranks = importlib.import_module("idle_ranks")
     group: ConnectedGroup = idle_ranks.ForkedGroup(world_size, per_node or world_size)
-    group.most_direct = 0
+    group.most_direct = most_direct
     await group.start("probe:Probe", {}, log_folder=log_folder)
     pids = await group.call("pid")
     relays = relays_of(pids)
@@ -188,6 +190,31 @@ def test_who_is_late_behind_a_relay_is_told_with_the_stacks_of_all_ranks(tmp_pat
     async def drive() -> None:
         async with started(3, tmp_path) as group:
             await see_who_is_late(group, 1.0)
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize("most_direct", [0, 2])
+def test_only_ranks_that_are_stopped_are_ended_and_the_others_read_their_next_commands(
+    tmp_path: Path, most_direct: int
+) -> None:
+    async def drive() -> None:
+        async with started(2, tmp_path, most_direct=most_direct) as group:
+            pids = await group.call("pid")
+            for number in range(2):
+                go = tmp_path / f"go{number}"
+                waiting = asyncio.create_task(group.call("wait_for", str(go)))
+                await asyncio.sleep(0)  # it is sent
+                await group.end_if_stopped("wait_for", 1.0)
+                go.touch()
+                await waiting
+                assert await group.call("product", 2) == [(0, 2), (1, 4)]
+            os.kill(pids[1], signal.SIGSTOP)
+            calling = asyncio.create_task(group.call("product", 3))
+            await asyncio.sleep(0)
+            await group.end_if_stopped("product", 1.0)
+            with pytest.raises(RankFailedError, match="rank 1 of 2 did not answer `product` within 1 s"):
+                await calling
 
     asyncio.run(drive())
 
