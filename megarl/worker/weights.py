@@ -156,7 +156,9 @@ class WeightsEnd:
         return isinstance(self.resharding, GatheredReshard)
 
     def _probe_trainer(self) -> NDArray[np.float32] | None:
-        """The probe prompt's log-probs by the trainer, on ranks that report."""
+        """The probe prompt's log-probs by the trainer, on ranks that report. A collective of all ranks."""
+        # Where some trainers had an engine leave, the others do not begin to wait for them.
+        gathered(None, self._group)
         if self._policy is None:
             return None
         prompt = self._probe_prompt()
