@@ -18,6 +18,8 @@ _CAUSE_SECONDS = 2.0
 """After a failure the other groups have so long to tell of an earlier one."""
 
 _MOST_BRIDGES = 3
+_MEET_SECONDS = 60.0
+"""A rank that has not come to a bridge so long after the others is missing."""
 
 Answer = TypeVar("Answer")
 
@@ -101,8 +103,8 @@ class RunRanks:
         Where replicas came or went, or one is lost meanwhile, the groups are bridged anew first, which moves and
         verifies all weights. Raises PeerLostError where no replica is left or bridges do not hold.
         """
-        broken = ""
-        for _ in range(_MOST_BRIDGES):
+        broken: list[str] = []
+        for attempt in range(_MOST_BRIDGES):
             groups = self.groups
             method = "reshard" if groups == self._bridged else "join"
             # Who waits for a stopped rank is given the time to learn that it is gone.
@@ -112,16 +114,48 @@ class RunRanks:
             else:
                 calls = self._joining(groups, version, limit)
             self._bridged = []
-            engines = [self._unless_lost(g, call) for g, call in zip(groups[1:], calls[1:], strict=True)]
+            left: list[WorkerGroup] = []
+            engines = [
+                self._unless_lost(group, _noted_if_left(group, call, left))
+                for group, call in zip(groups[1:], calls[1:], strict=True)
+            ]
             async with self._watched(method, limit):
-                found = await together([calls[0], *engines])
-            reports = [report for of_group in found for report in of_group]
-            told = [report["lost"] for report in reports if "lost" in report]
+                found = await together([self._without_missing(groups, calls[0]), *engines])
+            told = [
+                f"rank {rank}: {report['lost']}"
+                for group, reports in zip(groups, found, strict=True)
+                for rank, report in zip(group.part.ranks(group.world_size), reports, strict=False)
+                if "lost" in report
+            ]
             if groups == self.groups and not told:
                 self._bridged = groups
-                return reports
-            broken = next(iter(told), "a replica was lost")
-        raise PeerLostError(f"{_MOST_BRIDGES} reshards in a row were broken off: {broken}")
+                return [report for reports in found for report in reports]
+            broken = told or ["a replica was lost"]
+            # What ended every bridge, with all groups alive, is most likely with the engine that left first.
+            is_last_but_one = attempt == _MOST_BRIDGES - 2
+            if is_last_but_one and groups == self.groups and left and len(self.replicas) > 1 and self.on_lost:
+                what = f"left the reshard first, at attempt {attempt + 1} of {_MOST_BRIDGES}"
+                await self._end(range(left[0].world_size), left[0], what)
+        raise PeerLostError(f"{_MOST_BRIDGES} reshards in a row were broken off: {'; '.join(broken)}")
+
+    async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+        """The trainers' answers; a replica that did not come to their bridge is ended, for they go on without it."""
+        reports = await call
+        missing = {rank for report in reports for rank in report.get("missing", ())}
+        first, ending = 0, []
+        for group in groups:
+            lacking = sorted(missing.intersection(range(first, first + group.world_size)))
+            if lacking and group in self.replicas:
+                own = [rank - first for rank in lacking]
+                ending.append(self._end(own, group, "did not come to the bridge of the others"))
+            first += group.world_size
+        await asyncio.gather(*ending)
+        return reports
+
+    async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
+        """End a replica because of what these of its ranks did."""
+        error = await group.end_because_of(ranks, what)
+        self._lose(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
     async def _watched(self, method: str, seconds: float) -> AsyncIterator[None]:
@@ -146,6 +180,7 @@ class RunRanks:
         self._num_bridges += 1
         name, topology = f"bridge_{self._num_bridges}", [place for group in groups for place in group.topology]
         firsts = [sum(group.world_size for group in groups[:index]) for index in range(len(groups))]
+        meet_seconds = min(_MEET_SECONDS, seconds)
         return [
             group.scatter(
                 "join",
@@ -154,6 +189,7 @@ class RunRanks:
                 first,
                 topology,
                 version,
+                meet_seconds,
                 slack_seconds=seconds,
             )
             for group, first in zip(groups, firsts, strict=True)
@@ -184,6 +220,16 @@ class RunRanks:
         """Close all groups."""
         self.on_lost = None
         await asyncio.gather(*(group.close() for group in self.groups))
+
+
+async def _noted_if_left(
+    group: WorkerGroup, call: Coroutine[Any, Any, list[Any]], left: list[WorkerGroup]
+) -> list[Any]:
+    """A replica's answers to a reshard; `left` are those that gave it up, in this order."""
+    reports = await call
+    if any("lost" in report for report in reports):
+        left.append(group)
+    return reports
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:

@@ -231,6 +231,15 @@ class WorkerGroup(ABC):
             what = f"did not answer `{method}` within {seconds:g} s"
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
+    async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
+        """End the group because of what these of its ranks did; the error of every call from now on."""
+
+        async def end() -> Exception:
+            silent = [self._handles[rank] for rank in ranks]
+            return await self._fall_silent(what, silent, await self._stacks())
+
+        return await self._end_once(end)
+
     async def close(self) -> None:
         """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
         await self._end_once(self._leave)

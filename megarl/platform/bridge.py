@@ -19,20 +19,22 @@ from megarl.platform import device, rendezvous
 from megarl.platform.left_collective import PeerGoneError
 from megarl.platform.rendezvous import Rendezvous
 
-_MEET_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 
 _names: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
-def open_bridge(meeting: Rendezvous, name: str, rank: int, num_ranks: int, timeout_seconds: float) -> ProcessGroup:
+def open_bridge(
+    meeting: Rendezvous, name: str, rank: int, num_ranks: int, *, meet_seconds: float, timeout_seconds: float
+) -> ProcessGroup:
     """The process group of this name over the ranks that meet there: gloo, and NCCL for tensors of a GPU.
 
-    A collective of theirs. `name` was never used in the run before. Raises PeerGoneError where one does not come.
+    A collective of theirs. `name` was never used in the run before. Raises PeerGoneError, with the ranks that are
+    missing, where not all come within `meet_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     store = rendezvous.store_beside(meeting, name, num_ranks, timeout_seconds)
-    _await_all(store, rank, num_ranks)
+    _await_all(store, rank, num_ranks, meet_seconds)
     group = ProcessGroup(store, rank, num_ranks)
     kinds = ProcessGroup.BackendType
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
@@ -47,15 +49,15 @@ def open_bridge(meeting: Rendezvous, name: str, rank: int, num_ranks: int, timeo
     return group
 
 
-def _await_all(store: Store, rank: int, num_ranks: int) -> None:
+def _await_all(store: Store, rank: int, num_ranks: int, seconds: float) -> None:
     """Wait until all ranks are at the store; one that ended meanwhile would be waited for as long as a collective."""
     store.set(f"here {rank}", "")
     everyone = [f"here {other}" for other in range(num_ranks)]
-    last_look = time.monotonic() + _MEET_SECONDS
+    last_look = time.monotonic() + seconds
     while not store.check(everyone):
         if time.monotonic() > last_look:
             missing = [other for other, name in enumerate(everyone) if not store.check([name])]
-            raise PeerGoneError(f"ranks {missing} of a bridge did not come to it within {_MEET_SECONDS:g} s")
+            raise PeerGoneError(f"ranks {missing} of a bridge did not come to it within {seconds:g} s", missing)
         time.sleep(_LOOK_SECONDS)
 
 

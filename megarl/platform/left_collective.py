@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
 
 class PeerGoneError(ConnectionError):
-    """A rank that others wait for has ended, or has left what they wait for."""
+    """A rank that others wait for has ended, or has left what they wait for; `missing` are those that did not come."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 def is_left(error: BaseException | None) -> bool:

@@ -27,6 +27,9 @@ from megarl.reshard.plan import RankBucket, RankPlan
 
 Value = TypeVar("Value")
 
+_END_MILLISECONDS = 1000
+"""From the end of a process's files to its own."""
+
 
 class OwnSlots:
     """Two private slots, each for all that a rank sends and receives in a bucket."""
@@ -81,10 +84,15 @@ class SharedSlots:
         exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
         self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
         numel = max(map(sum, self._sent))
+        self._ended = select.poll()
         file = os.memfd_create("megarl-reshard")
-        os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
-        peers = gathered((os.getpid(), file, numel, self._sent), group)
-        maps = [_mapped(Path(f"/proc/{process}/fd/{number}")) for process, number, *_ in peers]
+        try:
+            os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
+            peers = gathered((os.getpid(), file, numel, self._sent), group)
+            maps = self._map([(process, number) for process, number, *_ in peers])
+            gathered(None, group)  # all have mapped it
+        finally:
+            os.close(file)
         self._counts = [torch.frombuffer(m, dtype=torch.int64, count=2).numpy() for m in maps]
         self._slots = [
             torch.frombuffer(m, dtype=dtype, offset=self._HEAD_BYTES).split(numel) if numel else ()
@@ -94,13 +102,23 @@ class SharedSlots:
         self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
         self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]
         self._nothing = torch.empty(0, dtype=dtype)
-        self._ended = select.poll()
-        watched = [os.pidfd_open(process) for process, *_ in peers]
-        for number in watched:
-            self._ended.register(number, select.POLLIN)
+
+    def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
+        """Map the peers' files, each a process and its descriptor; from now on `_ended` tells of a peer's end."""
+        watched: list[int] = []
         weakref.finalize(self, _close_all, watched)
-        gathered(None, group)  # all have mapped it
-        os.close(file)
+        try:
+            for process, _ in files:
+                watched.append(os.pidfd_open(process))
+                self._ended.register(watched[-1], select.POLLIN)
+            return [_mapped(Path(f"/proc/{process}/fd/{number}")) for process, number in files]
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise PeerGoneError(f"a rank of the reshard has ended or left: {error}") from error
+        except PermissionError as error:
+            # What has just ended, and is not yet waited for, belongs to root.
+            if self._ended.poll(_END_MILLISECONDS):
+                raise PeerGoneError("a rank of the reshard has ended") from error
+            raise
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
         """The views of an exchange: elements to send, and those of each rank's slot for this rank."""

@@ -34,13 +34,21 @@ class EngineWorker:
         self._weights: WeightsEnd | None = None
 
     def join(
-        self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int
+        self,
+        meeting: Rendezvous,
+        name: str,
+        first: int,
+        topology: RankTopology,
+        version: int,
+        meet_seconds: float,
     ) -> Mapping[str, Any]:
         """Join a bridge to the trainers, whose weights the engine takes; see `TrainerWorker.join`."""
         self._leave()
         timeout = self._recipe.cluster.collective_timeout_seconds
         try:
-            self._bridge = open_bridge(meeting, name, first + self._rank, len(topology), timeout)
+            self._bridge = open_bridge(
+                meeting, name, first + self._rank, len(topology), meet_seconds=meet_seconds, timeout_seconds=timeout
+            )
             self._weights = WeightsEnd(
                 self._recipe,
                 self._layout,
@@ -84,10 +92,10 @@ class EngineWorker:
 
     def _lost(self, error: Exception) -> dict[str, Any]:
         """Leave a bridge that another rank has left, as a trainer does. Raises other errors."""
-        if self._bridge is None or not is_left(error):
+        if not is_left(error):
             raise error
         self._leave()
-        return {"lost": str(error)}
+        return {"lost": str(error), "missing": getattr(error, "missing", ())}
 
     def _leave(self) -> None:
         self._weights, self._bridge = None, close_bridge(self._bridge)

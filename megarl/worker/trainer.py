@@ -101,18 +101,26 @@ class TrainerWorker:
             self.policy.onload(("parameters",))
 
     def join(
-        self, meeting: Rendezvous, name: str, first: int, topology: RankTopology, version: int
+        self,
+        meeting: Rendezvous,
+        name: str,
+        first: int,
+        topology: RankTopology,
+        version: int,
+        meet_seconds: float,
     ) -> Mapping[str, Any]:
         """Join a bridge to separate engines, and give them the policy's weights; see `WeightsEnd.reshard`.
 
         The bridge of this name is over all ranks of `topology`; a group's own are the ranks from `first` on. `version`
         is that of the weights. A collective of all ranks; a bridge that was there before is left. Returns `lost`, and
-        why, where a rank beyond the bridge is gone.
+        why, where a rank beyond the bridge is gone; `missing` are those that did not come within `meet_seconds`.
         """
         self._leave_bridge()
         timeout = self.recipe.cluster.collective_timeout_seconds
         try:
-            self._bridge = open_bridge(meeting, name, first + self.rank, len(topology), timeout)
+            self._bridge = open_bridge(
+                meeting, name, first + self.rank, len(topology), meet_seconds=meet_seconds, timeout_seconds=timeout
+            )
             self.weights = WeightsEnd(
                 self.recipe,
                 self.layout,
@@ -132,16 +140,18 @@ class TrainerWorker:
         try:
             report = self.weights.reshard(verify=verify, version=version)
         except Exception as error:
+            if self._bridge is None:  # there is nobody beyond it
+                raise
             return self._lost(error)
         self.weight_version = self.weight_version + 1 if version is None else version
         return report
 
     def _lost(self, error: Exception) -> dict[str, Any]:
         """Leave a bridge that another rank has left: who still waits for this one there shall not. Raises others."""
-        if self._bridge is None or not is_left(error):
+        if not is_left(error):
             raise error
         self._leave_bridge()
-        return {"lost": str(error)}
+        return {"lost": str(error), "missing": getattr(error, "missing", ())}
 
     def start_notices(self) -> list[str]:
         """Notices for the user about how this run is executed."""

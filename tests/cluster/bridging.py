@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import torch
 import torch.distributed as dist
 
 from megarl.platform import device, signed
 from megarl.platform.bridge import close_bridge, open_bridge, rank_in
+from megarl.platform.left_collective import PeerGoneError
 
 
 class Bridging:
@@ -18,13 +20,27 @@ class Bridging:
         self.rank = rank
         device.init_world(60.0)
         self.bridge = None
+        self.stops = self.is_faulty = False
 
-    def join(self, meeting, name, first, topology, version):
+    def join(self, meeting, name, first, topology, version, meet_seconds):
         if self.bridge is not None:
             close_bridge(self.bridge)
-        self.bridge = open_bridge(meeting, name, first + self.rank, len(topology), 60.0)
+        if self.stops:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        own, size = first + self.rank, len(topology)
+        try:
+            self.bridge = open_bridge(meeting, name, own, size, meet_seconds=meet_seconds, timeout_seconds=60.0)
+        except PeerGoneError as error:
+            self.bridge = None
+            return {"lost": str(error), "missing": error.missing}
         self.version = version
-        return {}
+        return {"lost": "a fault of its own"} if self.is_faulty else {}
+
+    def stop_in_join(self):
+        self.stops = True
+
+    def leave_every_bridge(self):
+        self.is_faulty = True
 
     def reshard(self, verify, version):
         signed.gather(None, self.bridge, purpose="test")
@@ -45,6 +61,9 @@ class Bridging:
         sent = torch.arange(size) + 100.0 * rank_in(self.bridge)
         dist.all_to_all_single(received, sent, [1] * size, [1] * size, self.bridge)
         return told, received.tolist(), self.version
+
+    def pid(self):
+        return os.getpid()
 
     def echo(self, value):
         return self.rank, value

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cluster import run_ranks
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError
+from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError, WorkerGroup
 from megarl.types import PeerLostError
 
 KEY = b"k" * 32
@@ -80,6 +81,53 @@ def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -
             await ranks.reshard(False, 3)
             [(told, _, version), *_] = await ranks.call("exchange")
             assert [pid for _, pid in told][2] not in pids and version == 3
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("how", ["killed before", "stopped"])
+def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(run_ranks, "_MEET_SECONDS", 1.0)
+
+    async def play() -> None:
+        async with started(tmp_path) as ranks:
+            lost: list[tuple[WorkerGroup, Exception]] = []
+            ranks.on_lost = lambda group, error: lost.append((group, error))
+            absent = ranks.replicas[1]
+            if how == "stopped":
+                await absent.call("stop_in_join")
+            else:
+                os.kill((await absent.call("pid"))[0], signal.SIGKILL)
+            began = time.monotonic()
+            assert await ranks.reshard(False, 1) == [{}] * 3
+            assert time.monotonic() - began < 15.0
+            told = "did not come to the bridge of the others" if how == "stopped" else "was killed by SIGKILL"
+            [(group, error)] = lost
+            assert group is absent and isinstance(error, RankLostError) and f"rank 3 of 4 {told}" in str(error)
+            assert [version for _, _, version in await ranks.call("exchange")] == [1] * 3
+            await absent.close()
+
+    asyncio.run(play())
+
+
+def test_a_replica_that_leaves_every_bridge_is_lost_before_the_last(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with started(tmp_path) as ranks:
+            lost: list[tuple[WorkerGroup, Exception]] = []
+            ranks.on_lost = lambda group, error: lost.append((group, error))
+            faulty, other = ranks.replicas
+            await faulty.call("leave_every_bridge")
+            assert await ranks.reshard(False, 1) == [{}] * 3
+            assert [group for group, _ in lost] == [faulty]
+            assert "rank 2 of 4 left the reshard first, at attempt 2 of 3" in str(lost[0][1])
+            await faulty.close()
+            # Without another the run ends, and who left is named.
+            await other.call("leave_every_bridge")
+            ranks._bridged = []
+            with pytest.raises(PeerLostError, match="3 reshards in a row were broken off: rank 3: a fault of its own"):
+                await ranks.reshard(False, 2)
 
     asyncio.run(play())
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster import run_ranks
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
@@ -18,9 +22,21 @@ from megarl.cluster.worker_group import PartOfRun, RankLostError, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import device
+from megarl.platform.left_collective import PeerGoneError
+from megarl.reshard.staging import SharedSlots
 from megarl.types import PeerLostError
 
 LAYOUT = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=2)
+
+
+def test_the_slots_of_a_peer_that_has_ended_or_left_are_those_of_one_that_is_gone() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for process, number in ((ended.pid, 0), (os.getpid(), 1 << 20)):
+        slots = SharedSlots.__new__(SharedSlots)
+        slots._ended = select.poll()
+        with pytest.raises(PeerGoneError):
+            slots._map([(process, number)])
 
 
 def recipe_of(model: Path) -> Recipe:
@@ -60,6 +76,7 @@ async def start(recipe: Recipe, logs: Path, via: str) -> RunRanks:
         ("shared memory", "reshard", signal.SIGSTOP),
         ("gloo", "reshard", signal.SIGKILL),
         ("gloo", "join", signal.SIGKILL),
+        ("shared memory", "meeting", signal.SIGSTOP),
     ],
 )
 def test_the_others_have_the_newest_weights(
@@ -71,6 +88,7 @@ def test_the_others_have_the_newest_weights(
     number: signal.Signals,
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(run_ranks, "_MEET_SECONDS", 5.0)
 
     async def play() -> None:
         ranks = await start(recipe_of(tiny_model(num_layers=2)), tmp_path, via)
@@ -80,14 +98,19 @@ def test_the_others_have_the_newest_weights(
         try:
             if moment == "reshard":
                 assert len(await ranks.reshard(verify=True, version=1)) == 3
-            await dying.call("die_in_reshard", number)
-            if number == signal.SIGSTOP:
+            fail = {"meeting": "stop_in_join"}.get(moment, "die_in_reshard")
+            await dying.call(fail, number)
+            if number == signal.SIGSTOP and moment == "reshard":
                 ranks.set_deadlines(lambda: Deadlines.same(10.0))
             began = time.monotonic()
             reports = await ranks.reshard(verify=True, version=2)
             assert time.monotonic() - began < 30.0
             assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
-            how = "was killed by SIGKILL" if number == signal.SIGKILL else "did not answer `reshard` within 10 s"
+            how = {
+                "meeting": "did not come to the bridge of the others",
+            }.get(moment, "was killed by SIGKILL")
+            if moment == "reshard" and number == signal.SIGSTOP:
+                how = "did not answer `reshard` within 10 s"
             assert f"rank 1 of 3 {how}" in str(lost[0][1])
             assert ranks.replicas == [other] and len(reports) == 2 and "lost" not in reports[0]
             assert await other.call("version") == [2]
