@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
@@ -13,6 +14,21 @@ class PeerGoneError(ConnectionError):
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+
+
+class OwnWorldError(RuntimeError):
+    """A collective of a replica's own ranks failed while they moved weights; its cause is that."""
+
+
+@contextmanager
+def in_own_world() -> Iterator[None]:
+    """Within it collectives are those of a replica's own ranks. Raises OwnWorldError where one is left."""
+    try:
+        yield
+    except Exception as error:
+        if is_left(error):
+            raise OwnWorldError(str(error)) from error
+        raise
 
 
 def is_left(error: BaseException | None) -> bool:

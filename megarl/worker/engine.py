@@ -14,7 +14,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.platform import device
 from megarl.platform.bridge import close_bridge, open_bridge
-from megarl.platform.left_collective import is_left
+from megarl.platform.left_collective import OwnWorldError, is_left
 from megarl.platform.rendezvous import Rendezvous
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
@@ -91,8 +91,8 @@ class EngineWorker:
         dist.destroy_process_group()
 
     def _lost(self, error: Exception) -> dict[str, Any]:
-        """Leave a bridge that another rank has left, as a trainer does. Raises other errors."""
-        if not is_left(error):
+        """Leave a bridge that another rank has left, as a trainer does. Raises other errors, as of its own world."""
+        if isinstance(error, OwnWorldError) or not is_left(error):
             raise error
         self._leave()
         return {"lost": str(error), "missing": getattr(error, "missing", ())}

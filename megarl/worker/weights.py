@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.families.shape import read_model_shape
+from megarl.platform.left_collective import OwnWorldError, in_own_world
 from megarl.platform.spans import span
 from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.live import GatheredReshard, Reshard, record
@@ -108,7 +110,7 @@ class WeightsEnd:
                 ends.sources,
                 self._shape,
                 parameters,
-                engine.load_tensors if engine is not None else None,
+                self._load if engine is not None else None,
                 dtype=dtype,
                 bucket_bytes=self._recipe.weights.bucket_mib << 20,
                 topology=self._topology,
@@ -140,15 +142,41 @@ class WeightsEnd:
                     policy.offload(but=("parameters",))
                 policy.onload(("parameters",))
             if engine is not None:
-                engine.wake(["weights"])
+                with self._of_engine():
+                    engine.wake(["weights"])
             if policy is not None:
                 stack.enter_context(policy.merged())
             yield
         if engine is not None:
             if policy is not None:
                 policy.offload()
-            engine.wake(["kv_cache"])
-            engine.weights_updated(version)
+            with self._of_engine():
+                engine.wake(["kv_cache"])
+                engine.weights_updated(version)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Have the engine load tensors as they come from the reshard, whose errors are not its own world's."""
+        failed: list[Exception] = []
+
+        def coming() -> Iterator[tuple[str, Tensor]]:
+            try:
+                yield from tensors
+            except Exception as error:
+                failed.append(error)
+                raise
+
+        assert self._engine is not None
+        try:
+            with self._of_engine():
+                self._engine.load_tensors(coming())
+        except OwnWorldError:
+            if failed:
+                raise failed[0] from None
+            raise
+
+    def _of_engine(self) -> AbstractContextManager[None]:
+        """Where the engine has a world of its own, errors of that within are told from those of the bridge."""
+        return nullcontext() if self._group is None else in_own_world()
 
     @property
     def _is_probed(self) -> bool:
@@ -169,9 +197,11 @@ class WeightsEnd:
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
         """Mean distance, in nats, of the engines' log-probs of the probe prompt from the trainer's; see `probe`."""
         tolerance = self._recipe.weights.probe_tolerance or TOLERANCES[self._recipe.model.dtype]
+        with self._of_engine():
+            logprobs = None if self._engine is None else self._engine.prompt_logprobs(self._probe_prompt())
         return check_logprobs(
             trainer_logprobs,
-            None if self._engine is None else self._engine.prompt_logprobs(self._probe_prompt()),
+            logprobs,
             replica=self._replica,
             tolerance=tolerance,
             group=self._group,

@@ -37,5 +37,13 @@ class Engine(engine.EngineWorker):
         """From now on, this signal stops the rank on its way to a bridge."""
         engine.open_bridge = lambda *args, **kwargs: os.kill(os.getpid(), number)
 
+    def fail_in_own_world(self, number):
+        """From now on, a collective of the rank's own world fails in a reshard."""
+
+        def fail(tags):
+            raise RuntimeError("NCCL error")
+
+        self._engine.wake = fail
+
     def version(self):
         return self._engine.weight_version

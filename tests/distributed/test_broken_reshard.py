@@ -77,6 +77,7 @@ async def start(recipe: Recipe, logs: Path, via: str) -> RunRanks:
         ("gloo", "reshard", signal.SIGKILL),
         ("gloo", "join", signal.SIGKILL),
         ("shared memory", "meeting", signal.SIGSTOP),
+        ("shared memory", "own world", signal.SIGCONT),
     ],
 )
 def test_the_others_have_the_newest_weights(
@@ -96,9 +97,9 @@ def test_the_others_have_the_newest_weights(
         ranks.on_lost = lambda group, error: lost.append((group, error))
         dying, other = ranks.replicas
         try:
-            if moment == "reshard":
+            if moment in ("reshard", "own world"):
                 assert len(await ranks.reshard(verify=True, version=1)) == 3
-            fail = {"meeting": "stop_in_join"}.get(moment, "die_in_reshard")
+            fail = {"meeting": "stop_in_join", "own world": "fail_in_own_world"}.get(moment, "die_in_reshard")
             await dying.call(fail, number)
             if number == signal.SIGSTOP and moment == "reshard":
                 ranks.set_deadlines(lambda: Deadlines.same(10.0))
@@ -108,6 +109,7 @@ def test_the_others_have_the_newest_weights(
             assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
             how = {
                 "meeting": "did not come to the bridge of the others",
+                "own world": "raised OwnWorldError during `reshard`: NCCL error",
             }.get(moment, "was killed by SIGKILL")
             if moment == "reshard" and number == signal.SIGSTOP:
                 how = "did not answer `reshard` within 10 s"
