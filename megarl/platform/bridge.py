@@ -2,6 +2,11 @@
 
 A bridge is no subgroup of a world: its ranks are numbered by themselves (`rank_in`, `ProcessGroup.size`), and functions
 of torch that look a group up in the world's tables do not take it.
+
+Over gloo a rank that ends fails what the others wait for, and they can leave. Not so over NCCL: the host waits in
+`cuda.synchronize` for kernels that nobody ends, and torch's watchdog (TORCH_NCCL_ASYNC_ERROR_HANDLING, by default 3)
+ends the process that sees a failed connection or the group's timeout. Who makes it only abort (2) must see to it that
+all ranks agree afterwards that every exchange arrived: an aborted one looks like one that is done.
 """
 
 from __future__ import annotations
