@@ -353,7 +353,7 @@ def test_sizes_have_a_fitting_unit(size: float, text: str) -> None:
 
 
 def test_the_model_of_a_run_is_the_one_that_its_recipe_names(recipe: Path) -> None:
-    from megarl.cli import _model_of_run
+    from megarl.cli.convert import _model_of_run
 
     checkpoint = recipe.parent / "run/checkpoints/step_000001"
     checkpoint.mkdir(parents=True)

@@ -9,31 +9,22 @@ import os
 import sys
 import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
-from megarl.console import (
-    print_conversion,
-    print_error,
-    print_findings,
-    print_memory,
-    print_plan,
-    print_sizes,
-    print_survey,
-)
+from megarl.cli import convert, data, sandbox, slurm
+from megarl.cli.arguments import Overrides, RecipePath
+from megarl.cli.checking import checked, checking
+from megarl.console import print_error, print_findings, print_memory, print_plan, print_sizes
 from megarl.terminal import guard_logging, printable
-from megarl.types import ConfigError, DataError, MegarlError
+from megarl.types import ConfigError, MegarlError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.config.parallel import ParallelConfig
-    from megarl.preflight import Dropped, Kept
-    from megarl.tracking.display import Display
 
 app = typer.Typer(
     name="megarl",
@@ -43,6 +34,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for group in (sandbox, data, slurm, convert):
+    app.add_typer(group.app)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -60,13 +53,6 @@ def _program(
     ] = False,
 ) -> None:
     pass
-
-
-RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of the recipe.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="SECTION.FIELD=VALUE", help="Values on top of the file's.", show_default=False),
-]
 
 
 class _TrainCommand(TyperCommand):
@@ -114,26 +100,19 @@ def train(
         path /= "config.yaml"
     display = Display()
     with uncollected():
-        with _checking(display):
+        with checking(display):
             from megarl.preflight import load, with_steps
 
             loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
-        layout, records, dropped, kept = _checked(loaded, display, is_start=not dry_run)
+        layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
         print_sizes(loaded, layout, records, dropped)
         if dry_run:
             return
         with display.phase("loading libraries"), display.live():
             from megarl.loops.run import run
     asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
-
-
-@contextlib.contextmanager
-def _checking(display: Display) -> Iterator[None]:
-    """Within, a terminal shows that a recipe is checked."""
-    with display.phase("checking the recipe"), display.live():
-        yield
 
 
 def _folder_hint(path: Path) -> str:
@@ -170,28 +149,6 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     if resume == "must":
         earlier.require_checkpoint()
     return True
-
-
-def _checked(
-    recipe: Recipe, display: Display, *, is_start: bool
-) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
-    """The layout of a recipe, all of which was checked, its records by data source, those too long and kept; it warns.
-
-    `is_start` as in `preflight.check`.
-    """
-    from megarl.preflight import check, check_rewards, count_records, resource_warnings
-    from megarl.terminal import Terminal
-
-    dropped: Dropped = Counter()
-    kept: Kept = {}
-    with _checking(display):
-        layout = check(recipe, is_start=is_start)
-        records = count_records(recipe, dropped, kept)
-        check_rewards(recipe, is_start=is_start)
-    console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    for text in resource_warnings(recipe, layout):
-        console.print(f"warning: {text}", style="yellow")
-    return layout, records, dropped, kept
 
 
 @app.command("eval")
@@ -391,210 +348,6 @@ def serve(
         raise ConfigError(f"--host {host}: is no loopback address; set {token_variable} to a token that clients need")
     config = EndpointConfig(host=host, port=port, token=token)
     asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))
-
-
-sandbox = typer.Typer(
-    name="sandbox",
-    help="Programs that the policy writes, run where they can do no harm.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(sandbox)
-
-
-@sandbox.callback()
-def _sandbox() -> None:
-    pass
-
-
-@sandbox.command("check")
-def check_sandbox(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
-) -> None:
-    """Show which layers of the sandbox this machine has, and what to do for those that it lacks.
-
-    The exit code is 0 where it has all of them, else 2.
-    """
-    from megarl.console import print_layers
-    from megarl.sandbox.check import examine
-
-    found = examine()
-    if as_json:
-        print(json.dumps(found.as_json()))
-    else:
-        print_layers(found)
-    if not found.is_complete:
-        raise typer.Exit(ConfigError.exit_code)
-
-
-data = typer.Typer(name="data", help="Look at data.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(data)
-
-
-@data.command(name="check")
-def check_data(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="File, folder or name on the Hub, as data.train takes it.")
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Model folder, or its name on the Hub, whose tokens count.", show_default=False)
-    ] = None,
-    heldout: Annotated[
-        list[str] | None,
-        typer.Option(help="A source whose prompts this one should not have; repeatable.", show_default=False),
-    ] = None,
-    kind: Annotated[
-        Literal["problems", "conversations", "pairs", "judged"] | None,
-        typer.Option(
-            help="For rl, sft, preference and reward_model, kto; left out: by the first record's fields.",
-            show_default=False,
-        ),
-    ] = None,
-    data_format: Annotated[
-        str | None, typer.Option("--format", help="As data.format; left out: recognised.", show_default=False)
-    ] = None,
-    answer_field: Annotated[str | None, typer.Option(help="As data.answer_field.", show_default=False)] = None,
-    chat_template: Annotated[str | None, typer.Option(help="As model.chat_template.", show_default=False)] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="As data.system_prompt.", show_default=False)] = None,
-) -> None:
-    """Read all of a data source: faults by line, lengths, duplicates, overlap with held-out data, the first record."""
-    from megarl.config import ModelConfig
-    from megarl.data.chat import tokenizer_of
-    from megarl.data.formats import FORMATS, FieldNames
-    from megarl.data.survey import survey
-
-    if data_format is not None and data_format not in FORMATS:
-        raise ConfigError(f"--format {data_format}: unknown; known are {', '.join(FORMATS)}")
-    found = survey(
-        source,
-        names=FieldNames(data_format, {}, answer_field),
-        kind=kind,
-        tokenizer=tokenizer_of(ModelConfig(path=model, chat_template=chat_template)) if model else None,
-        system_prompt=system_prompt,
-        others=heldout or (),
-    )
-    print_survey(found, unit="tokens" if model else "characters")
-    if not found.is_sound:
-        raise typer.Exit(DataError.exit_code)
-
-
-slurm = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(slurm)
-
-
-@slurm.command()
-def render(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Print the batch script of a recipe."""
-    print(_batch_script(recipe, overrides or ()), end="")
-
-
-@slurm.command()
-def submit(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--sbatch", help="An option for sbatch; repeatable.", show_default=False)
-    ] = None,
-) -> None:
-    """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
-    from megarl.cluster.sbatch import submit
-    from megarl.preflight import load, with_steps
-    from megarl.tracking.display import Display
-
-    given = list(overrides or ())
-    loaded = load(recipe, given, is_start=False)
-    # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
-    by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
-    _checked(with_steps(load(recipe, [*given, *by_slurm])), Display(), is_start=False)
-    print(submit(_batch_script(recipe, given), option or ()))
-
-
-def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """The model folder that a run's recipe names and its model.override_config, of a checkpoint in a run folder.
-
-    None elsewhere.
-    """
-    from megarl.config.recipe import load
-
-    folder = checkpoint.absolute()
-    home = folder if folder.name == "checkpoints" else folder.parent
-    if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
-        return None
-    model = load(home.parent / "config.yaml").model
-    return Path(model.folder), model.override_config
-
-
-def _batch_script(recipe: str, overrides: Sequence[str]) -> str:
-    from megarl.cluster.sbatch import render
-    from megarl.config.recipe import load
-
-    return render(load(recipe, overrides), [recipe, *overrides])
-
-
-convert = typer.Typer(
-    name="convert",
-    help="Convert weights between Hugging Face folders and Megatron's torch_dist checkpoints, on the CPU.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-app.add_typer(convert)
-
-OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write; must not be there yet.")]
-CastTo = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option("--dtype", help="Type to cast to; left out: kept.", show_default=False),
-]
-Verify = Annotated[bool, typer.Option("--verify", help="Read everything back and compare every tensor.")]
-
-
-@convert.command()
-def to_megatron(
-    hf: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
-    out: OutFolder,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size to chunk for.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline-parallel size to chunk for.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert-parallel size to chunk for.")] = 1,
-    etp: Annotated[int, typer.Option(help="Tensor-parallel size of experts to chunk for.")] = 1,
-    dtype: CastTo = None,
-    verify: Verify = False,
-) -> None:
-    """Write a model folder as a checkpoint that Megatron loads at any parallel sizes, fastest at these."""
-    import torch
-
-    from megarl.checkpoint import convert
-
-    cast = None if dtype is None else getattr(torch, dtype)
-    print_conversion(convert.to_megatron(hf, out, tp=tp, pp=pp, ep=ep, etp=etp, dtype=cast, verify=verify))
-
-
-@convert.command()
-def to_hf(
-    megatron: Annotated[Path, typer.Option(help="Checkpoint, or the folder with Megatron's tracker file.")],
-    out: OutFolder,
-    hf: Annotated[
-        Path | None,
-        typer.Option(help="Model folder with config.json and tokenizer, for a checkpoint that does not carry them."),
-    ] = None,
-    dtype: CastTo = None,
-    shard_gb: Annotated[
-        float | None,
-        typer.Option(help="Largest file in gigabytes; left out: files as before, or of 5.", show_default=False),
-    ] = None,
-    verify: Verify = False,
-) -> None:
-    """Write a Megatron checkpoint of any parallel sizes as a model folder."""
-    import torch
-
-    from megarl.checkpoint import convert
-
-    cast = None if dtype is None else getattr(torch, dtype)
-    size = None if shard_gb is None else int(shard_gb * 1e9)
-    override: Mapping[str, Any] = {}
-    if hf is None and (of_run := _model_of_run(megatron)) is not None:
-        hf, override = of_run
-    print_conversion(
-        convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify, override=override)
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,43 @@
+"""What is checked of a recipe before any command starts or submits a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+    from megarl.config.parallel import ParallelConfig
+    from megarl.preflight import Dropped, Kept
+    from megarl.tracking.display import Display
+
+
+@contextlib.contextmanager
+def checking(display: Display) -> Iterator[None]:
+    """Within, a terminal shows that a recipe is checked."""
+    with display.phase("checking the recipe"), display.live():
+        yield
+
+
+def checked(
+    recipe: Recipe, display: Display, *, is_start: bool
+) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
+    """The layout of a recipe, all of which was checked, its records by data source, those too long and kept; it warns.
+
+    `is_start` as in `preflight.check`.
+    """
+    from megarl.preflight import check, check_rewards, count_records, resource_warnings
+    from megarl.terminal import Terminal
+
+    dropped: Dropped = Counter()
+    kept: Kept = {}
+    with checking(display):
+        layout = check(recipe, is_start=is_start)
+        records = count_records(recipe, dropped, kept)
+        check_rewards(recipe, is_start=is_start)
+    console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    for text in resource_warnings(recipe, layout):
+        console.print(f"warning: {text}", style="yellow")
+    return layout, records, dropped, kept

@@ -1,0 +1,47 @@
+"""`megarl slurm`: a recipe as a batch job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from megarl.cli.arguments import Overrides, RecipePath
+from megarl.cli.checking import checked
+
+app = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def render(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Print the batch script of a recipe."""
+    print(_batch_script(recipe, overrides or ()), end="")
+
+
+@app.command()
+def submit(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--sbatch", help="An option for sbatch; repeatable.", show_default=False)
+    ] = None,
+) -> None:
+    """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
+    from megarl.cluster.sbatch import submit
+    from megarl.preflight import load, with_steps
+    from megarl.tracking.display import Display
+
+    given = list(overrides or ())
+    loaded = load(recipe, given, is_start=False)
+    # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
+    by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
+    checked(with_steps(load(recipe, [*given, *by_slurm])), Display(), is_start=False)
+    print(submit(_batch_script(recipe, given), option or ()))
+
+
+def _batch_script(recipe: str, overrides: Sequence[str]) -> str:
+    from megarl.cluster.sbatch import render
+    from megarl.config.recipe import load
+
+    return render(load(recipe, overrides), [recipe, *overrides])
