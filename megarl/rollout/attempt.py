@@ -291,16 +291,15 @@ async def _take_turns(task: Task, environment: Environment, pool: Generates, cou
             room = min(room, budget.sampled_tokens - num_sampled)
         if room <= 0:
             return "length"
-        request = Request(
-            f"{task.name}.{number}",
-            token_ids,
-            replace(task.sampling, max_new_tokens=min(task.sampling.max_new_tokens, room)),
-            call_seed(task, token_ids, course.calls),
+        is_last = number + 1 == budget.max_turns
+        sampling = (
+            task.sampling if room >= task.sampling.max_new_tokens else replace(task.sampling, max_new_tokens=room)
         )
-        completion = await pool.generate(request, affinity=task.name)
+        request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, course.calls))
+        completion = await pool.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: {completion.error}")
-        turn = course.take(completion, is_last=number + 1 == budget.max_turns)
+        turn = course.take(completion, is_last=is_last)
         num_sampled += len(completion.token_ids)
         num_calls += len(turn.calls)
         if budget.tool_calls is not None and num_calls > budget.tool_calls:

@@ -57,7 +57,7 @@ class Asks(Protocol):
 class Generates(Protocol):
     """Where an attempt has its completions from."""
 
-    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
         """As `EnginePool.generate`."""
         ...
 
@@ -78,6 +78,8 @@ class _Pending:
     request: Request
     future: asyncio.Future[tuple[Completion, _Replica | None]]
     parts: list[Completion]
+    is_last: bool
+    """No request follows its completion."""
 
     def finish(self, last: Completion, replica: _Replica | None) -> None:
         """Tell the completion that this part ends."""
@@ -112,9 +114,10 @@ class EnginePool:
     `max_running` bounds the requests that a replica runs. Requests are admitted in the order in which they were filed,
     so that those of one prompt share a replica's prefix cache; a replica that finishes early is given more.
 
-    An engine runs until an eighth of its requests have finished, at most `budget_seconds`; the driver's other tasks,
-    such as scoring, go on meanwhile. The error of a pump is raised by all requests, later ones too; but a replica that
-    is lost while others are not is cut off, and its requests go to those, with the tokens that parks kept.
+    An engine runs until an eighth of its requests have finished, or all of them where no request can follow on any, at
+    most `budget_seconds`; the driver's other tasks, such as scoring, go on meanwhile. The error of a pump is raised by
+    all requests, later ones too; but a replica that is lost while others are not is cut off, and its requests go to
+    those, with the tokens that parks kept.
 
     While the pool is held the engines have no request: those that ran are parked, with their tokens kept here, and go
     on as new requests once it is released. Nobody who waits for a completion sees it.
@@ -140,13 +143,19 @@ class EnginePool:
         self._num_prompt_tokens = self._num_cached = self._num_sampled = 0
 
     async def generate(
-        self, request: Request, *, affinity: str | None = None, parts: list[Completion] | None = None
+        self,
+        request: Request,
+        *,
+        affinity: str | None = None,
+        is_last: bool = False,
+        parts: list[Completion] | None = None,
     ) -> Completion:
         """Sample one completion, however often the pool is held meanwhile; cancelling this aborts it.
 
         Requests of one `affinity`, a trajectory's name, go to the replica that has its tokens in its prefix cache,
-        unless that has a much higher load than another. `parts` are what was sampled of the completion before, if
-        anything; while it is awaited, each park adds one to the list.
+        unless that has a much higher load than another. `is_last`: no request will follow on this completion, which may
+        be told `budget_seconds` late. `parts` are what was sampled of the completion before, if anything; while it is
+        awaited, each park adds one to the list.
 
         Raises ValueError for a request id that is in use, and the error of a pump that failed.
         """
@@ -155,7 +164,7 @@ class EnginePool:
         if request.request_id in self._pending:
             raise ValueError(f"request {request.request_id} is running already")
         future: asyncio.Future[tuple[Completion, _Replica | None]] = asyncio.get_running_loop().create_future()
-        self._pending[request.request_id] = pending = _Pending(request, future, [] if parts is None else parts)
+        self._pending[request.request_id] = pending = _Pending(request, future, [] if parts is None else parts, is_last)
         self._file(pending, self._queue_for(affinity))
         self._start_pumps()
         try:
@@ -348,11 +357,25 @@ class EnginePool:
         """Give a replica's leader requests and aborts, and let it sample; the completions that it ended with."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
         per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
-        leave_after = max(1, len(replica.running) // 8)
         completions, *_ = await self._ranks.ask(
-            replica.ranks, "advance", per_rank, budget_seconds, leave_after, budget_seconds=budget_seconds
+            replica.ranks,
+            "advance",
+            per_rank,
+            budget_seconds,
+            self._leave_after(replica),
+            budget_seconds=budget_seconds,
         )
         return completions
+
+    def _leave_after(self, replica: _Replica) -> int | None:
+        """How many completions the driver is to be told of at once; None: there is no hurry to tell it of any.
+
+        Each exchange costs both sides what some sampled tokens cost.
+        """
+        awaited = [self._pending[name] for name in replica.running if name in self._pending]
+        if not self._waiting and not replica.waiting and all(pending.is_last for pending in awaited):
+            return None
+        return max(1, len(replica.running) // 8)
 
     def _tell_advance(self) -> None:
         """Wake those who wait for a change of what the engines run."""

@@ -94,8 +94,8 @@ class RecordedPool:
         """Let the attempt sample no more: one that does not heed that it is cancelled ends here."""
         self._is_closed = True
 
-    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
-        """As `EnginePool.generate`."""
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+        """As `EnginePool.generate`, but that no completion is the last: another group waits for its place."""
         if self._is_closed:
             raise asyncio.CancelledError
         call = self._recorded(request.prompt_token_ids)

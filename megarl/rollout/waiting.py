@@ -20,13 +20,13 @@ class TimedPool:
         self._began = self._held_before = 0.0
         self.seconds = self.seconds_by_clock = 0.0
 
-    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
         """As `EnginePool.generate`."""
         if not self._num_awaited:
             self._began, self._held_before = time.monotonic(), self.seconds_held
         self._num_awaited += 1
         try:
-            return await self._pool.generate(request, affinity=affinity)
+            return await self._pool.generate(request, affinity=affinity, is_last=is_last)
         finally:
             self._num_awaited -= 1
             if not self._num_awaited:

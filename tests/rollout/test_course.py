@@ -68,7 +68,7 @@ class Policy(EnginePool):
         self.sent: list[Request] = []
         self._replicas = []
 
-    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
         self.sent.append(request)
         token_ids = self.tokenizer.encode(next(self.texts) + "<|im_end|>", add_special_tokens=False)
         kept = np.array(token_ids[: request.sampling.max_new_tokens])
@@ -205,7 +205,7 @@ class Clock(Policy):
     def seconds_held(self) -> float:
         return min(max(self.now - 20.0, 0.0), 6.0)
 
-    async def generate(self, request: Request, *, affinity: str | None = None) -> Completion:
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
         self.gates.append(gate := asyncio.Event())
         await gate.wait()
-        return await super().generate(request, affinity=affinity)
+        return await super().generate(request, affinity=affinity, is_last=is_last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,41 @@ def test_turns_on_one_engine_do_not_wait_for_a_long_completion_on_the_other(
         assert len((await running).token_ids) == 200
         seen = await group.call("seen")
         assert [[name for name, _, _ in of_rank] for of_rank in seen] == [["long"], [f"turn{n}" for n in range(4)]]
+
+    runner.run(drive())
+
+
+class Noted:
+    """Ranks, and how many completions each exchange with an engine may wait for."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+        self.leaves: list[int | None] = []
+
+    async def ask(
+        self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
+    ) -> list[Any]:
+        self.leaves.append(args[1])
+        return await self._group.ask(ranks, method, per_rank, *args, budget_seconds=budget_seconds)
+
+
+@pytest.mark.parametrize(
+    ("are_last", "max_running", "least"),
+    [((True,) * 16, 100, None), ((True,) * 15 + (False,), 100, 1), ((True,) * 16, 8, 1)],
+    ids=["nothing follows", "a turn follows", "requests wait"],
+)
+def test_the_driver_is_told_at_once_only_where_a_request_may_follow(
+    group: WorkerGroup, runner: asyncio.Runner, are_last: tuple[bool, ...], max_running: int, least: int | None
+) -> None:
+    async def drive() -> None:
+        noted = Noted(group)
+        pool = EnginePool(noted, ONE, max_running=max_running)
+        calls = [
+            pool.generate(request(f"{n}", (5, 17), 2 + 5 * n, n), is_last=is_last) for n, is_last in enumerate(are_last)
+        ]
+        found = await asyncio.gather(*calls)
+        assert [completion.request_id for completion in found] == [f"{n}" for n in range(16)]
+        assert noted.leaves[0] == (None if least is None else max(least, min(16, max_running) // 8))
 
     runner.run(drive())
 
