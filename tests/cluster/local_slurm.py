@@ -111,7 +111,7 @@ class Cluster:
         self.patience = max(self.patience, 10 * (time.monotonic() - started))
 
     def submit(
-        self, *arguments: str, nodes: int = 2, per_node: int = 2, script: str = "train", options: tuple[str, ...] = ()
+        self, *arguments: str, nodes: int = 2, per_node: int = 1, script: str = "train", options: tuple[str, ...] = ()
     ) -> str:
         sizes = (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}")
         path = str(ROOT / f"launch/slurm/{script}.sbatch")
