@@ -90,12 +90,16 @@ def _is_toolkit(folder: Path) -> bool:
     return os.access(folder / "bin" / "nvcc", os.X_OK) and (folder / "include" / "cuda_runtime.h").is_file()
 
 
+_WITH_A_MODEL = ("vllm.model_executor.layers.quantization.online.base",)
+
+
 def forkable_imports(*modules: str) -> tuple[str, ...]:
     """Those of the modules that may be imported before ranks are forked: all on a CPU, none where there is a GPU.
 
-    What an import may initialise there, CUDA above all, does not survive a fork.
+    What an import may initialise there, CUDA above all, does not survive a fork. With them comes what vLLM imports
+    only when it loads a model.
     """
-    return modules if current().type == "cpu" else ()
+    return (*modules, *_WITH_A_MODEL) if current().type == "cpu" else ()
 
 
 def init_world(timeout_seconds: float) -> None:

@@ -1,0 +1,13 @@
+"""The types of package and tools, by pyright; a test like the others, so that other tests run beside it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_types_hold() -> None:
+    done = subprocess.run(["pyright"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
