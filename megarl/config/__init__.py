@@ -268,6 +268,16 @@ class RolloutConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Instead of kv_cache_gib, in vLLM's sense: share of a GPU's memory that weights, a step and KV cache of the engine
     take together while it samples. What the trainer does not offload (trainer.offload) must fit beside it."""
+    quantization: Literal["none", "fp8", "fp8_per_channel"] = "none"
+    """Weights of the engine's linear layers and experts in FP8 (e4m3): with a scale for each block of 128 x 128 (fp8),
+    or for each output channel (fp8_per_channel). Embeddings, head, norms, routers and biases stay in model.dtype, which
+    must be bfloat16. A reshard moves weights in bfloat16; each rank of an engine quantises its own part, to what vLLM
+    makes of the exported model. The engine then samples from another distribution than the trainer trains: see
+    logprob_gap/mean and logprob_gap/ess, correct it by algorithm.importance_sampling (tis; icepop for experts), see
+    what that cuts in importance/cut, and bound the gap by train.max_logprob_gap."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Type of the KV cache: that of the model (auto), or FP8 with the scale 1 (fp8: e4m3), for twice the tokens. It
+    widens the same gap."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, by their own names."""
 

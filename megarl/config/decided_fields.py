@@ -12,6 +12,7 @@ ENGINE_FIELDS = {
     "tensor_parallel_size": "rollout.tp",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
     "max_num_seqs": "rollout.max_concurrent_requests",
     "return_sampling_mask": "rollout.sampling.top_p, rollout.sampling.top_k and rollout.sampling.min_p",
     "hf_overrides": "model.override_config",

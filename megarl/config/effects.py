@@ -306,6 +306,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.max_concurrent_requests": _ENGINE,
     "rollout.kv_cache_gib": (*_ENGINE, _left_out("rollout.gpu_memory_utilization")),
     "rollout.gpu_memory_utilization": _ENGINE,
+    "rollout.quantization": _ENGINE,
+    "rollout.kv_cache_dtype": _ENGINE,
     "rollout.vllm": _ENGINE,
     "reward.functions": _ENGINE,
     "reward.function_weight": _REWARD_MODEL,

@@ -49,6 +49,10 @@ METRICS = {
 }
 """Names, units and meanings, for `tracking.table`."""
 
+VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
+"""vLLM's names for `rollout.quantization`: it quantises what it loads, in blocks of 128 x 128 or by rows."""
+ROUTERS = "*.mlp.gate"
+
 _REASON_LENGTH = 400
 
 
@@ -360,6 +364,7 @@ def engine_arguments(
         "tensor_parallel_size": config.tp,
         "max_num_seqs": config.max_concurrent_requests,
         **_cache_size(config),
+        **_quantization(config),
         "distributed_executor_backend": LeaderExecutor,
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
@@ -375,6 +380,16 @@ def engine_arguments(
     if override:
         arguments["hf_overrides"] = engine_overrides(read_object(Path(model_path) / "config.json"), override)
     return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
+
+
+def _quantization(config: RolloutConfig) -> dict[str, Any]:
+    """FP8 weights and KV cache, as far as the recipe asks for them."""
+    found: dict[str, Any] = {} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": config.kv_cache_dtype}
+    if config.quantization != "none":
+        scheme = VLLM_QUANTIZATION[config.quantization]
+        # Routers stay as they are: vLLM would quantise those of some families, and choose other experts.
+        found |= {"quantization": scheme, "quantization_config": {"ignore": [ROUTERS]}}
+    return found
 
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:

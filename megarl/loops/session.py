@@ -41,7 +41,7 @@ METRICS = {
     "rollout/routed_experts_bytes": ("bytes", "size of the routed experts that the ranks held for router replay"),
     "time/reshard_STAGE_seconds": (
         "seconds",
-        "a stage of the reshard on the slowest rank: pack, wire, local, unpack, total, verify",
+        "a stage of the reshard on the slowest rank: pack, wire, local, unpack, quantise, total, verify",
     ),
     "kl/reference_moved": (
         "count",
@@ -229,9 +229,9 @@ class Session:
         else:
             reports, pause = await self.ranks.call("reshard", verify=is_verified, version=step + 1), {}
         self.pool.release()
-        seconds = {
-            f"time/reshard_{name}": max(r[name] for r in reports) for name in reports[0] if name.endswith("_seconds")
-        }
+        # Ranks that only sample have a stage that those that only train have not.
+        stages = dict.fromkeys(name for r in reports for name in r if name.endswith("_seconds"))
+        seconds = {f"time/reshard_{name}": max(r.get(name, 0.0) for r in reports) for name in stages}
         moved = {
             f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")
         }

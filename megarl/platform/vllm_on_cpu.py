@@ -2,7 +2,8 @@
 
 Stock vLLM repacks weights for its CPU kernels, so writing into a live parameter would be lost or, worse, unseen. Here
 linear layers and experts compute from the parameters themselves, which also makes float32 log-probs equal to Hugging
-Face's.
+Face's. So do those with FP8 weights, which vLLM has on few CPUs only: weights times scales, in the type of the
+activations, as its own kernels for CPUs compute.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ def _adapt_to_cpu() -> None:
 
     import torch._dynamo
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.layers import utils as linear_layers
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     torch._dynamo.config.disable = True  # torch may have been imported before the environment said so
@@ -68,6 +72,16 @@ def _adapt_to_cpu() -> None:
         (CPUUnquantizedExperts, "_supports_grouped_gemm", classmethod(lambda cls, moe_config: (True, None))),
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_plain_experts),
+        (CPUFp8BlockScaledMMKernel, "is_supported", classmethod(lambda cls, compute_capability=None: (True, None))),
+        (
+            CPUFp8BlockScaledMMKernel,
+            "process_weights_after_loading",
+            Fp8BlockScaledMMLinearKernel.process_weights_after_loading,
+        ),
+        (CPUFp8BlockScaledMMKernel, "apply_weights", _apply_blocks),
+        (CPUExpertsFp8, "_supports_current_device", staticmethod(lambda: True)),
+        (CPUExpertsFp8, "apply", _apply_quantised_experts),
+        (cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda w13, w2: (w13, w2)),
         # The shared-memory communicator spins, and its segments outlive a crash.
         (CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
         # It would bind all memory of the process, the trainer's too, to one NUMA node.
@@ -92,6 +106,28 @@ def _keeping_thread_control(init_device):
             torch.set_num_threads = set_num_threads
 
     return wrapped
+
+
+def _apply_blocks(kernel, layer, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    """A linear layer with FP8 blocks: x [..., in], weight [out, in], weight_scale_inv [out / 128, in / 128]."""
+    return F.linear(x, _dequantised(layer.weight, layer.weight_scale_inv, x.dtype), bias)
+
+
+def _apply_quantised_experts(
+    experts, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *args: Any, **kwargs
+) -> None:
+    """As `_apply_plain_experts`, of FP8 blocks with the scales `w1_scale` and `w2_scale` of `experts`."""
+    plain = (
+        _dequantised(weight, scale, hidden_states.dtype)
+        for weight, scale in ((w1, experts.w1_scale), (w2, experts.w2_scale))
+    )
+    _apply_plain_experts(experts, output, hidden_states, *plain, *args, **kwargs)
+
+
+def _dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: int = 128) -> torch.Tensor:
+    """FP8 blocks [..., out, in] times their scales [..., out / 128, in / 128], rounded up."""
+    wide = scale.repeat_interleave(block, -2).repeat_interleave(block, -1)
+    return (weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]).to(dtype)
 
 
 def _apply_plain_experts(

@@ -1,13 +1,15 @@
 """The live reshard: from the trainer's parameters into the engine's, planned once and carried out every step.
 
-`Reshard` writes an engine's live parameters in place. Where an engine keeps its weights in another form than the
-checkpoint's, `GatheredReshard` hands full tensors to vLLM's own loader instead.
+`Reshard` writes an engine's live parameters in place; of modules that quantise, it hands each to vLLM's own quantiser
+once all its weights are there. Where an engine keeps its weights in yet another form than the checkpoint's,
+`GatheredReshard` hands full tensors to vLLM's own loader instead.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -18,12 +20,15 @@ from torch import Tensor, nn
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.platform.bridge import rank_in
+from megarl.platform.left_collective import in_own_world
 from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
-from megarl.reshard.plan import Plan, RankTopology, make_plan
+from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil
+from megarl.reshard.plan import Plan, RankTopology, Transfer, make_plan
+from megarl.reshard.quantised import WaitingRoom
 from megarl.reshard.staging import gathered
-from megarl.reshard.transport import Transport, device_of
-from megarl.reshard.verify import verify
+from megarl.reshard.transport import Transport, device_of, strided_view
+from megarl.reshard.verify import checksum, verify
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -81,20 +86,73 @@ class Reshard:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
         self._engine = engine
         self._live = dict(engine.named_parameters()) if engine is not None else {}
-        self._bound: Any = (plan.for_rank(rank), parameters, self._live)
         self._dtype, self._group = dtype, group
-        self._transport = Transport(*self._bound, dtype=dtype, group=group)
+        modules = quantised_modules(engine)
+        self.quantises = any(gathered(bool(modules), group))
+        """Whether some rank's engine makes FP8 weights of what arrives."""
+        here = device_of([*parameters.values(), *self._live.values()])
+        self._room = WaitingRoom(
+            modules,
+            plan,
+            recorded,
+            dtype=dtype,
+            device=here,
+            collective=nullcontext if group is None else in_own_world,
+        )
+        made = {name for module in modules for name in module.live}
+        plain = {name: parameter for name, parameter in self._live.items() if name not in made}
+        self._plan = plan.for_rank(rank)
+        self._bound: Any = (self._plan, parameters, plain | self._room.destinations)
+        arrived = self._room.arrived if modules else None
+        with self._room.opened():
+            self._transport = Transport(*self._bound, dtype=dtype, group=group, arrived=arrived)
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
         """Move all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
         if self._engine is not None:
             zero_padding(self._engine)
-        return self._transport.reshard()
+        with self._room.opened(QuantisedModule.write):
+            return self._transport.reshard()
 
+    @torch.no_grad()
     def verify(self) -> None:
-        """Compare checksums of live parameters with the trainer's. Raises MegarlError with the first that differs."""
-        verify(*self._bound, dtype=self._dtype, group=self._group)
+        """Compare checksums of live parameters with the trainer's. Raises MegarlError with the first that differs.
+
+        Weights that engines quantise are sent once more, and quantised to be compared.
+        """
+        taken: dict[Transfer, Tensor] = {}
+        differing: list[str] = []
+        if self.quantises:
+            self._compare(taken, differing)
+        verify(*self._bound, dtype=self._dtype, group=self._group, taken=taken, differing=differing)
+
+    def _compare(self, taken: dict[Transfer, Tensor], differing: list[str]) -> None:
+        """Send all weights again; `taken` gets the checksums at this rank, `differing` the names of live parameters."""
+        _, _, destinations = self._bound
+        waiting: dict[str, list[Transfer]] = defaultdict(list)
+
+        def take(transfer: Transfer) -> None:
+            storage = destinations[transfer.destination.storage]
+            view = strided_view(storage, transfer.destination, transfer.shape, transfer.name)
+            taken[transfer] = checksum(view, self._dtype)
+
+        for bucket in self._plan.buckets:
+            for transfer in (*bucket.local, *bucket.receives):
+                if transfer.destination.storage in self._room.destinations:
+                    waiting[transfer.destination.storage].append(transfer)
+                else:
+                    # Before it is written again.
+                    take(transfer)
+
+        def compare(module: QuantisedModule, weights: Mapping[str, Tensor]) -> None:
+            for name in weights:
+                for transfer in waiting[name]:
+                    take(transfer)
+            differing.extend(module.differing(weights))
+
+        with self._room.opened(compare):
+            self._transport.reshard()
 
     @torch.no_grad()
     def self_test(self) -> dict[str, float]:
@@ -103,11 +161,11 @@ class Reshard:
         Returns the reshard's seconds and bytes.
         """
         for parameter in self._live.values():
-            parameter.fill_(float("nan"))
+            spoil(parameter)
         report = self.run()
         self.verify()
         for name, parameter in self._live.items():
-            if parameter.isnan().any():
+            if is_spoilt(parameter):
                 raise MegarlError(
                     f"rank {rank_in(self._group)}: no reshard reaches all of the engine's parameter {name}."
                 )

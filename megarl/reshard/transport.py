@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -94,12 +94,15 @@ class Transport:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
         shared_memory: bool = True,
+        arrived: Callable[[int], None] | None = None,
     ) -> None:
+        """`arrived` is called with each bucket, in order, once all its elements that this rank takes are in place."""
         if dtype.itemsize != plan.itemsize:
             raise ValueError(f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}")
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
             raise ValueError(f"the plan is for {plan.num_ranks} ranks, the group has {dist.get_world_size(group)}")
+        self._arrived = arrived
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
@@ -117,11 +120,11 @@ class Transport:
 
         Returns seconds spent packing, waiting for the wire, copying locally and unpacking (`pack_seconds`,
         `wire_seconds`, `local_seconds`, `unpack_seconds`), their wall time `total_seconds`, and bytes `local`,
-        `sent`, `received`.
+        `sent`, `received`. With `arrived` also seconds spent there, `quantise_seconds`.
         """
         clock = _Clock(self._device)
         travelling: _Step | None = None
-        for step in self._steps:
+        for number, step in enumerate(self._steps):
             if step.exchange is not None:
                 with clock.stage("wire"):
                     self._slots.claim(step.exchange)
@@ -133,8 +136,15 @@ class Transport:
                 step.local.run()
             self._unpack(travelling, clock)
             travelling = step if step.exchange is not None else None
+            self._tell_arrived(number - 1, clock)
         self._unpack(travelling, clock)
+        self._tell_arrived(len(self._steps) - 1, clock)
         return clock.seconds() | self._bytes
+
+    def _tell_arrived(self, bucket: int, clock: _Clock) -> None:
+        if self._arrived is not None:
+            with clock.stage("quantise"):
+                self._arrived(bucket)
 
     def _unpack(self, travelling: _Step | None, clock: _Clock) -> None:
         if travelling is not None:
@@ -230,5 +240,6 @@ class _Clock:
             torch.cuda.synchronize(self._device)
         for name, start, stop in self._events:
             self._host[name] += start.elapsed_time(stop) / 1000
-        stages = {f"{name}_seconds": self._host[name] for name in ("pack", "wire", "local", "unpack")}
+        names = ("pack", "wire", "local", "unpack", *(["quantise"] if "quantise" in self._host else []))
+        stages = {f"{name}_seconds": self._host[name] for name in names}
         return stages | {"total_seconds": time.perf_counter() - self._start}

@@ -1,7 +1,8 @@
 """Verification of a reshard: checksums of the trainers' live parameters against those of the engines'.
 
 The source rank of a copy computes the checksum of its elements and sends it; the destination rank computes its own from
-the live parameter. No weights are sent again.
+the live parameter. No weights are sent again, but for those that an engine quantises: it takes their checksums as they
+arrive, and compares what it makes of them with the live ones.
 """
 
 from __future__ import annotations
@@ -30,23 +31,30 @@ def verify(
     *,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
+    taken: Mapping[Transfer, Tensor] | None = None,
+    differing: Sequence[str] = (),
 ) -> None:
     """Compare every copy of a rank's plan with its source. A collective.
 
-    `sources`, `destinations`, `dtype` and `group` are those of the plan's `Transport`. Raises MegarlError, on all ranks
-    the same, with the first live parameter that differs.
+    `sources`, `destinations`, `dtype` and `group` are those of the plan's `Transport`. `taken` are checksums of copies
+    to this rank that are no longer where they arrived, `differing` the live parameters that are not what is made of
+    them. Raises MegarlError, on all ranks the same, with the first live parameter that differs.
     """
 
-    copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype, group=group)
+    copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype, group=group, taken=taken)
     wrong = (expected.cpu() != found.cpu()).nonzero().flatten().tolist()
-    first = copies[wrong[0]] if wrong else None
-    own = None if first is None else (first.destination.storage, first.name, len(wrong))
+    own = None
+    if wrong:
+        first = copies[wrong[0]]
+        own = first.destination.storage, f"the trainer's {first.name}", f"{len(wrong)} of this rank's copies"
+    elif differing:
+        own = differing[0], "the trainer's weights as vLLM quantises them", f"{len(differing)} of this rank's tensors"
     reports = signed.gather(own, group, purpose="verification") if plan.num_ranks > 1 else [own]
     for rank, report in enumerate(reports):
         if report is not None:
             raise MegarlError(
-                f"rank {rank}: the engine's parameter {report[0]} does not hold the trainer's {report[1]} after a "
-                f"reshard ({report[2]} of this rank's copies differ). Please report this with the recipe."
+                f"rank {rank}: the engine's parameter {report[0]} does not hold {report[1]} after a reshard "
+                f"({report[2]} differ). Please report this with the recipe."
             )
 
 
@@ -57,16 +65,19 @@ def copy_checksums(
     *,
     dtype: torch.dtype,
     group: dist.ProcessGroup | None = None,
+    taken: Mapping[Transfer, Tensor] | None = None,
 ) -> tuple[list[Transfer], Tensor, Tensor]:
     """The copies to this rank, with the checksums of their sources and of their destinations. A collective.
 
-    Both are int64 [copies], on the device of this rank's tensors.
+    Both are int64 [copies], on the device of this rank's tensors; those in `taken` are not computed.
     """
 
     def at_source(t: Transfer) -> Tensor:
         return checksum(strided_view(sources[t.source.storage], t.source, t.shape, t.name), dtype)
 
     def at_destination(t: Transfer) -> Tensor:
+        if taken is not None and t in taken:
+            return taken[t]
         return checksum(strided_view(destinations[t.destination.storage], t.destination, t.shape, t.name), dtype)
 
     device = device_of([*sources.values(), *destinations.values()])

@@ -24,7 +24,7 @@ from megarl.reshard.live import GatheredReshard, Reshard, record
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.staging import gathered
-from megarl.types import TrainingSequence
+from megarl.types import ConfigError, TrainingSequence
 
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine
@@ -104,6 +104,11 @@ class WeightsEnd:
         ends = reshard_ends(self._shape, self._layout, len(self._topology), transformer_engine=self._transformer_engine)
         parameters = policy.weights if policy is not None else {}
         recorded, refusal = record(engine.model if engine is not None else None, self._shape, dtype, self._group)
+        if recorded is None and self._recipe.rollout.quantization != "none":
+            raise ConfigError(
+                f"rollout.quantization = {self._recipe.rollout.quantization}: the engine's weights cannot be written "
+                f"in place, because of {refusal}; or set rollout.quantization=none"
+            )
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
             return GatheredReshard(

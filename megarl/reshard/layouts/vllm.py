@@ -2,7 +2,8 @@
 
 `load_weights` runs once on meta tensors; every copy into a live parameter is recorded as a piece. Fused projections,
 replicated KV heads, padding and experts need no rules here. A loader that computes instead of copying is refused, with
-the parameter's name.
+the parameter's name. Of a module that quantises what it loads, the layout is that of what it loads
+(`layouts.vllm_quantised`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
+from megarl.reshard.layouts.vllm_quantised import UnknownKernelError, all_loadable, is_quantised, quantised_modules
 from megarl.types import MegarlError
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
@@ -33,11 +35,16 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
     has. (That each element is written is tested by `Reshard.self_test`.)
     """
     check_direct_write(model)
-    recorder = _Recorder(model)
-    with recorder:
-        # Every model of vLLM has this method; torch's modules declare none.
-        model.load_weights(recorder.sources(tensors))  # pyright: ignore[reportCallIssue]
-    recorder.check_coverage()
+    try:
+        quantised = quantised_modules(model)
+    except UnknownKernelError as error:
+        raise DirectWriteError(str(error)) from error
+    with all_loadable(quantised):
+        recorder = _Recorder(model)
+        with recorder:
+            # Every model of vLLM has this method; torch's modules declare none.
+            model.load_weights(recorder.sources(tensors))  # pyright: ignore[reportCallIssue]
+        recorder.check_coverage({name: n for module in quantised for name, n in module.padding().items()})
     return tuple(recorder.pieces)
 
 
@@ -45,6 +52,8 @@ def check_direct_write(model: nn.Module) -> None:
     """Raise DirectWriteError for a layer that converts its weights after loading."""
     for name, module in model.named_modules():
         method = type(getattr(module, "quant_method", None)).__name__
+        if is_quantised(module):
+            continue
         if hasattr(module, "quant_method") and module.quant_method is not None and method not in PLAIN_METHODS:
             raise DirectWriteError(f"{name}: {method} stores converted weights, which cannot be written in place")
         backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
@@ -121,16 +130,20 @@ class _Recorder(TorchDispatchMode):
             )
         return piece
 
-    def check_coverage(self) -> None:
-        """Raise DirectWriteError for a parameter of which more or fewer elements are written than it has."""
+    def check_coverage(self, unfilled: Mapping[str, int]) -> None:
+        """Raise DirectWriteError for a parameter of which more or fewer elements are written than it has.
+
+        `unfilled` are the elements of parameters that the loader leaves to be zeroed later.
+        """
         copied: dict[str, int] = defaultdict(int)
         for piece in self.pieces:
             copied[piece.storage] += piece.box.numel
         for name, parameter in self._live.values():
-            if copied[name] + self._padding[name] != parameter.numel():
+            padding = self._padding[name] + unfilled.get(name, 0)
+            if copied[name] + padding != parameter.numel():
                 raise DirectWriteError(
                     f"{name}: {copied[name]} of {parameter.numel()} elements come from the checkpoint and "
-                    f"{self._padding[name]} are padding; each must be written exactly once"
+                    f"{padding} are padding; each must be written exactly once"
                 )
 
 

@@ -1,0 +1,251 @@
+"""Modules of vLLM that keep their weights in FP8: the parameters they load into, and what vLLM makes of these.
+
+vLLM's online quantisation loads a module's weights as they are in the checkpoint, then makes FP8 weights and scales of
+them. Both sides are vLLM's own here: the parameters that a checkpoint is loaded into are those that vLLM remembers for
+its reload, and the quantiser is the module's own method, run on a copy of the module. Nothing live is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megarl.types import MegarlError
+
+METHODS = (
+    "Fp8PerBlockOnlineLinearMethod",
+    "Fp8PerBlockOnlineMoEMethod",
+    "Fp8PtpcOnlineLinearMethod",
+    "Fp8PtpcOnlineMoEMethod",
+)
+"""Methods of vLLM whose quantiser is run again: blocks of 128 x 128, and rows (output channels)."""
+
+LINEAR_KERNELS = (
+    "TritonFp8BlockScaledMMKernel",
+    "CutlassFp8BlockScaledMMKernel",
+    "DeepGemmFp8BlockScaledMMKernel",
+    "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+    "BlockWiseTorchFP8ScaledMMLinearKernel",
+    "CPUFp8BlockScaledMMKernel",
+    "CutlassFP8ScaledMMLinearKernel",
+    "ChannelWiseTorchFP8ScaledMMLinearKernel",
+)
+"""Kernels that take weights and scales as they are, or lay them out by a function of these alone."""
+
+EXPERT_BACKENDS = (
+    "TRITON",
+    "BATCHED_TRITON",
+    "VLLM_CUTLASS",
+    "BATCHED_VLLM_CUTLASS",
+    "DEEPGEMM",
+    "BATCHED_DEEPGEMM",
+    "CPU",
+)
+"""The same of experts. Others keep more than weights and scales: workspaces, sort orders, factors of their own."""
+
+_NAN_BITS = 0x7F
+"""NaN in e4m3, but for the sign."""
+
+
+class UnknownKernelError(MegarlError):
+    """A module whose kernel lays FP8 weights out in a way that is not known here."""
+
+
+class QuantisedModule:
+    """A module of a live vLLM model whose weights are FP8; `name` is its path in the model.
+
+    Raises UnknownKernelError, naming module and kernel.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self._module = name, module
+        self._check_kernel()
+        self._loaded = _parameters_before_loading(module)
+        self._live = {key: p for key, p in module._parameters.items() if p is not None and key not in _kept(module)}
+
+    @property
+    def live(self) -> dict[str, Tensor]:
+        """The live weights and scales, by their names in the model."""
+        return {f"{self.name}.{key}": parameter for key, parameter in self._live.items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that a checkpoint is loaded into, by their names in the model."""
+        return {f"{self.name}.{key}": tuple(parameter.shape) for key, parameter in self._loaded.items()}
+
+    def padding(self) -> dict[str, int]:
+        """Elements of these weights that no checkpoint has: experts' sizes are rounded up to whole blocks."""
+        config = getattr(self._module, "moe_config", None)
+        if config is None:
+            return {}
+        hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
+        found = {}
+        for key, parameter in self._loaded.items():
+            projections = self._method.moe.w13_num_shards if key == "w13_weight" else 1
+            found[f"{self.name}.{key}"] = parameter.numel() - parameter.shape[0] * projections * hidden * inner
+        return found
+
+    @contextmanager
+    def loadable(self) -> Iterator[None]:
+        """Within it the module has the parameters that a checkpoint is loaded into, on the meta device."""
+        live = self._module._parameters
+        kept = {key: live[key] for key in _kept(self._module) if key in live}
+        vars(self._module)["_parameters"] = {**self._loaded, **kept}
+        try:
+            yield
+        finally:
+            vars(self._module)["_parameters"] = live
+
+    def quantised(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What vLLM makes of loaded weights, by the names of `live`; ranks of an engine call it together.
+
+        `weights` are those of `shapes`; padding need not be set. Raises MegarlError where the result is laid out in
+        another way than the live one.
+        """
+        # A copy takes all that vLLM sets on the module: graphs and kernels go on with the live one's tensors.
+        module, method = copy.copy(self._module), copy.copy(self._method)
+        vars(module).pop("_already_called_process_weights_after_loading", None)
+        vars(module)["_parameters"] = {
+            key: _as_parameter(weights[f"{self.name}.{key}"], like) for key, like in self._loaded.items()
+        }
+        if hasattr(method, "fp8_linear"):
+            method.fp8_linear = copy.copy(method.fp8_linear)
+        else:
+            method._setup_kernel = _laid_out(method)
+        method.process_weights_after_loading(module)
+        made = {f"{self.name}.{key}": parameter.data for key, parameter in module._parameters.items() if parameter is not None}
+        for name, live in self.live.items():
+            found = made.get(name)
+            if found is None or _form(found) != _form(live):
+                raise MegarlError(
+                    f"{name}: vLLM's quantiser makes {found if found is None else _form(found)} of new weights, the "
+                    f"engine has {_form(live)}. Please report this with the recipe."
+                )
+        return {name: made[name] for name in self.live}
+
+    def write(self, weights: Mapping[str, Tensor]) -> None:
+        """Quantise loaded weights into the live ones, which stay where they are."""
+        for name, made in self.quantised(weights).items():
+            _bits(self.live[name]).copy_(_bits(made))
+
+    def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """The live weights and scales that are not, bit for bit, what vLLM makes of loaded weights."""
+        made = self.quantised(weights)
+        return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(made[name]))]
+
+    @property
+    def _method(self) -> Any:
+        return self._module.quant_method
+
+    def _check_kernel(self) -> None:
+        if (backend := getattr(self._method, "fp8_backend", None)) is not None:
+            if backend.name not in EXPERT_BACKENDS:
+                raise UnknownKernelError(
+                    f"{self.name}: the {backend.name} expert backend keeps FP8 weights in a form of its own; set "
+                    "rollout.vllm.moe_backend to triton or deep_gemm"
+                )
+            return
+        kernel = type(getattr(self._method, "fp8_linear", None)).__name__
+        if kernel not in LINEAR_KERNELS:
+            raise UnknownKernelError(
+                f"{self.name}: {kernel} keeps FP8 weights in a form of its own; set rollout.vllm.linear_backend to "
+                "triton, cutlass or deep_gemm"
+            )
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Whether a module keeps FP8 weights that its method makes of loaded ones."""
+    return type(getattr(module, "quant_method", None)).__name__ in METHODS
+
+
+def quantised_modules(model: nn.Module | None) -> list[QuantisedModule]:
+    """The quantised modules of a model, in its order. Raises UnknownKernelError."""
+    named = model.named_modules() if model is not None else ()
+    return [QuantisedModule(name, module) for name, module in named if is_quantised(module)]
+
+
+@contextmanager
+def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
+    """Within it all these modules are `loadable`."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.loadable())
+        yield
+
+
+def spoil(parameter: Tensor) -> None:
+    """Fill a live parameter with NaN, or with all bits set where its type has none."""
+    if parameter.dtype.itemsize == 1:
+        _bits(parameter).fill_(_NAN_BITS)
+    elif parameter.is_floating_point():
+        parameter.data.fill_(float("nan"))
+    else:
+        parameter.data.fill_(-1)
+
+
+def is_spoilt(parameter: Tensor) -> bool:
+    """Whether some element is NaN; integers are never."""
+    if parameter.dtype.itemsize == 1:
+        return bool(((_bits(parameter) & _NAN_BITS) == _NAN_BITS).any())
+    return bool(parameter.is_floating_point() and parameter.isnan().any())
+
+
+def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that vLLM made for loading, on the meta device, with their own loaders."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    remembered, _ = get_layerwise_info(module).restore_metadata
+    made = {}
+    for key, parameter in remembered.items():
+        if key not in _kept(module):
+            made[key] = restore_layer_refs(to_meta_tensor(parameter), module)
+            made[key].weight_loader = cast(Any, _get_original_loader(made[key]))
+    return made
+
+
+def _kept(module: nn.Module) -> set[str]:
+    """Parameters of a module that are not quantised: they are written as everywhere."""
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    return {key for key in module._parameters if key in SKIP_TENSORS}
+
+
+def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
+    """Weights as a parameter of the class, and with the attributes, that vLLM's loader made."""
+    parameter = weights.detach()
+    parameter.__class__ = like.__class__
+    parameter.__dict__ = like.__dict__.copy()
+    return parameter
+
+
+def _laid_out(method: Any) -> Any:
+    """What a method of experts does after it has quantised, but for the making of a new kernel."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
+    from vllm.model_executor.utils import replace_parameter
+
+    scale = method.weight_scale_name
+    names = ("w13_weight", "w2_weight", f"w13_{scale}", f"w2_{scale}")
+
+    def set_up(layer: Any, *args: Any, **kwargs: Any) -> None:
+        given = dict(zip(("w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"), args, strict=False))
+        made = convert_to_fp8_moe_kernel_format(fp8_backend=method.fp8_backend, layer=layer, **{**given, **kwargs})
+        for name, tensor in zip(names, made, strict=True):
+            replace_parameter(layer, name, tensor)
+
+    return set_up
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), str(tensor.dtype), tuple(tensor.stride())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A view of a parameter's bytes where it has one byte an element: FP8 has no comparison, and few fills."""
+    return tensor.data.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.data

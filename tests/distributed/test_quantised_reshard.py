@@ -1,0 +1,201 @@
+"""An engine with FP8 weights has, bit for bit, what vLLM's quantised loader makes of the exported checkpoint.
+
+Two oracles: vLLM's own loader, which the engine's live parameters are read again with; and the formula, in float32, on
+the exported tensors cut as tensor parallelism cuts them. Sizes are no multiples of a block, so that blocks count from
+the first row of a rank's own fused weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.batch import TokenBatch
+from megarl.testing import RankPool
+from megarl.types import TrainingSequence
+
+QWEN3 = {
+    "family": "qwen3", "num_layers": 2, "hidden_size": 192, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32,
+    "intermediate_size": 448,
+}  # fmt: skip
+QWEN3_MOE = QWEN3 | {"family": "qwen3_moe", "num_experts": 4, "expert_intermediate_size": 96}
+"""96 channels of an expert are rounded up to a block, at tp 2 and 4 there are 48 and 24 of them."""
+
+
+def trainer(rollout_tp: int, **more: Any) -> ParallelConfig:
+    return ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=rollout_tp, **more)
+
+
+def recipe_of(model: Path, layout: ParallelConfig, quantization: str = "fp8", **vllm: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "quantised",
+            "loop": "sft",
+            "model": {"path": str(model), "dtype": "bfloat16"},
+            "data": {"train": "unused", "validation": {"unused": "unused"}, "max_prompt_tokens": 32},
+            "cluster": {"ranks_per_node": layout.world_size},
+            "trainer": {
+                **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+                "max_tokens_per_microbatch": 64,
+            },
+            "optimizer": {"learning_rate": 1e-2},
+            "rollout": {
+                "tp": layout.rollout_tp,
+                "kv_cache_gib": 0.05,
+                "quantization": quantization,
+                "sampling": {"max_new_tokens": 16},
+                "vllm": vllm | ({"enable_expert_parallel": True} if layout.rollout_ep else {}),
+            },
+            # Smaller than a layer: modules are complete at different times, and share the room.
+            "weights": {"bucket_mib": 1},
+        }
+    )
+
+
+def update(worker: Any, layout: ParallelConfig) -> None:
+    """One optimizer step on random tokens."""
+    rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
+    trained = np.arange(17) > 0
+    rows = [
+        TokenBatch.from_sequences(
+            [
+                TrainingSequence(
+                    token_ids=rng.integers(0, worker.policy.shape.vocab_size, 17),
+                    loss_mask=trained,
+                    token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
+                    advantages=trained.astype(np.float32),
+                )
+            ]
+        )
+        for _ in range(2)
+    ]
+    worker.policy.onload()
+    worker.policy.update(rows)
+
+
+def bits(tensor: Any) -> Any:
+    """A copy of a parameter's bytes."""
+    import torch
+
+    tensor = tensor.detach().clone()
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str) -> tuple[list[str], list[str]]:
+    """After an update and two reshards: live parameters that are not the loader's, and those that are not formula's."""
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from megarl.reshard.live import Reshard
+    from megarl.worker.colocated import Worker
+
+    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
+    live = dict(worker.engine.model.named_parameters())
+    before = {name: bits(parameter) for name, parameter in live.items()}
+    addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
+    update(worker, layout)
+    # Quantising the quantised would drift; a second reshard of equal weights changes nothing.
+    worker.reshard(verify=True)
+    first = {name: bits(parameter) for name, parameter in live.items()}
+    report = worker.reshard(verify=True)
+    written = {name: bits(parameter) for name, parameter in live.items()}
+    assert report["quantise_seconds"] > 0
+    assert all(torch.equal(first[name], written[name]) for name in live)
+    quantised = [name for name in live if live[name].dtype == torch.float8_e4m3fn]
+    assert all(not torch.equal(before[name], written[name]) for name in quantised) and quantised
+    assert addresses == {name: parameter.data_ptr() for name, parameter in worker.engine.model.named_parameters()}
+    worker.export(Path(exported))
+    tensors = load_file(f"{exported}/model.safetensors")
+    with torch.no_grad():
+        for parameter in live.values():
+            (parameter.view(torch.uint8) if parameter.dtype.itemsize == 1 else parameter).fill_(0)
+    worker.engine.load_tensors(iter(tensors.items()))
+    reloaded = dict(worker.engine.model.named_parameters())
+    different = [name for name in written if not torch.equal(bits(reloaded[name]), written[name])]
+    part, rows = dist.get_rank() % layout.rollout_tp, recipe.rollout.quantization == "fp8_per_channel"
+    expected = {
+        name: value
+        for layer in range(2)
+        for name, value in formula(tensors, f"model.layers.{layer}.", layout.rollout_tp, part, rows).items()
+    }
+    wrong = [name for name, value in expected.items() if not torch.equal(written[name], value)]
+    assert len(expected) >= 4
+    worker.close()
+    return different, wrong
+
+
+def formula(tensors: Any, layer: str, tp: int, part: int, rows: bool) -> dict[str, Any]:
+    """FP8 weights (bytes) and scales of a layer's dense projections on one rank of `tp`."""
+    import torch
+
+    def cut(name: str, dim: int) -> Any:
+        return tensors[layer + name].chunk(tp, dim)[part]
+
+    attention = [cut(f"self_attn.{letter}_proj.weight", 0) for letter in "qkv"]
+    fused = {"self_attn.qkv_proj": torch.cat(attention), "self_attn.o_proj": cut("self_attn.o_proj.weight", 1)}
+    if f"{layer}mlp.gate_proj.weight" in tensors:
+        fused["mlp.gate_up_proj"] = torch.cat([cut(f"mlp.{name}_proj.weight", 0) for name in ("gate", "up")])
+        fused["mlp.down_proj"] = cut("mlp.down_proj.weight", 1)
+    found = {}
+    for name, weight in fused.items():
+        whole = tensors[f"{layer}{name}.weight"] if f"{layer}{name}.weight" in tensors else weight
+        values, scales = by_rows(weight, whole) if rows else by_blocks(weight)
+        found[f"{layer}{name}.weight"] = values.t() if rows else values
+        found[f"{layer}{name}.weight_scale{'' if rows else '_inv'}"] = scales
+    return found
+
+
+def by_blocks(weight: Any) -> tuple[Any, Any]:
+    """Bytes [out, in] and float32 scales [out / 128, in / 128]: the largest of a block becomes 448."""
+    import torch
+
+    values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scales[i, j] = weight[block].float().abs().max().clamp(min=1e-4) / 448
+            values[block] = (weight[block].float() * (1 / scales[i, j])).to(torch.float8_e4m3fn)
+    return values.view(torch.uint8), scales
+
+
+def by_rows(weight: Any, whole: Any) -> tuple[Any, Any]:
+    """Bytes [out, in] and float32 scales [out, 1]: the largest of a row of the `whole` weight becomes 448."""
+    import torch
+
+    scales = (whole.float().abs().amax(1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+    return (weight.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "quantization"),
+    [
+        pytest.param(trainer(1), QWEN3, "fp8", id="qwen3 tp 1"),
+        pytest.param(trainer(2), QWEN3, "fp8", id="qwen3 tp 2"),
+        pytest.param(trainer(4), QWEN3, "fp8", id="qwen3 tp 4"),
+        pytest.param(trainer(1), QWEN3_MOE, "fp8", id="qwen3_moe tp 1"),
+        pytest.param(trainer(2), QWEN3_MOE, "fp8", id="qwen3_moe tp 2"),
+        pytest.param(trainer(4), QWEN3_MOE, "fp8", id="qwen3_moe tp 4"),
+        pytest.param(trainer(2, etp=1, ep=2, rollout_ep=True), QWEN3_MOE, "fp8", id="qwen3_moe whole experts"),
+        pytest.param(trainer(2), QWEN3, "fp8_per_channel", id="qwen3 tp 2 by channel"),
+    ],
+)
+def test_fp8_weights_equal_what_vllm_makes_of_the_checkpoint(
+    layout: ParallelConfig,
+    model: dict[str, Any],
+    quantization: str,
+    ranks: RankPool,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    recipe = recipe_of(tiny_model(**model), layout, quantization)
+    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=4)
+    assert results == [([], [])] * 4
