@@ -340,6 +340,8 @@ COUNTERPARTS = (
         ("rollout.vllm",),
         "by vLLM's own names",
     ),
+    Counterpart(("quantization", "vllm_cfg.precision"), ("rollout.quantization",), "fp8, of a bfloat16 model"),
+    Counterpart(("kv_cache_dtype",), ("rollout.kv_cache_dtype",)),
     Counterpart(
         ("use_vllm", "rollout.name", "free_cache_engine", "vllm_enable_sleep", "enable_sleep_mode"),
         note="vLLM samples; where it shares the ranks with the trainer it sleeps while that works",

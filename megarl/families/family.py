@@ -32,5 +32,7 @@ class Family:
     """Whether every feed-forward layer is a mixture of experts."""
     ignored_fields: frozenset[str] = frozenset()
     """Fields of config.json that are refused in other families and have no effect in this one."""
+    is_quantisable: bool = False
+    """Whether `rollout.quantization` is known to write what vLLM makes of its weights (tests/reshard/layouts)."""
     has_windows: Callable[[Mapping[str, Any]], bool] = switched_on
     """Whether a config.json asks for sliding-window attention, which is not supported."""

@@ -57,4 +57,4 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("LlamaForCausalLM", rules)
+FAMILY = Family("LlamaForCausalLM", rules, is_quantisable=True)

@@ -18,4 +18,10 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     return (*llama.rules(model), query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ()))
 
 
-FAMILY = Family("Qwen2ForCausalLM", rules, qkv_bias=True, ignored_fields=frozenset({"attention_bias", "mlp_bias"}))
+FAMILY = Family(
+    "Qwen2ForCausalLM",
+    rules,
+    qkv_bias=True,
+    ignored_fields=frozenset({"attention_bias", "mlp_bias"}),
+    is_quantisable=True,
+)

@@ -29,4 +29,4 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("Qwen2MoeForCausalLM", rules, qkv_bias=True, has_experts=True)
+FAMILY = Family("Qwen2MoeForCausalLM", rules, qkv_bias=True, has_experts=True, is_quantisable=True)

@@ -27,4 +27,4 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("Qwen3ForCausalLM", rules, qk_norm=True)
+FAMILY = Family("Qwen3ForCausalLM", rules, qk_norm=True, is_quantisable=True)

@@ -17,4 +17,4 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     return with_experts(qwen3.rules(model), model)
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", rules, qk_norm=True, has_experts=True)
+FAMILY = Family("Qwen3MoeForCausalLM", rules, qk_norm=True, has_experts=True, is_quantisable=True)

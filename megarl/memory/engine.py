@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from math import prod
+
 from megarl.families.shape import ModelShape, padded_vocab_size
-from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.reshard.layouts.vllm_computed import Stack, VllmLayouts
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Tokens of a KV cache block, as the engine is started."""
@@ -11,10 +14,68 @@ BATCHED_TOKENS = {"cpu": 8192, "cuda": 16384}
 """Tokens that a step computes at most: vLLM's default for a GPU of 70 GiB or more, megarl's on a CPU."""
 
 
-def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int) -> int:
-    """Bytes of the engine's parameters on a rank, and of its table of rotary embeddings."""
+FP8_BLOCK = 128
+"""Rows and columns that share a scale under `rollout.quantization: fp8`."""
+_SCALE_BYTES = 4
+
+
+def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization: str = "none") -> int:
+    """Bytes of the engine's parameters on a rank, scales of FP8 weights included, and of its rotary embeddings."""
     model = layouts.model
-    return (layouts.numel_on(rank) + model.max_position_embeddings * model.head_dim) * itemsize
+    rotary = model.max_position_embeddings * model.head_dim * itemsize
+    if quantization == "none":
+        return layouts.numel_on(rank) * itemsize + rotary
+    total = rotary
+    for stack, shape, count in layouts.stacks_on(rank):
+        if _is_quantised(stack):
+            total += count * _quantised_bytes(stack, shape, quantization == "fp8")
+        else:
+            total += count * prod(shape) * itemsize
+    return total
+
+
+def waiting_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_bytes: int, stages: int) -> int:
+    """Bytes that a reshard to an engine with FP8 weights has on a rank at most, beside weights and buckets.
+
+    The weights that are not yet complete (`reshard.quantised`): the plan goes through the layers of the trainer's
+    pipeline `stages` side by side, and has three buckets under way; then the largest module, as it was loaded with its
+    rows padded, and as FP8.
+    """
+    modules: dict[str, int] = defaultdict(int)
+    for stack, shape, count in layouts.stacks_on(rank):
+        if _is_quantised(stack):
+            # Both matrices of a layer's experts are quantised together.
+            name = "experts" if stack.stacks_experts else stack.storage
+            modules[name] += prod(_padded(stack, shape)) * count // layouts.model.num_layers
+    layer = sum(modules.values())
+    whole = layer * layouts.model.num_layers
+    waiting = min(whole * itemsize, 2 * stages * layer * itemsize + 3 * bucket_bytes)
+    return waiting + max(modules.values()) * (itemsize + 1)
+
+
+def _is_quantised(stack: Stack) -> bool:
+    """vLLM quantises linear layers and experts; their biases, norms, embeddings, head and routers stay."""
+    return stack.stacks_experts or stack.storage.endswith("_proj.weight")
+
+
+def _padded(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a matrix that vLLM quantises; of an expert's, each projection has whole blocks."""
+    rows, columns = shape
+    if not stack.stacks_experts:
+        return rows, columns
+    projections = len(stack.parts)
+    return projections * _rounded(rows // projections), _rounded(columns)
+
+
+def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> int:
+    if not in_blocks:
+        return prod(shape) + shape[0] * _SCALE_BYTES
+    rows, columns = _padded(stack, shape)
+    return rows * columns + _rounded(rows) // FP8_BLOCK * (_rounded(columns) // FP8_BLOCK) * _SCALE_BYTES
+
+
+def _rounded(size: int) -> int:
+    return -(-size // FP8_BLOCK) * FP8_BLOCK
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int) -> int:

@@ -104,9 +104,31 @@ class RankMemory:
     def engine_weights(self) -> int:
         if not self.has_engine:
             return 0
-        shape, layout = self.models.policy.shape, self.layout
-        layouts = VllmLayouts(shape, layout.rollout_tp, layout.rollout_ranks or layout.world_size, layout.rollout_ep)
-        return engine.engine_weights(layouts, self.rank - layout.leaders()[0], self.itemsize)
+        quantization = self.recipe.rollout.quantization
+        return engine.engine_weights(self._engine_layouts, self._engine_rank, self.itemsize, quantization)
+
+    @cached_property
+    def waiting(self) -> int:
+        """What an engine with FP8 weights needs in a reshard to make them."""
+        if not self.has_engine or self.recipe.rollout.quantization == "none":
+            return 0
+        return engine.waiting_bytes(
+            self._engine_layouts,
+            self._engine_rank,
+            self.itemsize,
+            bucket_bytes=self.recipe.weights.bucket_mib << 20,
+            stages=self.layout.pp,
+        )
+
+    @property
+    def _engine_layouts(self) -> VllmLayouts:
+        layout = self.layout
+        num_ranks = layout.rollout_ranks or layout.world_size
+        return VllmLayouts(self.models.policy.shape, layout.rollout_tp, num_ranks, layout.rollout_ep)
+
+    @property
+    def _engine_rank(self) -> int:
+        return self.rank - self.layout.leaders()[0]
 
     @cached_property
     def cache_bytes(self) -> int:
@@ -194,6 +216,8 @@ class RankMemory:
         uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._waiting()]
         if states.merged:
             uses.append(Use("merged adapters", states.merged))
+        if self.waiting:
+            uses.append(Use("unquantised weights", self.waiting))
         cache = 0 if self.platform.is_gpu and not is_alone else self.cache_bytes
         return [*uses, Use("engine weights", self.engine_weights), Use("KV cache", cache), Use("staging", self.staging)]
 
@@ -356,8 +380,7 @@ class RankMemory:
 
     @property
     def _block_bytes(self) -> int:
-        name = str(self.recipe.rollout.vllm.get("kv_cache_dtype", "auto"))
-        itemsize = 1 if name.startswith("fp8") else {"float16": 2, **ITEM_BYTES}.get(name, self.itemsize)
+        itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
         return engine.cache_block_bytes(
             self.models.policy.shape, self.layout.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
         )

@@ -117,11 +117,9 @@ def _apply_quantised_experts(
     experts, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *args: Any, **kwargs
 ) -> None:
     """As `_apply_plain_experts`, of FP8 blocks with the scales `w1_scale` and `w2_scale` of `experts`."""
-    plain = (
-        _dequantised(weight, scale, hidden_states.dtype)
-        for weight, scale in ((w1, experts.w1_scale), (w2, experts.w2_scale))
-    )
-    _apply_plain_experts(experts, output, hidden_states, *plain, *args, **kwargs)
+    plain_w1 = _dequantised(w1, experts.w1_scale, hidden_states.dtype)
+    plain_w2 = _dequantised(w2, experts.w2_scale, hidden_states.dtype)
+    _apply_plain_experts(experts, output, hidden_states, plain_w1, plain_w2, *args, **kwargs)
 
 
 def _dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: int = 128) -> torch.Tensor:

@@ -37,6 +37,7 @@ from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import shortened_warmups, uncorrected
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.memory import memory_faults, predicted_memory, table_of
+from megarl.preflight.quantisation import quantisation
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
@@ -158,6 +159,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
                 *sizes.expert_fit(recipe, shape),
                 *megatron_fields(recipe, shape),
                 *engine_fit(recipe, shape),
+                *quantisation(recipe, shape),
                 *learning.head(recipe, shape),
                 *learning.adapters(recipe, shape),
             ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 from megarl.memory.engine import BLOCK_TOKENS, cache_block_bytes
+from megarl.memory.phases import ITEM_BYTES
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
 
@@ -34,9 +35,9 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     rollout = recipe.rollout
     if rollout.gpu_memory_utilization is not None:
         return
-    item_bytes = _item_bytes(str(rollout.vllm.get("kv_cache_dtype", "auto")), recipe.model.dtype)
+    item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
     block = rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
-    if item_bytes is None or not isinstance(block, int) or block < 1:
+    if not isinstance(block, int) or block < 1:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     longest = recipe.data.max_prompt_tokens + new_tokens
@@ -64,14 +65,6 @@ def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
                 f"{field}.stop_token_ids = {list(token_ids)}: the model's vocabulary of {shape.vocab_size} ends before "
                 f"{beyond[0]}; give ids of its tokenizer"
             )
-
-
-def _item_bytes(cache_dtype: str, model_dtype: str) -> int | None:
-    """Bytes of one number in the KV cache; None for a type that is not known here."""
-    name = model_dtype if cache_dtype == "auto" else cache_dtype
-    if name.startswith("fp8"):
-        return 1
-    return {"float32": 4, "bfloat16": 2, "float16": 2}.get(name)
 
 
 def _gib(size: int) -> str:

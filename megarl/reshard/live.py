@@ -80,16 +80,23 @@ class Reshard:
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
         self.is_computed = all(gathered(as_computed, group))
         wanted = destinations if self.is_computed and destinations is not None else gathered(recorded, group)
-        plan = make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology)
+        modules = quantised_modules(engine)
+        self.quantises = any(gathered(bool(modules), group))
+        """Whether some rank's engine makes FP8 weights of what arrives."""
+        plan = make_plan(
+            sources,
+            wanted,
+            itemsize=dtype.itemsize,
+            bucket_bytes=bucket_bytes,
+            topology=topology,
+            bounds_local=self.quantises,
+        )
         digests = gathered(plan.digest(), group)
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}")
         self._engine = engine
         self._live = dict(engine.named_parameters()) if engine is not None else {}
         self._dtype, self._group = dtype, group
-        modules = quantised_modules(engine)
-        self.quantises = any(gathered(bool(modules), group))
-        """Whether some rank's engine makes FP8 weights of what arrives."""
         here = device_of([*parameters.values(), *self._live.values()])
         self._room = WaitingRoom(
             modules,

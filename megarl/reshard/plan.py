@@ -84,6 +84,14 @@ NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 """The staged elements of a tensor that no rank sends."""
 
 
+class _Loads(NamedTuple):
+    """The elements that each rank stages of each slice of a tensor, int64 [ranks] or `NOTHING`."""
+
+    of_slice: NDArray[np.int64]
+    num_slices: int
+    is_exchanged: bool
+
+
 class Step(NamedTuple):
     """The transfers of one tensor: slice i is in `buckets[i]`; `turn` rotates the choice among replicas."""
 
@@ -97,9 +105,16 @@ class Plan:
     """All transfers from source to destination layouts in execution order, in buckets; made by `make_plan`."""
 
     def __init__(
-        self, sources: Layouts, destinations: Layouts, *, itemsize: int, bucket_bytes: int, topology: RankTopology
+        self,
+        sources: Layouts,
+        destinations: Layouts,
+        *,
+        itemsize: int,
+        bucket_bytes: int,
+        topology: RankTopology,
+        bounds_local: bool = False,
     ) -> None:
-        self.sources, self.destinations = sources, destinations
+        self.sources, self.destinations, self._bounds_local = sources, destinations, bounds_local
         self.itemsize, self.bucket_bytes = itemsize, bucket_bytes
         self._near = _numbered(topology)
         self.steps: list[Step] = []
@@ -186,8 +201,8 @@ class Plan:
         The first tensor of each group of holders comes first, then each second one: all ranks send at the same time,
         not one pipeline stage or one expert's holders after the other.
         """
-        rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, list[NDArray[np.int64]]]]] = {}
-        overlaps: dict[tuple[int, int], tuple[Overlap, list[NDArray[np.int64]]]] = {}
+        rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
+        overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
         count: dict[int, int] = {}
         for tensor in self.destinations.tensors:
             held, wanted = self.sources.holdings(tensor), self.destinations.holdings(tensor)
@@ -200,39 +215,39 @@ class Plan:
         staged = np.zeros(self.num_ranks, dtype=np.int64)
         for _, group in sorted(rounds.items(), key=lambda item: item[0]):
             buckets: list[list[int]] = [[] for _ in group]
-            for index in range(max(len(loads) for _, _, loads in group)):
+            for index in range(max(loads.num_slices for _, _, loads in group)):
                 for (_, _, loads), own in zip(group, buckets, strict=True):
-                    if index < len(loads):
+                    if index < loads.num_slices:
                         if not self.exchanged or (
-                            loads[index] is not NOTHING and (staged + loads[index]).max() > limit
+                            loads.of_slice is not NOTHING and (staged + loads.of_slice).max() > limit
                         ):
                             self.exchanged.append(False)
                             staged = np.zeros(self.num_ranks, dtype=np.int64)
-                        if loads[index] is not NOTHING:
-                            staged += loads[index]
-                            self.exchanged[-1] = True
+                        if loads.of_slice is not NOTHING:
+                            staged += loads.of_slice
+                        self.exchanged[-1] |= loads.is_exchanged
                         own.append(len(self.exchanged) - 1)
             for (tensor, overlap, _), own in zip(group, buckets, strict=True):
                 turn = (max(tensor.layer, 0) + tensor.expert) % overlap.turns
                 self.steps.append(Step(tensor, overlap, turn, tuple(own)))
 
-    def _fit(self, overlap: Overlap, limit: int) -> list[NDArray[np.int64]]:
-        """Upper bounds of the elements that each rank stages in each slice of a tensor: int64 [ranks] per slice."""
+    def _fit(self, overlap: Overlap, limit: int) -> _Loads:
+        """Upper bounds of the elements that each rank stages in each slice of a tensor."""
         reach = [self._reach(route.holders, route.takers) for route in overlap.routes]
-        if not any(reach):
-            return [NOTHING]
+        if not any(reach) and not self._bounds_local:
+            return _Loads(NOTHING, 1, is_exchanged=False)
         num_slices = 1
         while True:
             load = np.zeros(self.num_ranks, dtype=np.int64)
             for route, most in zip(overlap.routes, reach, strict=True):
-                if most:
+                if most or self._bounds_local:
                     numel = sum(region.staged(num_slices) for region in route.regions)
                     load[np.asarray(route.holders)] += most * numel
                     load[np.asarray(route.takers)] += numel
             largest = int(load.max())
             # Slices of half a bucket leave room for other tensors' beside them.
             if largest * 2 <= limit or num_slices >= overlap.longest:
-                return [load] * num_slices
+                return _Loads(load, num_slices, is_exchanged=any(reach))
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
@@ -263,12 +278,14 @@ def make_plan(
     itemsize: int,
     bucket_bytes: int,
     topology: RankTopology | None = None,
+    bounds_local: bool = False,
 ) -> Plan:
     """The plan from source to destination layouts, both by rank (an empty layout for a rank that takes no part).
 
     `itemsize` is the size of a sent element in bytes, `bucket_bytes` bounds what a rank stages at once, sent and
     received together; `topology` names each rank's node and the switches above it, nearest first (left out: one node).
-    Raises ValueError with the tensor's name if a destination element has no source.
+    With `bounds_local` the bound counts what a rank copies from itself too. Raises ValueError with the tensor's name if
+    a destination element has no source.
     """
     if len(sources) != len(destinations):
         raise ValueError(f"{len(sources)} source layouts, {len(destinations)} destination layouts")
@@ -278,4 +295,5 @@ def make_plan(
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
         topology=[(0,)] * len(sources) if topology is None else topology,
+        bounds_local=bounds_local,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 
@@ -38,8 +38,8 @@ class WaitingRoom:
     ) -> None:
         """`layout` is this rank's; `collective` is entered where the ranks of an engine exchange maxima."""
         self._collective = collective
-        spans = _spans(modules, plan, layout)
-        places, self.numel = _places(
+        spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
+        places, self.numel = shared_places(
             [(*spans[module.name], sum(map(prod, module.shapes.values()))) for module in modules]
         )
         self._buffer = torch.empty(self.numel, dtype=dtype, device=device)
@@ -72,9 +72,12 @@ class WaitingRoom:
                 self._take(module, {name: self.destinations[name] for name in module.shapes})
 
 
-def _spans(modules: Sequence[QuantisedModule], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
-    """The first and the last bucket of each module's pieces. Raises ValueError for a module without any."""
-    owners = {name: module.name for module in modules for name in module.shapes}
+def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
+    """The first and the last bucket of each module's pieces in a rank's layout; `modules` are names of storages.
+
+    Raises ValueError for a module without any.
+    """
+    owners = {name: module for module, names in modules.items() for name in names}
     of_tensor: dict[str, set[str]] = defaultdict(set)
     for piece in layout:
         if piece.storage in owners:
@@ -83,12 +86,12 @@ def _spans(modules: Sequence[QuantisedModule], plan: Plan, layout: Layout) -> di
     for step in plan.steps:
         for owner in of_tensor.get(step.tensor.name, ()):
             found[owner] += step.buckets
-    if missing := [module.name for module in modules if module.name not in found]:
+    if missing := [module for module in modules if module not in found]:
         raise ValueError(f"no tensor of the plan reaches {missing[0]}")
-    return {name: (min(buckets), max(buckets)) for name, buckets in found.items()}
+    return {module: (min(buckets), max(buckets)) for module, buckets in found.items()}
 
 
-def _places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
     """Where each of `spans`, a first bucket, a last one and a size, begins in one buffer; and the buffer's size.
 
     First fit. A place is free again two buckets after its last: a bucket is unpacked while the next one is copied.

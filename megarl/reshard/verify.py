@@ -7,7 +7,7 @@ arrive, and compares what it makes of them with the live ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import torch

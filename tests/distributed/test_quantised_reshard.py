@@ -146,7 +146,7 @@ def formula(tensors: Any, layer: str, tp: int, part: int, rows: bool) -> dict[st
         fused["mlp.down_proj"] = cut("mlp.down_proj.weight", 1)
     found = {}
     for name, weight in fused.items():
-        whole = tensors[f"{layer}{name}.weight"] if f"{layer}{name}.weight" in tensors else weight
+        whole = tensors.get(f"{layer}{name}.weight", weight)
         values, scales = by_rows(weight, whole) if rows else by_blocks(weight)
         found[f"{layer}{name}.weight"] = values.t() if rows else values
         found[f"{layer}{name}.weight_scale{'' if rows else '_inv'}"] = scales
@@ -199,3 +199,41 @@ def test_fp8_weights_equal_what_vllm_makes_of_the_checkpoint(
     recipe = recipe_of(tiny_model(**model), layout, quantization)
     results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=4)
     assert results == [([], [])] * 4
+
+
+def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
+    """What verification says after one byte, and after one scale, of one rank's engine was changed and mended."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.types import MegarlError
+    from megarl.worker.colocated import Worker
+
+    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    assert worker.engine and worker.weights
+    live = dict(worker.engine.model.named_parameters())
+    said = []
+    for name in ("mlp.gate_up_proj.weight", "self_attn.o_proj.weight_scale_inv", "input_layernorm.weight", None):
+        if name is not None and dist.get_rank() == 1:
+            parameter = live[f"model.layers.1.{name}"].data
+            parameter = parameter.view(torch.uint8) if parameter.dtype.itemsize == 1 else parameter
+            parameter.view(-1)[-1] += 1
+        try:
+            worker.reshard(verify=False) if name is None else worker.weights.resharding.verify()
+            said.append("equal")
+        except MegarlError as error:
+            said.append(str(error))
+    worker.close()
+    return said
+
+
+def test_verification_finds_a_changed_byte_scale_and_norm(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
+    layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(**QWEN3), layout)
+    for weight, scale, norm, mended in ranks.run(spoil_and_verify, recipe, layout, world_size=2):
+        assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in weight
+        assert "as vLLM quantises them" in weight
+        assert "model.layers.1.mlp.gate_up_proj.weight" in scale  # the first of both
+        assert "(2 of this rank's tensors differ)" in scale
+        assert "model.layers.1.input_layernorm.weight does not hold the trainer's" in norm
+        assert mended == "equal"

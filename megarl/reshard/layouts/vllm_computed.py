@@ -67,7 +67,11 @@ class VllmLayouts(Layouts):
 
     def numel_on(self, rank: int) -> int:
         """Elements of a rank's live parameters, padding included."""
-        part, total = rank % self.tp, 0
+        return sum(prod(shape) * count for _, shape, count in self.stacks_on(rank))
+
+    def stacks_on(self, rank: int) -> Iterator[tuple[Stack, tuple[int, ...], int]]:
+        """A rank's live parameters by kind: the shape of one, or of one expert in it, and how many there are."""
+        part = rank % self.tp
         for stack in self._stacks:
             template = stack.parts[0].tensor
             shape = list(self._shapes[template])
@@ -76,8 +80,7 @@ class VllmLayouts(Layouts):
             if stack.stacks_experts:
                 each, more = divmod(self.model.num_experts, self.tp)
                 count *= each + (part < more) if self.ep else self.model.num_experts
-            total += prod(shape) * count
-        return total
+            yield stack, tuple(shape), count
 
     def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
         for rank in range(self.tp) if owner < 0 else (owner,):

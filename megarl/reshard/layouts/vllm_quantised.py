@@ -118,7 +118,11 @@ class QuantisedModule:
         else:
             method._setup_kernel = _laid_out(method)
         method.process_weights_after_loading(module)
-        made = {f"{self.name}.{key}": parameter.data for key, parameter in module._parameters.items() if parameter is not None}
+        made = {
+            f"{self.name}.{key}": parameter.data
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        }
         for name, live in self.live.items():
             found = made.get(name)
             if found is None or _form(found) != _form(live):
@@ -221,7 +225,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
     """Weights as a parameter of the class, and with the attributes, that vLLM's loader made."""
     parameter = weights.detach()
     parameter.__class__ = like.__class__
-    parameter.__dict__ = like.__dict__.copy()
+    vars(parameter).update(vars(like))
     return parameter
 
 
@@ -234,7 +238,9 @@ def _laid_out(method: Any) -> Any:
     names = ("w13_weight", "w2_weight", f"w13_{scale}", f"w2_{scale}")
 
     def set_up(layer: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(zip(("w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"), args, strict=False))
+        given = dict(
+            zip(("w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"), args, strict=False)
+        )
         made = convert_to_fp8_moe_kernel_format(fp8_backend=method.fp8_backend, layer=layer, **{**given, **kwargs})
         for name, tensor in zip(names, made, strict=True):
             replace_parameter(layer, name, tensor)

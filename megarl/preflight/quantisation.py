@@ -1,0 +1,57 @@
+"""Whether an engine's FP8 weights can be made where they live: type, family, kernels, machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import Recipe
+from megarl.config.formulas import either
+from megarl.families import FAMILIES
+from megarl.families.shape import ModelShape
+from megarl.platform.cuda_extensions import runs_on_cpu
+
+EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm", "cutlass")
+"""Values of vLLM's `moe_backend` that may lead to a backend of `layouts.vllm_quantised.EXPERT_BACKENDS`."""
+LINEAR_BACKENDS = ("auto", "triton", "cutlass", "deep_gemm", "flashinfer_cutlass", "torch")
+"""Values of vLLM's `linear_backend` that may lead to a kernel of `layouts.vllm_quantised.LINEAR_KERNELS`.
+
+What `auto` chose is looked at before an engine gets its first weights.
+"""
+
+
+def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Faults of a recipe whose engines have FP8 weights."""
+    rollout = recipe.rollout
+    if not recipe.has_engine or rollout.quantization == "none":
+        return
+    field = f"rollout.quantization = {rollout.quantization}"
+    if recipe.model.dtype != "bfloat16":
+        yield (
+            f"{field}: FP8 kernels take activations of bfloat16, model.dtype is {recipe.model.dtype}; set "
+            "model.dtype=bfloat16"
+        )
+    if not FAMILIES[shape.family].is_quantisable:
+        known = sorted(name for name, family in FAMILIES.items() if family.is_quantisable)
+        yield (
+            f"{field}: what vLLM makes of a {shape.family} model's weights is not known to be written in place, as it "
+            f"is of {', '.join(known)}; set rollout.quantization=none"
+        )
+    for name in ("quantization", "quantization_config"):
+        if rollout.vllm.get(name) is not None:
+            yield f"{field}: rollout.vllm.{name} = {rollout.vllm[name]!r} would quantise too; leave one out"
+    if rollout.vllm.get("enable_lora"):
+        yield f"{field}: adapters inside vLLM (rollout.vllm.enable_lora) keep weights of their own; leave one out"
+    yield from _backend(recipe, field, "linear_backend", LINEAR_BACKENDS)
+    if shape.num_experts:
+        yield from _backend(recipe, field, "moe_backend", EXPERT_BACKENDS)
+        if rollout.quantization == "fp8_per_channel" and runs_on_cpu():
+            yield f"{field}: vLLM has no such experts on a CPU; set rollout.quantization=fp8, or take GPUs"
+
+
+def _backend(recipe: Recipe, field: str, name: str, known: tuple[str, ...]) -> Iterator[str]:
+    given = recipe.rollout.vllm.get(name, "auto")
+    if str(given).lower().replace("-", "_") not in known:
+        yield (
+            f"rollout.vllm.{name} = {given!r}: its kernels keep FP8 weights in a form of their own, which a reshard "
+            f"does not write ({field}); set it to {either(known)}"
+        )
