@@ -233,7 +233,8 @@ def test_verification_finds_a_changed_byte_scale_and_norm(ranks: RankPool, tiny_
     for weight, scale, norm, mended in ranks.run(spoil_and_verify, recipe, layout, world_size=2):
         assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in weight
         assert "as vLLM quantises them" in weight
-        assert "model.layers.1.mlp.gate_up_proj.weight" in scale  # the first of both
+        # What is complete first is told first.
+        assert "model.layers.1.self_attn.o_proj.weight_scale_inv" in scale
         assert "(2 of this rank's tensors differ)" in scale
         assert "model.layers.1.input_layernorm.weight does not hold the trainer's" in norm
         assert mended == "equal"
