@@ -203,6 +203,14 @@ class RolloutConfig(Section):
     """Sampling parameters of training."""
     max_concurrent_requests: PositiveInt = 256
     """Completions that one engine decodes concurrently."""
+    async_scheduling: bool | None = None
+    """Begin an engine's step before the one before it is read, so that a GPU does not wait for the host between them.
+    All that was begun is read before a call of the engine ends: versions are right, and tokens the same but for
+    rounding, which then depends on when calls end (false: a resumed run of one turn is bit-equal, see environment). A
+    completion that ends before its limit costs a token more, which is dropped. Left out: on where vLLM has it, which is
+    not on CPUs, nor with a drafter that works on the host (vllm.speculative_config); and off with top_p, top_k or min_p
+    under vLLM's older model runner, where recording what they kept undoes the gain. true: an error where vLLM has it
+    not. Metric: perf/steps_ahead."""
     environment: str = "single_turn"
     """Environment of the attempts: single_turn (one answer to the problem), calculator and search (tools), countdown,
     guess_number and mastermind (games), reasoning_gym, gem, openenv and verifiers (other libraries'), command (a
@@ -210,7 +218,8 @@ class RolloutConfig(Section):
     (megarl.environments.Environment, megarl.environments.tools.ToolEnvironment), or path/to/file.py:interact (RL2's
     function, megarl.environments.interact). Resume: a run whose loss reads no engine log-probs (algorithm.old_logprobs
     trainer, no importance_sampling) goes on bit-equal in float32; one whose loss reads them does so while all requests
-    of a step fit in the engines at once, else up to rounding, since engines round by what they decode together."""
+    of a step fit in the engines at once and async_scheduling is off, else up to rounding, since engines round by what
+    they decode together."""
     environment_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class's constructor."""
     environment_processes: NonNegativeInt | None = None

@@ -14,6 +14,7 @@ ENGINE_FIELDS = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_dtype": "rollout.kv_cache_dtype",
     "max_num_seqs": "rollout.max_concurrent_requests",
+    "async_scheduling": "rollout.async_scheduling",
     "return_sampling_mask": "rollout.sampling.top_p, rollout.sampling.top_k and rollout.sampling.min_p",
     "hf_overrides": "model.override_config",
     "max_model_len": "data.max_prompt_tokens and rollout.sampling.max_new_tokens",

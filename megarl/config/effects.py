@@ -304,6 +304,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.sync_every": _SEPARATE,
     "rollout.on_stale": _PARK,
     "rollout.max_concurrent_requests": _ENGINE,
+    "rollout.async_scheduling": _ENGINE,
     "rollout.kv_cache_gib": (*_ENGINE, _left_out("rollout.gpu_memory_utilization")),
     "rollout.gpu_memory_utilization": _ENGINE,
     "rollout.quantization": _ENGINE,

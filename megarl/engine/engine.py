@@ -25,7 +25,7 @@ from megarl.config.override import engine_overrides
 from megarl.files.model_folder import read_object
 from megarl.platform import device, vllm_on_cpu
 from megarl.platform.spans import span
-from megarl.tracking.metrics import Max, Metric, Sum
+from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Completion, ConfigError, ExpertsHandle, FinishReason, KeptSets, Request
 
 vllm_on_cpu.prepare()
@@ -35,6 +35,7 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
@@ -45,6 +46,10 @@ METRICS = {
     "perf/preemptions": (
         "count",
         "how often a running request lost its cache, for want of room, and was computed anew",
+    ),
+    "perf/steps_ahead": (
+        "share",
+        "engine steps that were begun before the one before had been read (rollout.async_scheduling)",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -98,13 +103,9 @@ class RolloutEngine:
         self._channel = _open_channel(config.tp)
         with preserved_random_state():
             with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
-                vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+                vllm_config = engine_config(arguments, config)
                 self._records_sets = config.sampling.is_truncated
-                self._has_masks = self._records_sets and vllm_config.use_v2_model_runner
-                if self._has_masks:
-                    # The newer model runner records by itself, the older one does not know of it.
-                    arguments = dataclasses.replace(arguments, return_sampling_mask=True)
-                    vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+                self._has_masks: bool = vllm_config.model_config.return_sampling_mask
                 self._vocab_size: int = vllm_config.model_config.get_vocab_size()
             with refusals_named(config, max_model_len, ValueError, NotImplementedError):
                 self._start(vllm_config)
@@ -145,6 +146,9 @@ class RolloutEngine:
         Returns what finished in this call. An aborted request comes back with the tokens it has; an id that is not
         running is passed over. A request that vLLM refuses (too long, empty, an unknown token) comes back with the
         finish reason `error` and why; the others go on. Followers return nothing, when their leader does.
+
+        No step is under way when this returns: what vLLM has begun ahead is read, so that weights may then be written
+        and memory given away.
         """
         with preserved_random_state():
             if self._engine is None:
@@ -174,11 +178,15 @@ class RolloutEngine:
         """Of the requests since the call before; nothing on followers, whose cache is the leader's."""
         if self._engine is None:
             return {}
+        executor = self._executor
         found: dict[str, Metric] = {
-            "memory/kv_usage": Max(self._executor.max_kv_usage),
-            "perf/preemptions": Sum(float(self._executor.num_preempted)),
+            "memory/kv_usage": Max(executor.max_kv_usage),
+            "perf/preemptions": Sum(float(executor.num_preempted)),
         }
-        self._executor.max_kv_usage, self._executor.num_preempted = 0.0, 0
+        if executor.num_steps:
+            found["perf/steps_ahead"] = Mean(executor.num_ahead / executor.num_steps, executor.num_steps)
+        executor.max_kv_usage, executor.num_preempted = 0.0, 0
+        executor.num_steps, executor.num_ahead = 0, 0
         return found
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -247,7 +255,18 @@ class RolloutEngine:
             completions += (self._finish(output) for output in outputs)
             if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
+        completions += (self._finish(output) for output in self._read_begun(engine))
         return completions
+
+    def _read_begun(self, engine: LLMEngine) -> list[Any]:
+        """The outputs of the steps that asynchronous scheduling has begun ahead; no other is begun."""
+        core = cast(Any, engine.engine_core).engine_core
+        outputs: list[Any] = []
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue:
+            outputs += engine.step()
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        return outputs
 
     def _score(self, engine: LLMEngine, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         if engine.has_unfinished_requests():
@@ -258,6 +277,7 @@ class RolloutEngine:
         outputs: list[Any] = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
+        outputs += self._read_begun(engine)
         engine.reset_prefix_cache()
         [output] = outputs
         _, *others = output.prompt_logprobs
@@ -316,6 +336,8 @@ def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Excep
                 f"rollout.{given}: too small for one sequence of {max_model_len} tokens (data.max_prompt_tokens + "
                 "rollout.sampling.max_new_tokens); raise it"
             )
+        elif config.async_scheduling and re.search(r"[Aa]sync(hronous)? scheduling", text):
+            field = "rollout.async_scheduling = True: leave it out, then it is on where vLLM has it"
         else:
             given = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm
             field = ", ".join(f"rollout.vllm.{key} = {config.vllm[key]!r}" for key in given) or "rollout"
@@ -371,7 +393,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
         "moe_backend": "triton",  # the only one on CUDA whose experts lie as they were loaded
-        "async_scheduling": False,
+        "async_scheduling": config.async_scheduling,
         "disable_log_stats": True,
     }
     if torch.cuda.is_available() and device.cuda_toolkit() is None:
@@ -390,6 +412,26 @@ def _quantization(config: RolloutConfig) -> dict[str, Any]:
         # Routers stay as they are: vLLM would quantise those of some families, and choose other experts.
         found |= {"quantization": scheme, "quantization_config": {"ignore": [ROUTERS]}}
     return found
+
+
+def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:
+    """vLLM's whole configuration; what it chose itself decides who records kept sets and what that goes with.
+
+    Raises ValueError where `config` asks for steps that are begun ahead and the platform has none.
+    """
+    found = arguments.create_engine_config(UsageContext.LLM_CLASS)
+    is_ahead = found.scheduler_config.async_scheduling
+    if config.async_scheduling and not is_ahead:
+        raise ValueError("its platform switches async scheduling off")
+    changes: dict[str, bool] = {}
+    if config.sampling.is_truncated and found.use_v2_model_runner:
+        # The newer model runner records by itself, the older one does not know of it.
+        changes["return_sampling_mask"] = True
+    elif config.sampling.is_truncated and is_ahead and config.async_scheduling is None:
+        changes["async_scheduling"] = False  # see KeptSetRecorder.complete
+    if not changes:
+        return found
+    return dataclasses.replace(arguments, **cast(Any, changes)).create_engine_config(UsageContext.LLM_CLASS)
 
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 vLLM hands every piece of work for its workers to an `Executor`. Ours runs it on the leader's own worker and broadcasts
 it to the followers, who serve until they are released. So requests need to reach the leader only, at any time, and
 between two calls every rank is free to train.
+
+Under vLLM's asynchronous scheduling a step is begun before the one before it has been read: the leader gives a future
+that waits for the device when it is asked, and the followers wait as late as the leader does.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -96,15 +100,28 @@ def _without_message_queues() -> Iterator[None]:
 
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
-    """Follower: do what the leader's executor says until it releases."""
+    """Follower: do what the leader's executor says until it releases.
+
+    Once a step is begun the one before it is waited for, as on the leader: two steps later vLLM writes into its buffers
+    again, which the device must have read by then. When this returns no step is under way.
+    """
+    begun: Any = None
     while (command := channel.receive()) is not None:
         method, args, kwargs = command
-        if method == "execute_model":
-            _execute_step(worker, *args)
-        elif method == "sample_tokens":
-            worker.sample_tokens(*args)
-        else:
+        if method not in ("execute_model", "sample_tokens"):
             channel.gather(getattr(worker, method)(*args, **kwargs))
+            continue
+        output = _execute_step(worker, *args) if method == "execute_model" else worker.sample_tokens(*args)
+        if output is not None:
+            _wait_for(begun)
+            begun = output
+    _wait_for(begun)
+
+
+def _wait_for(output: Any) -> None:
+    """Until the device has done the step whose output this is; nobody reads it."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        output.get_output()
 
 
 def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
@@ -135,6 +152,12 @@ class LeaderExecutor(Executor):
         """The largest share of the KV cache that a step had in use, since this was set."""
         self.kv_usage: Callable[[], float] = lambda: 0.0
         """The scheduler's share of the KV cache in use, once it is there."""
+        self.num_steps = 0
+        """How many steps were begun, since this was set."""
+        self.num_ahead = 0
+        """How many of them were begun before the one before had been read."""
+        self._begun = _future(None)
+        self._is_sampled = False
         super().__init__(vllm_config)
 
     def _init_executor(self) -> None:
@@ -153,22 +176,40 @@ class LeaderExecutor(Executor):
             raise TypeError(f"only a worker's method can be sent to followers by name, not {method!r}")
         self.channel.send((method, args, kwargs or {}))
         results = self.channel.gather(getattr(self.worker, method)(*args, **(kwargs or {})))
-        return _given(results, non_block)
+        future = _future(results)
+        return future if non_block else future.result()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """One step on all workers; the leader's output counts, all sample alike."""
         self.num_preempted += len(scheduler_output.preempted_req_ids or ())
         self.max_kv_usage = max(self.max_kv_usage, self.kv_usage())
+        if scheduler_output.total_num_scheduled_tokens:
+            self.num_steps += 1
+            self.num_ahead += not self._begun.done()
         self.channel.send(("execute_model", (scheduler_output,), {}))
-        return _given(self._recorded(_execute_step(self.worker, scheduler_output)), non_block)
+        output = _execute_step(self.worker, scheduler_output)
+        self._is_sampled = output is not None
+        return self._begin(output, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """The second half of a step whose requests follow a grammar."""
-        self.channel.send(("sample_tokens", (grammar_output,), {}))
-        return _given(self._recorded(self.worker.sample_tokens(grammar_output)), non_block)
+        """The second half of a step whose requests follow a grammar.
 
-    def _recorded(self, output: Any) -> Any:
-        return output if self._recorder is None else self._recorder.complete(output)
+        Under asynchronous scheduling vLLM asks for that of every step: the others' was done with the first half.
+        """
+        if self._is_sampled:
+            self._is_sampled = False
+            return self._begun if non_block else self._begun.result()
+        self.channel.send(("sample_tokens", (grammar_output,), {}))
+        return self._begin(self.worker.sample_tokens(grammar_output), non_block)
+
+    def _begin(self, output: Any, non_block: bool) -> Any:
+        self._begun = _future(output if self._recorder is None else self._recorder.complete(output))
+        return self._begun if non_block else self._begun.result()
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """Whether vLLM may begin a step before it has read the one before."""
+        return True
 
     def check_health(self) -> None:
         """A lost follower ends the next collective."""
@@ -177,12 +218,10 @@ class LeaderExecutor(Executor):
         """Nothing: each rank's engine closes its own worker."""
 
 
-def _given(value: Any, as_future: bool) -> Any:
-    """A result as vLLM wants it: arrived on the host, and in a future if asked without blocking."""
+def _future(value: Any) -> Future[Any]:
+    """A result as vLLM asks for it; one that is still on its way to the host is waited for when it is read."""
     if isinstance(value, AsyncModelRunnerOutput):
-        value = value.get_output()
-    if not as_future:
-        return value
+        return AsyncOutputFuture(value, single_value=True)
     future: Future[Any] = Future()
     future.set_result(value)
     return future

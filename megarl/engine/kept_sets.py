@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplingMaskLists
 
 from megarl.types import KeptSets
 
@@ -38,16 +38,37 @@ class KeptSetRecorder:
         return sampled, logprobs
 
     def complete(self, output: Any) -> Any:
-        """The output of a step, with the masks of the tokens sampled in it."""
+        """The output of the step that was begun last, with the masks of the tokens sampled in it.
+
+        One that is still on its way to the host gets them there. They are counted on the device only then, behind a
+        step that was begun meanwhile: so nothing is gained by beginning it before.
+        """
         kept, self._kept = self._kept, None
-        if not isinstance(output, ModelRunnerOutput) or not output.req_ids:
-            return output
-        if kept is None:  # a step of greedy requests alone
-            kept = torch.zeros(len(output.req_ids), 0, dtype=torch.bool)
-        token_ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-        offsets = np.concatenate([[0], kept.sum(1).cumsum(0).cpu().numpy()])
-        output.sampling_masks = SamplingMaskLists(token_ids, offsets)
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _LateOutput(output, kept)
+        return _masked(output, kept)
+
+
+class _LateOutput(AsyncModelRunnerOutput):
+    """A step's output that has its masks once it is read."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, kept: Tensor | None) -> None:
+        self._output, self._kept = output, kept
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _masked(self._output.get_output(), self._kept)
+
+
+def _masked(output: Any, kept: Tensor | None) -> Any:
+    """The output of a step with its masks; `kept` bool [requests, vocabulary], None if all were greedy."""
+    if not isinstance(output, ModelRunnerOutput) or not output.req_ids:
         return output
+    if kept is None:
+        kept = torch.zeros(len(output.req_ids), 0, dtype=torch.bool)
+    token_ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    offsets = np.concatenate([[0], kept.sum(1).cumsum(0).cpu().numpy()])
+    output.sampling_masks = SamplingMaskLists(token_ids, offsets)
+    return output
 
 
 def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:

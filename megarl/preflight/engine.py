@@ -1,4 +1,4 @@
-"""Checks of what vLLM would refuse once its ranks are started: head size, KV cache."""
+"""Checks of what vLLM would refuse once its ranks are started: head size, KV cache, what the platform lacks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from _head_size(recipe, shape)
     yield from _kv_cache(recipe, shape)
     yield from _stop_tokens(recipe, shape)
+    if recipe.rollout.async_scheduling and runs_on_cpu():
+        yield "rollout.async_scheduling = True: vLLM has none on a CPU; leave it out, then it is on where vLLM has it"
 
 
 def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

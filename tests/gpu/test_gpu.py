@@ -141,4 +141,5 @@ def test_the_colocated_loop_learns_its_own_weights(dtype: str, tiny_model: Calla
     lines = [json.loads(line) for line in (tmp_path / "runs/gpu/metrics.jsonl").read_text().splitlines()]
     gaps = [line["logprob_gap/mean"] for line in lines if "logprob_gap/mean" in line]
     assert len(gaps) == 3 and max(gaps) < (1e-3 if dtype == "float32" else 5e-2)
+    assert all(line["perf/steps_ahead"] > 0 for line in lines if "logprob_gap/mean" in line)
     assert (tmp_path / "runs/gpu/hf/model.safetensors").exists()

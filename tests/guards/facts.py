@@ -69,6 +69,21 @@ SOURCES = (
         "vllm", "config/compilation.py", "PassConfig", "fuse_allreduce_rms: bool",
         "the pass that needs a CUDA compiler is switched off by this name",
     ),
+    Source(
+        "vllm", "v1/engine/core.py", "EngineCore.step_with_batch_queue",
+        "future = self.model_executor.sample_tokens( grammar_output, non_block=True )",
+        "under asynchronous scheduling the sampling of each step is asked for apart: engine.executor has it already",
+    ),
+    Source(
+        "vllm", "v1/core/sched/scheduler.py", "Scheduler.schedule",
+        "if self._pause_state == PauseState.PAUSED_ALL: # Do not schedule any requests when paused. token_budget = 0",
+        "what was begun ahead is read without beginning more",
+    ),
+    Source(
+        "vllm", "config/vllm.py", "VllmConfig.max_concurrent_batches",
+        "if self.use_v2_model_runner: return pp_size + 1",
+        "no more than one step is begun ahead: followers wait for the one before",
+    ),
     # FlashInfer
     Source(
         "flashinfer", "jit/cpp_ext.py", "get_cuda_path", 'os.environ.get("CUDA_HOME")',
@@ -145,6 +160,9 @@ SIGNATURES = (
         "distributed_executor_backend", "load_format", "logprobs_mode", "enable_prefix_caching", "enable_sleep_mode",
         "moe_backend", "async_scheduling", "disable_log_stats", "compilation_config", "hf_overrides",
     )),
+    Signature(
+        "vllm", "v1/executor/uniproc_executor.py", "AsyncOutputFuture.__init__", ("async_output", "single_value")
+    ),
     Signature("vllm", "v1/worker/gpu_worker.py", "Worker.sleep", ("level",)),
     Signature("vllm", "v1/worker/gpu_worker.py", "Worker.wake_up", ("tags",)),
     Signature("vllm", "device_allocator/cumem.py", "CuMemAllocator.sleep", ("offload_tags",)),

@@ -86,6 +86,13 @@ def test_a_cpu_has_no_memory_to_take_a_share_of(recipe: Callable[..., Recipe]) -
     check(recipe(rollout={"gpu_memory_utilization": 0.5}, cluster={"gpu_memory_gib": "h100"}))
 
 
+@pytest.mark.skipif(not runs_on_cpu(), reason="vLLM is the build for GPUs")
+def test_a_cpu_begins_no_step_ahead(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.async_scheduling = True: vLLM has none on a CPU; leave it out"):
+        check(recipe(rollout={"async_scheduling": True}))
+    check(recipe(rollout={"async_scheduling": False}))
+
+
 @pytest.mark.parametrize(
     ("launcher", "node", "is_cpu", "gib"),
     [
