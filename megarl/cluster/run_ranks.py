@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import RankFailedError, WorkerGroup
+from megarl.platform.rendezvous import Meeting
 from megarl.types import PeerLostError
 
 _CAUSE_SECONDS = 2.0
@@ -180,19 +181,12 @@ class RunRanks:
         self._num_bridges += 1
         name, topology = f"bridge_{self._num_bridges}", [place for group in groups for place in group.topology]
         firsts = [sum(group.world_size for group in groups[:index]) for index in range(len(groups))]
-        meet_seconds = min(_MEET_SECONDS, seconds)
+        assert self.trainers.meeting is not None
+        within = min(_MEET_SECONDS, seconds)
+        meetings = [Meeting(self.trainers.meeting, name, first, len(topology), within) for first in firsts]
         return [
-            group.scatter(
-                "join",
-                [self.trainers.meeting] * group.world_size,
-                name,
-                first,
-                topology,
-                version,
-                meet_seconds,
-                slack_seconds=seconds,
-            )
-            for group, first in zip(groups, firsts, strict=True)
+            group.scatter("join", [meeting] * group.world_size, topology, version, slack_seconds=seconds)
+            for group, meeting in zip(groups, meetings, strict=True)
         ]
 
     async def _unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:

@@ -22,24 +22,23 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignor
 
 from megarl.platform import device, rendezvous
 from megarl.platform.left_collective import PeerGoneError
-from megarl.platform.rendezvous import Rendezvous
+from megarl.platform.rendezvous import Meeting
 
 _LOOK_SECONDS = 0.01
 
 _names: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
-def open_bridge(
-    meeting: Rendezvous, name: str, rank: int, num_ranks: int, *, meet_seconds: float, timeout_seconds: float
-) -> ProcessGroup:
-    """The process group of this name over the ranks that meet there: gloo, and NCCL for tensors of a GPU.
+def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
+    """The process group over the ranks that meet: gloo, and NCCL for tensors of a GPU. A collective of theirs.
 
-    A collective of theirs. `name` was never used in the run before. Raises PeerGoneError, with the ranks that are
-    missing, where not all come within `meet_seconds`.
+    `own_rank` is this one's in its world. Raises PeerGoneError, with the ranks that are missing, where not all come in
+    time.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    store = rendezvous.store_beside(meeting, name, num_ranks, timeout_seconds)
-    _await_all(store, rank, num_ranks, meet_seconds)
+    store = rendezvous.store_of(meeting, timeout_seconds)
+    rank, num_ranks = meeting.first + own_rank, meeting.num_ranks
+    _await_all(store, rank, num_ranks, meeting.seconds)
     group = ProcessGroup(store, rank, num_ranks)
     kinds = ProcessGroup.BackendType
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
@@ -50,7 +49,7 @@ def open_bridge(
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-    _names[group] = name
+    _names[group] = meeting.name
     return group
 
 

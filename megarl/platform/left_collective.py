@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 _TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
@@ -29,6 +30,16 @@ def in_own_world() -> Iterator[None]:
         if is_left(error):
             raise OwnWorldError(str(error)) from error
         raise
+
+
+def told_of_bridge(error: Exception) -> dict[str, Any]:
+    """What a rank answers that leaves a bridge because another has: `lost`, why, and which ranks were `missing` there.
+
+    Raises errors of other kinds, those of its own world among them, again.
+    """
+    if isinstance(error, OwnWorldError) or not is_left(error):
+        raise error
+    return {"lost": str(error), "missing": getattr(error, "missing", ())}
 
 
 def is_left(error: BaseException | None) -> bool:

@@ -30,7 +30,22 @@ class Rendezvous:
     port: int = 0
 
 
-class _Meeting:
+@dataclass(frozen=True)
+class Meeting:
+    """A bridge to come between ranks of several worlds, as those of one world are told of it."""
+
+    rendezvous: Rendezvous
+    name: str
+    """Never used in the run before."""
+    first: int
+    """The world's first rank on the bridge; its others follow."""
+    num_ranks: int
+    """Of the bridge, all worlds together."""
+    seconds: float
+    """Within which all come."""
+
+
+class _Settled:
     """This process's rendezvous, set once by `settle`."""
 
     rendezvous: Rendezvous | None = None
@@ -40,42 +55,43 @@ class _Meeting:
 
 def listen(address: str) -> int:
     """On rank 0 of several machines: listen on the interface with this address; returns the port."""
-    _Meeting.listener = socket.create_server((address, 0), backlog=4096)
-    return _Meeting.listener.getsockname()[1]
+    _Settled.listener = socket.create_server((address, 0), backlog=4096)
+    return _Settled.listener.getsockname()[1]
 
 
 def settle(rendezvous: Rendezvous) -> None:
     """Set this process's rendezvous."""
-    _Meeting.rendezvous = rendezvous
+    _Settled.rendezvous = rendezvous
 
 
 def derived_key(purpose: str) -> bytes:
     """A key of 32 bytes for one purpose, the same on all ranks of the run."""
-    if _Meeting.rendezvous is None:
+    if _Settled.rendezvous is None:
         raise RuntimeError("this process is no rank of a run: nobody told it where ranks meet")
-    return hmac.digest(_Meeting.rendezvous.key, purpose.encode(), hashlib.sha256)
+    return hmac.digest(_Settled.rendezvous.key, purpose.encode(), hashlib.sha256)
 
 
-def store_beside(meeting: Rendezvous, name: str, num_ranks: int, timeout_seconds: float) -> Store:
-    """A store of this name for ranks of several worlds; on several machines that which `meeting`'s rank 0 serves."""
+def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
+    """A store for the ranks that meet; on several machines that which rank 0 of the meeting's rendezvous serves."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_seconds)
-    if meeting.file is not None:
-        shared: Store = FileStore(f"{meeting.file}_{name}", num_ranks)
+    place = meeting.rendezvous
+    if place.file is not None:
+        shared: Store = FileStore(f"{place.file}_{meeting.name}", meeting.num_ranks)
     else:
-        shared = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+        shared = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
     shared.set_timeout(timeout)
-    return PrefixStore(f"{derived_key('names in the store').hex()} {name}", shared)
+    return PrefixStore(f"{derived_key('names in the store').hex()} {meeting.name}", shared)
 
 
 def store(world_size: int, timeout_seconds: float) -> Store:
     """The store of `torch.distributed`, one per process; rank 0 of several machines serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    if _Meeting.store is None:
+    if _Settled.store is None:
         secret = derived_key("names in the store").hex()
-        meeting, listener = _Meeting.rendezvous, _Meeting.listener
+        meeting, listener = _Settled.rendezvous, _Settled.listener
         assert meeting is not None
         if meeting.file is not None:
             shared: Store = FileStore(meeting.file, world_size)
@@ -89,6 +105,6 @@ def store(world_size: int, timeout_seconds: float) -> Store:
                 # Without a socket of ours, torch would listen on all interfaces.
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-        _Meeting.store = PrefixStore(secret, shared)
-    _Meeting.store.set_timeout(timedelta(seconds=timeout_seconds))
-    return _Meeting.store
+        _Settled.store = PrefixStore(secret, shared)
+    _Settled.store.set_timeout(timedelta(seconds=timeout_seconds))
+    return _Settled.store

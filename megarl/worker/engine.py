@@ -14,8 +14,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.platform import device
 from megarl.platform.bridge import close_bridge, open_bridge
-from megarl.platform.left_collective import OwnWorldError, is_left
-from megarl.platform.rendezvous import Rendezvous
+from megarl.platform.left_collective import told_of_bridge
+from megarl.platform.rendezvous import Meeting
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, ExpertsHandle, Request
@@ -33,22 +33,11 @@ class EngineWorker:
         self._bridge: dist.ProcessGroup | None = None
         self._weights: WeightsEnd | None = None
 
-    def join(
-        self,
-        meeting: Rendezvous,
-        name: str,
-        first: int,
-        topology: RankTopology,
-        version: int,
-        meet_seconds: float,
-    ) -> Mapping[str, Any]:
+    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Mapping[str, Any]:
         """Join a bridge to the trainers, whose weights the engine takes; see `TrainerWorker.join`."""
         self._leave()
-        timeout = self._recipe.cluster.collective_timeout_seconds
         try:
-            self._bridge = open_bridge(
-                meeting, name, first + self._rank, len(topology), meet_seconds=meet_seconds, timeout_seconds=timeout
-            )
+            self._bridge = open_bridge(meeting, self._rank, self._recipe.cluster.collective_timeout_seconds)
             self._weights = WeightsEnd(
                 self._recipe,
                 self._layout,
@@ -91,11 +80,10 @@ class EngineWorker:
         dist.destroy_process_group()
 
     def _lost(self, error: Exception) -> dict[str, Any]:
-        """Leave a bridge that another rank has left, as a trainer does. Raises other errors, as of its own world."""
-        if isinstance(error, OwnWorldError) or not is_left(error):
-            raise error
+        """Leave a bridge that another rank has left, as a trainer does. Raises other errors."""
+        told = told_of_bridge(error)
         self._leave()
-        return {"lost": str(error), "missing": getattr(error, "missing", ())}
+        return told
 
     def _leave(self) -> None:
         self._weights, self._bridge = None, close_bridge(self._bridge)

@@ -21,9 +21,9 @@ from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.distillation import StudentModel, lesson_bytes
 from megarl.platform import device
 from megarl.platform.bridge import close_bridge, open_bridge
-from megarl.platform.left_collective import is_left
+from megarl.platform.left_collective import told_of_bridge
 from megarl.platform.megatron_ranks import RankGroups
-from megarl.platform.rendezvous import Rendezvous
+from megarl.platform.rendezvous import Meeting
 from megarl.reshard.layouts.adapters import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankTopology
@@ -100,27 +100,16 @@ class TrainerWorker:
             self.critic.offload()
             self.policy.onload(("parameters",))
 
-    def join(
-        self,
-        meeting: Rendezvous,
-        name: str,
-        first: int,
-        topology: RankTopology,
-        version: int,
-        meet_seconds: float,
-    ) -> Mapping[str, Any]:
+    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Mapping[str, Any]:
         """Join a bridge to separate engines, and give them the policy's weights; see `WeightsEnd.reshard`.
 
-        The bridge of this name is over all ranks of `topology`; a group's own are the ranks from `first` on. `version`
-        is that of the weights. A collective of all ranks; a bridge that was there before is left. Returns `lost`, and
-        why, where a rank beyond the bridge is gone; `missing` are those that did not come within `meet_seconds`.
+        `topology` is that of the bridge, `version` that of the weights. A collective of all its ranks; a bridge that
+        was there before is left. Returns `lost`, and why, where a rank beyond the bridge is gone; `missing` are those
+        that did not come to the meeting in time.
         """
         self._leave_bridge()
-        timeout = self.recipe.cluster.collective_timeout_seconds
         try:
-            self._bridge = open_bridge(
-                meeting, name, first + self.rank, len(topology), meet_seconds=meet_seconds, timeout_seconds=timeout
-            )
+            self._bridge = open_bridge(meeting, self.rank, self.recipe.cluster.collective_timeout_seconds)
             self.weights = WeightsEnd(
                 self.recipe,
                 self.layout,
@@ -148,10 +137,9 @@ class TrainerWorker:
 
     def _lost(self, error: Exception) -> dict[str, Any]:
         """Leave a bridge that another rank has left: who still waits for this one there shall not. Raises others."""
-        if not is_left(error):
-            raise error
+        told = told_of_bridge(error)
         self._leave_bridge()
-        return {"lost": str(error), "missing": getattr(error, "missing", ())}
+        return told
 
     def start_notices(self) -> list[str]:
         """Notices for the user about how this run is executed."""

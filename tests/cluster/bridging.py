@@ -22,14 +22,13 @@ class Bridging:
         self.bridge = None
         self.stops = self.is_faulty = False
 
-    def join(self, meeting, name, first, topology, version, meet_seconds):
+    def join(self, meeting, topology, version):
         if self.bridge is not None:
             close_bridge(self.bridge)
         if self.stops:
             os.kill(os.getpid(), signal.SIGSTOP)
-        own, size = first + self.rank, len(topology)
         try:
-            self.bridge = open_bridge(meeting, name, own, size, meet_seconds=meet_seconds, timeout_seconds=60.0)
+            self.bridge = open_bridge(meeting, self.rank, 60.0)
         except PeerGoneError as error:
             self.bridge = None
             return {"lost": str(error), "missing": error.missing}

@@ -28,7 +28,7 @@ class Trap:
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous._Meeting, "rendezvous", rendezvous.Rendezvous(b"k" * 32, file="nowhere"))
+    monkeypatch.setattr(rendezvous._Settled, "rendezvous", rendezvous.Rendezvous(b"k" * 32, file="nowhere"))
 
 
 def test_messages_are_opened_in_their_order() -> None:
