@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from megarl.cluster.stacks import ranks_named
@@ -44,6 +45,7 @@ class Replacements:
         await asyncio.gather(*(group.close() for group in self.take()))
 
     async def _replace(self, lost: WorkerGroup) -> None:
+        began = time.monotonic()
         await lost.close()
         for attempt in range(1, _MOST_STARTS + 1):
             try:
@@ -53,7 +55,10 @@ class Replacements:
                 self._tell(f"{self._name(lost)} does not start again, attempt {attempt} of {_MOST_STARTS}: {told}")
             else:
                 self._ready.append(group)
-                self._tell(f"{self._name(lost)} has started again; it samples after the next reshard")
+                seconds = time.monotonic() - began
+                self._tell(
+                    f"{self._name(lost)} has started again in {seconds:.1f} s; it samples after the next reshard"
+                )
                 return
         self._tell(f"{self._name(lost)} stays lost: it is not started again")
 

@@ -7,6 +7,7 @@ once all its weights are there. Where an engine keeps its weights in yet another
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -165,12 +166,14 @@ class Reshard:
     def self_test(self) -> dict[str, float]:
         """Fill the engine's parameters with NaN, reshard, compare. Raises MegarlError with the first that differs.
 
-        Returns the reshard's seconds and bytes.
+        Returns the reshard's seconds and bytes, and the comparison's `verify_seconds`.
         """
         for parameter in self._live.values():
             spoil(parameter)
         report = self.run()
+        started = time.perf_counter()
         self.verify()
+        report["verify_seconds"] = time.perf_counter() - started
         for name, parameter in self._live.items():
             if is_spoilt(parameter):
                 raise MegarlError(

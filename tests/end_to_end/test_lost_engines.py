@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,7 @@ reward: {{functions: ["held:share_of_digits"]}}
 algorithm: {{old_logprobs: trainer}}
 train: {{steps: 400, prompts_per_step: 4, samples_per_prompt: 4}}
 """
+STEPS_OF_EPOCH = 16
 REWARD = """
 import os
 import time
@@ -82,12 +84,43 @@ def step_of(folder: Path) -> int:
 
 
 def replicas(folder: Path) -> list[float]:
-    _, *steps = (folder / "runs/run/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["rollout/replicas"] for line in steps]
+    return [step["rollout/replicas"] for step in steps_of(folder)]
 
 
-def told(folder: Path, text: str) -> int:
-    return len(re.findall(text, (folder / "screen").read_text().replace("\n", " ")))
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    """The lines of all steps, without that of the evaluation before them."""
+    lines = map(json.loads, (folder / "runs/run/metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["step"]]
+
+
+def told(folder: Path, text: str) -> list[str]:
+    """Where the run told this, or the first group of it."""
+    return re.findall(text, re.sub(r"\s+", " ", (folder / "screen").read_text()))
+
+
+def start_seconds(folder: Path) -> float:
+    """How long the run's own ranks took to start, with their models and engines."""
+    lines = map(json.loads, (folder / "runs/run/metrics.jsonl").read_text().splitlines())
+    return next(line["time/start_seconds"] for line in lines if "time/start_seconds" in line)
+
+
+def check_that_nothing_is_lost_or_doubled(folder: Path, steps: list[dict[str, float]]) -> None:
+    """Each problem of an epoch has its four samples once, and all tokens that were counted are in them."""
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    drawn: Counter[tuple[int, int]] = Counter()
+    for number, step in enumerate(steps):
+        text = (folder / f"runs/run/samples/step_{number + 1:06d}.jsonl").read_text()
+        samples = [json.loads(line) for line in text.splitlines()]
+        assert sorted(Counter(sample["problem"] for sample in samples).values()) == [4] * 4
+        drawn.update((number // STEPS_OF_EPOCH, sample["problem"]) for sample in samples)
+        assert sum(sample["tokens"] for sample in samples) == step["rollout/sampled_tokens"]
+    assert set(drawn.values()) == {4} and len(drawn) == 4 * len(steps)
+
+
+def check_that_a_return_is_verified(steps: list[dict[str, float]]) -> None:
+    """The reshard with which a replica came back compared the engines' weights with the trainer's."""
+    back = [step for before, step in pairwise(steps) if step["rollout/replicas"] > before["rollout/replicas"]]
+    assert len(back) == 2 and all(step["time/reshard_verify_seconds"] > 0 for step in back)
 
 
 def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
@@ -97,12 +130,11 @@ def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
         ranks = rank_processes(driver.pid)
         assert sorted(ranks) == [0, 1, 2]
         os.kill(ranks[1], signal.SIGKILL)
-        assert until(driver, folder, lambda: told(folder, "the engine of rank 1 is lost")) < 2.0 + 2.0
+        back = until(driver, folder, lambda: told(folder, "the engine of rank 1 is lost"))
+        assert back < 2.0 + 2.0
         assert told(folder, "was killed by SIGKILL")
-        until(driver, folder, lambda: told(folder, "the engine of rank 1 has started again"))
-        reached = step_of(folder)
-        until(driver, folder, lambda: step_of(folder) > reached + 2)
-        until(driver, folder, lambda: replicas(folder)[-1] == 2)
+        back += until(driver, folder, lambda: told(folder, "the engine of rank 1 has started again"))
+        back += until(driver, folder, lambda: replicas(folder)[-1] == 2)
         again = rank_processes(driver.pid)
         assert again[1] != ranks[1] and again[0] == ranks[0] and again[2] == ranks[2]
 
@@ -118,16 +150,15 @@ def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
     finally:
         driver.kill()
         driver.wait()
-    _, *steps = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    returns = [float(seconds) for seconds in told(folder, r"has started again in ([\d.]+) s")]
+    assert len(returns) == 2 and max(back, *returns) <= 2 * start_seconds(folder), (back, returns)
+    steps = steps_of(folder)
     sampled_with = replicas(folder)
     assert sampled_with[0] == sampled_with[-1] == 2 and 1 in sampled_with
     assert sum(step["rollout/lost_requests"] for step in steps) > 0
     assert all(step["logprob_gap/max"] <= 1e-5 for step in steps)
-    for step in steps:
-        samples = (folder / f"runs/run/samples/step_{step['step']:06d}.jsonl").read_text().splitlines()
-        groups = Counter(json.dumps(json.loads(line)["prompt"]) for line in samples)
-        assert sum(groups.values()) == 16 and all(count % 4 == 0 for count in groups.values())
+    check_that_nothing_is_lost_or_doubled(folder, steps)
+    check_that_a_return_is_verified(steps)
     assert unknown_metrics(folder / "runs/run") == set()
 
 
