@@ -33,6 +33,7 @@ from megarl.loops.sources import make_source, read_data, start_environments, sta
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.preflight import Dropped, Kept, layout_of, predicted_memory, row_multiple
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.slow import SlowReplicas
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -190,7 +191,8 @@ async def _started(
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
         folder.set_status("running")
-        pool = EnginePool(ranks, layout, max_running=2 * recipe.rollout.max_concurrent_requests)
+        most = 2 * recipe.rollout.max_concurrent_requests
+        pool = EnginePool(ranks, layout, max_running=most, slow=SlowReplicas(tracker.notice))
         stack.push_async_callback(close_shared)
         environments = start_environments(recipe, stack, folder.logs_folder)
         sources = [

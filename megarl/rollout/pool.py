@@ -9,8 +9,10 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from megarl.cluster.stacks import ranks_named
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.parts import joined, num_kept, rest_of
+from megarl.rollout.slow import Pace, SlowReplicas
 from megarl.types import Completion, PeerLostError, Request
 
 METRICS = {
@@ -97,7 +99,11 @@ class _Replica:
         self.aborts: list[str] = []
         self.is_lost = False
         self.pump: asyncio.Task[None] | None = None
-        self.busy_seconds = 0.0
+        self.pace = Pace()
+
+    @property
+    def name(self) -> str:
+        return f"the engine of {ranks_named(self.ranks)}"
 
     @property
     def load(self) -> int:
@@ -124,9 +130,16 @@ class EnginePool:
     """
 
     def __init__(
-        self, ranks: Asks, layout: ParallelConfig, *, max_running: int, budget_seconds: float = BUDGET_SECONDS
+        self,
+        ranks: Asks,
+        layout: ParallelConfig,
+        *,
+        max_running: int,
+        budget_seconds: float = BUDGET_SECONDS,
+        slow: SlowReplicas | None = None,
     ) -> None:
-        self._ranks = ranks
+        """`slow` judges the replicas' paces, where that is wanted."""
+        self._ranks, self._slow = ranks, slow
         self._max_running = max_running
         self._budget_seconds = budget_seconds
         tp = layout.rollout_tp
@@ -211,7 +224,10 @@ class EnginePool:
     def settle(self, leaders: Collection[int]) -> None:
         """Sample with the replicas of these first ranks, while the pool is held; a lost one may be among them again."""
         for replica in self._replicas:
-            replica.is_lost = replica.ranks[0] not in leaders
+            is_lost = replica.ranks[0] not in leaders
+            if self._slow is not None and is_lost != replica.is_lost:
+                self._slow.forget(replica.name)
+            replica.is_lost = is_lost
 
     def take_lost(self) -> int:
         """How many requests' replica was lost since the call before."""
@@ -241,7 +257,7 @@ class EnginePool:
         now = time.monotonic()
         open_seconds = now - self._measured_at - (self._seconds_held - self._held_before)
         seconds = open_seconds * len(self._live)
-        busy_seconds = sum(replica.busy_seconds for replica in self._replicas)
+        busy_seconds = sum(replica.pace.seconds for replica in self._replicas)
         found = {
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
             "rollout/held_seconds": self._seconds_waited,
@@ -251,8 +267,10 @@ class EnginePool:
         }
         self._num_prompt_tokens = self._num_cached = self._num_sampled = 0
         self._measured_at, self._held_before, self._seconds_waited = now, self._seconds_held, 0.0
+        if self._slow is not None and len(self._replicas) > 1:
+            found |= self._slow.of_step({replica.name: replica.pace for replica in self._live})
         for replica in self._replicas:
-            replica.busy_seconds = 0.0
+            replica.pace = Pace()
         return found
 
     async def _park(self, replica: _Replica) -> None:
@@ -268,7 +286,9 @@ class EnginePool:
             if self._failure is not None:
                 raise
             return
-        self._num_sampled += sum(len(part.token_ids) for part in parked.values())
+        num_sampled = sum(len(part.token_ids) for part in parked.values())
+        replica.pace.num_tokens += num_sampled
+        self._num_sampled += num_sampled
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
@@ -340,15 +360,18 @@ class EnginePool:
         self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
-        began = time.monotonic()
-        for completion in await self._ask(replica, new, aborts, self._budget_seconds):
+        began, load = time.monotonic(), len(replica.running)
+        completions = await self._ask(replica, new, aborts, self._budget_seconds)
+        seconds = time.monotonic() - began
+        num_sampled = sum(len(completion.token_ids) for completion in completions)
+        replica.pace.add(Pace(num_sampled, seconds, seconds * (load - len(completions) / 2)))
+        self._num_sampled += num_sampled
+        for completion in completions:
             replica.running.pop(completion.request_id, None)
             self._num_cached += completion.num_cached
-            self._num_sampled += len(completion.token_ids)
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)
-        replica.busy_seconds += time.monotonic() - began
         self._tell_advance()
 
     async def _ask(
