@@ -269,6 +269,14 @@ class RolloutConfig(Section):
     """Reshard after every so many steps only, and before an evaluation and a resumed run's first step (placement
     separate). In between engines keep their version and samples are up to sync_every - 1 versions older: set
     max_staleness to that at least."""
+    recompute_kv: bool = True
+    """Keys and values of the requests that a reshard interrupts, where engines sample ahead (placement separate):
+    computed anew with the new weights, so that each token is sampled as its weight version would (true); or kept
+    (false), which spares a prefill of all of them at each reshard. Then later tokens come from the new weights over
+    what the old ones left: recorded log-probs are those of the draw, but no version's, and the trainer's under the same
+    version are not within rounding of them (logprob_gap/, logprob_gap/mean/age_0). Corrections and weight versions of
+    tokens are as ever; requests that begin later share nothing with them. A checkpoint has no tokens of a completion
+    under way: a resume samples it anew, as others do where its engine is lost."""
     on_stale: Literal["wait", "drop"] = "wait"
     """A group that may grow no older and is not complete (park): the step waits for it, or it is dropped one step later
     and another prompt drawn (staleness/dropped; starves problems with long answers)."""

@@ -118,6 +118,11 @@ _UNPACED = Needs(
     "set rollout.max_staleness to 0",
     lambda recipe: not recipe.rollout.is_paced,
 )
+_PACED = Needs(
+    ("rollout.placement", "rollout.max_staleness"),
+    "set rollout.placement to separate and rollout.max_staleness to 1 at least: else no request is under way then",
+    lambda recipe: recipe.rollout.is_paced,
+)
 _SURPLUS = (
     _RL,
     _UNPACED,
@@ -302,6 +307,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.stragglers": _COLOCATED,
     "rollout.max_staleness": _STALE,
     "rollout.sync_every": _SEPARATE,
+    "rollout.recompute_kv": (_RL, _PACED),
     "rollout.on_stale": _PARK,
     "rollout.max_concurrent_requests": _ENGINE,
     "rollout.async_scheduling": _ENGINE,

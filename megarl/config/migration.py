@@ -264,6 +264,11 @@ COUNTERPARTS = (
         ("rollout.sync_every",),
         "in steps; rollout.max_staleness is that less 1 at least",
     ),
+    Counterpart(
+        ("recompute_kv_cache_after_weight_updates", "clear_cache", "flush_cache"),
+        ("rollout.recompute_kv",),
+        "of the requests that a reshard interrupts; later ones never find old keys and values",
+    ),
     Counterpart(("use_decoupled_loss",), ("algorithm.importance_sampling",), "with old_logprobs trainer"),
     # Critic and pairs
     Counterpart(("cliprange_value", "value_clip", "value_clip_range"), ("critic.clip",)),

@@ -61,6 +61,14 @@ ROUTERS = "*.mlp.gate"
 _REASON_LENGTH = 400
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Running:
+    """A request that runs: vLLM's own id for it, and the first token of each weight version that samples it."""
+
+    internal_id: str
+    versions: list[tuple[int, int]]
+
+
 class RolloutEngine:
     """A vLLM engine spread over `config.tp` consecutive ranks, in the processes that also train.
 
@@ -99,7 +107,8 @@ class RolloutEngine:
         self._keep_experts = keep_experts
         self._can_sleep = arguments.enable_sleep_mode
         self._asleep: set[str] = set()
-        self._running: dict[str, tuple[str, int]] = {}
+        self._running: dict[str, _Running] = {}
+        self._keeps_kv = not config.recompute_kv
         self._channel = _open_channel(config.tp)
         with preserved_random_state():
             with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
@@ -197,10 +206,15 @@ class RolloutEngine:
     def weights_updated(self, version: int | None = None) -> None:
         """Say that the live weights were rewritten: nothing computed with the old ones is reused.
 
-        `version` is theirs, the next one unless given.
+        But under rollout.recompute_kv false, by what is running. `version` is theirs, the next one unless given.
         """
         self.weight_version = self.weight_version + 1 if version is None else version
-        self.reset_prefix_cache()
+        if not self._keeps_kv:
+            self.reset_prefix_cache()
+            return
+        # Requests that begin later have another salt, which parts them from what the cache holds.
+        for running in self._running.values():
+            running.versions.append((len(self._tokens_so_far(running)), self.weight_version))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached keys and values; those of unfinished requests are computed anew when they go on."""
@@ -289,11 +303,13 @@ class RolloutEngine:
         if request.request_id in self._running:
             raise ValueError(f"request {request.request_id} is running already")
         prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids.tolist()}
+        if self._keeps_kv:
+            prompt["cache_salt"] = f"version {self.weight_version}"
         try:
             internal_id = engine.add_request(request.request_id, prompt, self._recorded(sampling_params(request)))
         except VLLMClientError as error:
             return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)))]
-        self._running[request.request_id] = (internal_id, self.weight_version)
+        self._running[request.request_id] = _Running(internal_id, [(0, self.weight_version)])
         if request.num_kept and request.sampling.stop:
             _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_kept :].tolist())
         return []
@@ -303,23 +319,31 @@ class RolloutEngine:
 
     def _finish(self, output: Any) -> Completion:
         (sampled,) = output.outputs
-        _, version = self._running.pop(output.request_id)
+        versions = self._running.pop(output.request_id).versions
         masks = sampled.sampling_mask.token_ids if sampled.sampling_mask else ()
         kept = kept_sets(sampled.token_ids, masks, self._vocab_size)
-        done = _completion(output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, version, kept)
+        done = _completion(
+            output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, versions, kept
+        )
         done = dataclasses.replace(done, num_cached=output.num_cached_tokens or 0)
         if sampled.routed_experts is None or self._keep_experts is None:
             return done
         return dataclasses.replace(done, routed_experts=self._keep_experts(sampled.routed_experts))
 
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
-        internal_id, version = self._running.pop(request_id)
+        running = self._running.pop(request_id)
+        internal_id = running.internal_id
         # vLLM gives no output for an aborted request; what it has so far stands in its output state.
         state: Any = engine.output_processor.request_states[internal_id]
-        token_ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+        token_ids, logprobs = list(self._tokens_so_far(running)), state.logprobs_processor.logprobs
         kept = kept_sets(token_ids, [chunk.token_ids for chunk in state.sampling_mask_chunks], self._vocab_size)
         engine.abort_request([internal_id], internal=True)
-        return _completion(request_id, token_ids, logprobs, "abort", version, kept)
+        return _completion(request_id, token_ids, logprobs, "abort", running.versions, kept)
+
+    def _tokens_so_far(self, running: _Running) -> Sequence[int]:
+        assert self._engine is not None
+        state: Any = self._engine.output_processor.request_states[running.internal_id]
+        return state.detokenizer.output_token_ids
 
 
 @contextmanager
@@ -500,15 +524,18 @@ def _completion(
     token_ids: Sequence[int],
     logprobs: Any,
     finish_reason: str | None,
-    version: int,
+    versions: Sequence[tuple[int, int]],
     kept: KeptSets | None,
 ) -> Completion:
+    weight_versions = np.empty(len(token_ids), np.int32)
+    for start, version in versions:
+        weight_versions[start:] = version
     # Asked for no alternatives, vLLM's flat log-probs hold one entry per token: the sampled one's.
     return Completion(
         request_id=request_id,
         token_ids=np.asarray(token_ids, dtype=np.int64),
         rollout_logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
         finish_reason=cast(FinishReason, finish_reason),
-        weight_versions=np.full(len(token_ids), version, np.int32),
+        weight_versions=weight_versions,
         kept_sets=kept,
     )

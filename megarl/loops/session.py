@@ -245,10 +245,12 @@ class Session:
         """
         began = time.monotonic()
         with span("hold engines"):
-            await self.pool.hold()
+            await self.pool.hold(parks=self.recipe.rollout.recompute_kv)
+        # A replica that was lost and one that takes its place are two: what rests in the first goes to the others.
+        self.pool.settle(self._leaders)
         self.ranks.add(self.replacements.take())
         reports = await self.ranks.reshard(verify, version)
-        self.pool.settle({group.part.first_rank for group in self.ranks.replicas})
+        self.pool.settle(self._leaders)
         metrics = {
             "perf/engine_pause_seconds": time.monotonic() - began,
             "rollout/replicas": float(len(self.ranks.replicas)),
@@ -257,21 +259,28 @@ class Session:
         return reports, metrics
 
     @property
+    def _leaders(self) -> set[int]:
+        """The first ranks of the separate engine replicas that are there."""
+        return {group.part.first_rank for group in self.ranks.replicas}
+
+    @property
     def steps(self) -> range:
         """The remaining steps."""
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of all validation sets, as `rollout.evaluate.EvaluatedSet`; the trajectories go to samples/.
+        """Metrics of all validation sets, as `rollout.evaluate.EvaluatedSet`, and of the engines meanwhile.
+
+        The trajectories go to samples/.
 
         Raises AbandonedError, and writes nothing, where the run is to stop before all sets are through.
         """
         with self.tracker.phase("evaluation"):
             found = [done async for done in evaluate(self.sources, self.recipe.reward.max_failed_fraction)]
-        self.pool.metrics()  # from here on those of training again
+        sampled = self.pool.evaluation_metrics()
         for done in found:
             await self._write(step, done.records())
-        return {name: value for done in found for name, value in done.metrics.items()}
+        return sampled | {name: value for done in found for name, value in done.metrics.items()}
 
     async def write_samples(
         self, step: int, trajectories: Sequence[Trajectory], of_tokens: Sequence[Mapping[str, Any]] = ()

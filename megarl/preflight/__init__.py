@@ -34,7 +34,7 @@ from megarl.preflight.files import (
     with_steps,
 )
 from megarl.preflight.keywords import keywords
-from megarl.preflight.learning import shortened_warmups, uncorrected
+from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.memory import memory_faults, predicted_memory, table_of
 from megarl.preflight.quantisation import quantisation
@@ -52,6 +52,7 @@ __all__ = [
     "check_rewards",
     "collect_for",
     "count_records",
+    "kept_kv",
     "layout_of",
     "load",
     "predicted_memory",

@@ -266,6 +266,15 @@ def uncorrected(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def kept_kv(recipe: Recipe) -> Iterator[str]:
+    """A warning where the log-probs of some tokens are no weight version's."""
+    if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
+        yield (
+            "rollout.recompute_kv = false: requests that a reshard interrupts go on over the old keys and values; "
+            "logprob_gap/ has what that makes, and tells trainer and engine apart no longer by rounding alone"
+        )
+
+
 def _is_uncorrected(recipe: Recipe) -> bool:
     """Whether stale tokens are trained on and no weight and no clipped ratio corrects for their age."""
     algorithm = recipe.algorithm

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from megarl.cluster.stacks import ranks_named
 from megarl.config.parallel import ParallelConfig
+from megarl.rewards.served import COUNTED_FOR
 from megarl.rollout.parts import joined, num_kept, rest_of
 from megarl.rollout.slow import Pace, SlowReplicas
 from megarl.types import Completion, PeerLostError, Request
@@ -28,6 +29,12 @@ METRICS = {
     "rollout/sampled_tokens": (
         "tokens",
         "tokens that the engines sampled for the step, those of parked attempts included",
+    ),
+    "rollout/evaluation_tokens": ("tokens", "tokens that the engines sampled for the step's evaluation"),
+    "rollout/beside_evaluation_tokens": (
+        "tokens",
+        "tokens that they sampled meanwhile for training, where it goes on; rollout/sampled_tokens, rates and idle "
+        "shares leave both out, with the time of the evaluation",
     ),
     "rollout/prefix_hits": ("share", "the prompts' tokens that an engine had in its prefix cache"),
 }
@@ -82,6 +89,8 @@ class _Pending:
     parts: list[Completion]
     is_last: bool
     """No request follows its completion."""
+    purpose: str = field(default_factory=COUNTED_FOR.get)
+    """Whom its tokens are counted for."""
 
     def finish(self, last: Completion, replica: _Replica | None) -> None:
         """Tell the completion that this part ends."""
@@ -126,7 +135,7 @@ class EnginePool:
     those, with the tokens that parks kept.
 
     While the pool is held the engines have no request: those that ran are parked, with their tokens kept here, and go
-    on as new requests once it is released. Nobody who waits for a completion sees it.
+    on as new requests once it is released. Or they rest in the engines. Nobody who waits for a completion sees it.
     """
 
     def __init__(
@@ -153,7 +162,9 @@ class EnginePool:
         self._advanced = asyncio.Event()
         self._held_at = self._measured_at = time.monotonic()
         self._seconds_held = self._held_before = self._seconds_waited = 0.0
-        self._num_prompt_tokens = self._num_cached = self._num_sampled = 0
+        self._num_prompt_tokens = self._num_cached = 0
+        self._num_sampled: Counter[str] = Counter()
+        """By the purpose of the requests."""
 
     async def generate(
         self,
@@ -194,16 +205,18 @@ class EnginePool:
         """Drop the affinity of a trajectory that has ended."""
         self._homes.pop(affinity, None)
 
-    async def hold(self) -> None:
+    async def hold(self, *, parks: bool = True) -> None:
         """Bring the pumps to rest between two steps of their engines and park all requests that run.
 
-        Afterwards the engines have none. Requests wait, new ones too, until `release`. Raises a rank's error.
+        Afterwards the engines have none; but without `parks` what ran stays as it is in its engine. Requests wait, new
+        ones too, until `release`. Raises a rank's error.
         """
         if not self._is_held:
             self._is_held, self._held_at = True, time.monotonic()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
             await asyncio.wait(pumps)
-        await asyncio.gather(*(self._park(replica) for replica in self._replicas if replica.running))
+        if parks:
+            await asyncio.gather(*(self._park(replica) for replica in self._replicas if replica.running))
         # The keys and values of a trajectory's tokens do not outlive the weights, nor does every replica.
         self._homes.clear()
         for replica in self._replicas:
@@ -222,12 +235,17 @@ class EnginePool:
         self._start_pumps()
 
     def settle(self, leaders: Collection[int]) -> None:
-        """Sample with the replicas of these first ranks, while the pool is held; a lost one may be among them again."""
+        """Sample with the replicas of these first ranks, while the pool is held; a lost one may be among them again.
+
+        Requests that rest in the engine of another one go to these.
+        """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
             if self._slow is not None and is_lost != replica.is_lost:
                 self._slow.forget(replica.name)
             replica.is_lost = is_lost
+            if is_lost:
+                self._file_again(replica)
 
     def take_lost(self) -> int:
         """How many requests' replica was lost since the call before."""
@@ -263,14 +281,22 @@ class EnginePool:
             "rollout/held_seconds": self._seconds_waited,
             "perf/engines_open_seconds": open_seconds,
             "rollout/prefix_hits": self._num_cached / max(self._num_prompt_tokens, 1),
-            "rollout/sampled_tokens": float(self._num_sampled),
+            "rollout/sampled_tokens": float(self._num_sampled["training"]),
         }
-        self._num_prompt_tokens = self._num_cached = self._num_sampled = 0
+        self._num_prompt_tokens = self._num_cached = 0
+        self._num_sampled.clear()
         self._measured_at, self._held_before, self._seconds_waited = now, self._seconds_held, 0.0
         if self._slow is not None and len(self._replicas) > 1:
             found |= self._slow.of_step({replica.name: replica.pace for replica in self._live})
         for replica in self._replicas:
             replica.pace = Pace()
+        return found
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Of an evaluation that has just ended; `metrics` begin anew."""
+        found = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
+        if beside := self.metrics()["rollout/sampled_tokens"]:
+            found["rollout/beside_evaluation_tokens"] = beside
         return found
 
     async def _park(self, replica: _Replica) -> None:
@@ -286,9 +312,7 @@ class EnginePool:
             if self._failure is not None:
                 raise
             return
-        num_sampled = sum(len(part.token_ids) for part in parked.values())
-        replica.pace.num_tokens += num_sampled
-        self._num_sampled += num_sampled
+        replica.pace.num_tokens += self._count(parked.values())
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
@@ -307,7 +331,8 @@ class EnginePool:
 
     def _queue_for(self, affinity: str | None) -> Queue:
         home = self._homes.get(affinity) if affinity is not None else None
-        if home is None or home.load > min(replica.load for replica in self._live) + _MARGIN:
+        # One that was lost since has no pump: whoever waited for it would wait for ever.
+        if home is None or home.is_lost or home.load > min(replica.load for replica in self._live) + _MARGIN:
             return self._waiting
         return home.waiting
 
@@ -363,9 +388,7 @@ class EnginePool:
         began, load = time.monotonic(), len(replica.running)
         completions = await self._ask(replica, new, aborts, self._budget_seconds)
         seconds = time.monotonic() - began
-        num_sampled = sum(len(completion.token_ids) for completion in completions)
-        replica.pace.add(Pace(num_sampled, seconds, seconds * (load - len(completions) / 2)))
-        self._num_sampled += num_sampled
+        replica.pace.add(Pace(self._count(completions), seconds, seconds * (load - len(completions) / 2)))
         for completion in completions:
             replica.running.pop(completion.request_id, None)
             self._num_cached += completion.num_cached
@@ -400,6 +423,15 @@ class EnginePool:
             return None
         return max(1, len(replica.running) // 8)
 
+    def _count(self, completions: Iterable[Completion]) -> int:
+        """Count what was sampled, by purpose; the number of tokens. Nobody waits for a cancelled one: training's."""
+        total = 0
+        for completion in completions:
+            pending = self._pending.get(completion.request_id)
+            self._num_sampled["training" if pending is None else pending.purpose] += len(completion.token_ids)
+            total += len(completion.token_ids)
+        return total
+
     def _tell_advance(self) -> None:
         """Wake those who wait for a change of what the engines run."""
         self._advanced.set()
@@ -411,17 +443,21 @@ class EnginePool:
         if not self._live:
             self._fail(error)
             return
+        self._file_again(replica)
+        self._homes = {affinity: home for affinity, home in self._homes.items() if home is not replica}
+        self._start_pumps()
+
+    def _file_again(self, replica: _Replica) -> None:
+        """Put a lost replica's requests first in the queue, with the tokens that parks kept."""
         names = [*replica.running, *replica.waiting]
         replica.running.clear()
         replica.waiting.clear()
         replica.aborts.clear()
-        self._homes = {affinity: home for affinity, home in self._homes.items() if home is not replica}
         for name in reversed(names):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1
                 self._file(pending, self._waiting, last=False)
-        self._start_pumps()
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from megarl.rewards.served import COUNTED_FOR
 from megarl.rollout.pool import Generates
 from megarl.types import Completion, Request
 
@@ -15,13 +16,15 @@ class TimedPool:
     """
 
     def __init__(self, pool: Generates) -> None:
-        self._pool = pool
+        self._pool, self._purpose = pool, COUNTED_FOR.get()
         self._num_awaited = 0
         self._began = self._held_before = 0.0
         self.seconds = self.seconds_by_clock = 0.0
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
         """As `EnginePool.generate`."""
+        # A server that asks for an attempt, in a context of its own, asks for whom the attempt is made.
+        COUNTED_FOR.set(self._purpose)
         if not self._num_awaited:
             self._began, self._held_before = time.monotonic(), self.seconds_held
         self._num_awaited += 1

@@ -66,7 +66,7 @@ class EngineWorker:
         return self._engine.metrics()
 
     def reshard(self, verify: bool, version: int) -> Mapping[str, Any]:
-        """Receive the trainers' weights, with this version, while no request runs; see `TrainerWorker.reshard`."""
+        """Receive the trainers' weights, with this version, between two steps; see `TrainerWorker.reshard`."""
         assert self._weights is not None
         try:
             return self._weights.reshard(verify=verify, version=version)

@@ -111,6 +111,11 @@ class WeightsEnd:
                 f"rollout.quantization = {self._recipe.rollout.quantization}: the engine's weights cannot be written "
                 f"in place, because of {refusal}; or set rollout.quantization=none"
             )
+        if recorded is None and not self._recipe.rollout.recompute_kv:
+            raise ConfigError(
+                f"rollout.recompute_kv = false: the engine takes its weights as full tensors, because of {refusal}, "
+                "and these are verified by a prompt that it is given alone; set it to true"
+            )
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
             return GatheredReshard(

@@ -117,6 +117,13 @@ from tests.config.refusals import faults
             id="engines without ranks of their own",
         ),
         pytest.param(
+            ["rollout.recompute_kv=false", "rollout.placement=separate"],
+            "rollout.recompute_kv = False",
+            "under rollout.placement=separate",
+            "rollout.max_staleness to 1 at least",
+            id="keys and values of requests that no reshard interrupts",
+        ),
+        pytest.param(
             ["rollout.stragglers=park", "rollout.placement=separate"],
             "rollout.stragglers = 'park'",
             "under rollout.placement=separate",

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.preflight import check, count_records, shortened_warmups, uncorrected
+from megarl.preflight import check, count_records, kept_kv, shortened_warmups, uncorrected
 from megarl.types import ConfigError, DataError
 
 
@@ -510,6 +510,7 @@ def test_stale_tokens_go_uncorrected_only_where_that_is_written(
         made = recipe(cluster=RANKS_4, rollout=rollout, algorithm=surplus | corrected)
         check(made)
         assert [*uncorrected(made)] == []
+    assert [*kept_kv(base)] == []
     unclipped = {"old_logprobs": "rollout", "policy_loss": "policy_gradient"}
     with pytest.raises(ConfigError, match="nothing corrects for it"):
         check(recipe(cluster=RANKS_4, rollout=rollout, algorithm=surplus | unclipped))
@@ -596,3 +597,11 @@ def test_the_best_model_is_chosen_by_what_is_measured(
     with pytest.raises(ConfigError) as caught:
         check(made)
     assert f"checkpoint.best = val/a/{measure}" in str(caught.value) and told in str(caught.value)
+
+
+def test_keys_and_values_that_outlive_their_weights_are_told(recipe: Callable[..., Recipe]) -> None:
+    rollout = TWO_ENGINES | {"max_staleness": 1, "recompute_kv": False}
+    made = recipe(cluster=RANKS_4, rollout=rollout, algorithm={"importance_sampling": "tis"})
+    check(made)
+    [told] = kept_kv(made)
+    assert told.startswith("rollout.recompute_kv = false: requests that a reshard interrupts go on over the old keys")

@@ -21,10 +21,12 @@ CONTEXT_TOKENS = 256
 class Engines:
     """The worker of a rank: an engine with a model folder's weights. `log` has all requests it was given.
 
-    With a `top_k` completions come with the tokens that it kept, where a request has one.
+    With a `top_k` completions come with the tokens that it kept, where a request has one. `recompute_kv` as in recipes.
     """
 
-    def __init__(self, rank: int, world_size: int, model_path: str, top_k: int | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, model_path: str, top_k: int | None = None, recompute_kv: bool = True
+    ) -> None:
         from safetensors.torch import load_file
 
         from megarl.config import RolloutConfig, SamplingConfig
@@ -35,7 +37,9 @@ class Engines:
         has_experts = "num_experts" in Path(model_path, "config.json").read_text()
         vllm = {"enable_return_routed_experts": True} if has_experts else {}
         sampling = SamplingConfig(top_k=top_k) if top_k else SamplingConfig()
-        config = RolloutConfig(tp=1, kv_cache_gib=0.05, max_concurrent_requests=32, vllm=vllm, sampling=sampling)
+        config = RolloutConfig(
+            tp=1, kv_cache_gib=0.05, max_concurrent_requests=32, vllm=vllm, sampling=sampling, recompute_kv=recompute_kv
+        )
         self._experts: list[NDArray[np.integer]] = []
         self.engine = RolloutEngine(
             model_path, config, max_model_len=CONTEXT_TOKENS, dtype="float32", seed=3, keep_experts=self._keep_experts

@@ -1,0 +1,132 @@
+"""Requests that rest in their engine over an update of the weights and go on over the old keys and values."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config.parallel import ParallelConfig
+from megarl.rollout.pool import EnginePool
+from megarl.types import Completion, PeerLostError, Request, SamplingSettings
+from tests.rollout.engines import engines
+
+ONE, TWO = ParallelConfig(1, 1, 1, 1), ParallelConfig(1, 1, 2, 1)
+PROMPT = tuple(range(5, 69))
+"""Two blocks of the cache."""
+STEPS, TOKENS = 12, 48
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_model: Callable[..., Path]) -> str:
+    return str(tiny_model(num_layers=2, initializer_range=0.1))
+
+
+@pytest.fixture(scope="module")
+def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+    """One engine."""
+    context = engines(model_path, 1, recompute_kv=False)
+    yield runner.run(context.__aenter__())
+    runner.run(context.__aexit__(None, None, None))
+
+
+class HeldAfter:
+    """The engines, at rest once the first of them has made so many steps, one in each call."""
+
+    def __init__(self, group: WorkerGroup, layout: ParallelConfig, steps: int) -> None:
+        self._group, self._left = group, steps
+        self.sent: list[Request] = []
+        self.at_rest = asyncio.Event()
+        self.lost: set[int] = set()
+        self.pool = EnginePool(self, layout, max_running=32, budget_seconds=0.0)
+
+    async def ask(self, ranks: Any, method: str, per_rank: Any, *args: Any, budget_seconds: float = 0.0) -> list[Any]:
+        (new, _), *_ = per_rank
+        self.sent += new
+        if self.lost.intersection(ranks):
+            raise PeerLostError("gone")
+        answers = await self._group.ask(ranks, method, per_rank, *args, budget_seconds=budget_seconds)
+        if ranks[0] == 0:
+            self._left -= 1
+            if self._left == 0:
+                self._holding = asyncio.create_task(self._hold())
+        return answers
+
+    async def _hold(self) -> None:
+        await self.pool.hold(parks=False)
+        self.at_rest.set()
+
+
+def request(seed: int) -> Request:
+    # The cache has no blocks in common with another test's.
+    return Request(f"{seed}", np.array([seed, *PROMPT], np.int32), SamplingSettings(TOKENS, 1.0), seed)
+
+
+async def whole_ones(group: WorkerGroup, count: int) -> list[tuple[Request, Completion]]:
+    """Requests all of whose tokens come, under the weights as they are."""
+    pool = EnginePool(group, ONE, max_running=32)
+    asked = [request(seed) for seed in range(40)]
+    found = await asyncio.gather(*map(pool.generate, asked))
+    chosen = [(one, done) for one, done in zip(asked, found, strict=True) if len(done.token_ids) == TOKENS]
+    assert len(chosen) >= count
+    return chosen[:count]
+
+
+async def gaps(group: WorkerGroup, asked: Request, done: Completion) -> np.ndarray:
+    """Distances of a completion's log-probs from those of a pass over all of it with the weights as they are."""
+    tokens = [*asked.prompt_token_ids.tolist(), *done.token_ids.tolist()]
+    [scores, *_] = await group.call("logprobs", tokens)
+    return np.abs(scores[len(asked.prompt_token_ids) :] - done.rollout_logprobs)
+
+
+def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        await group.call("update", 1.0)
+        plain = await whole_ones(group, 3)
+        ranks = HeldAfter(group, ONE, STEPS)
+        generating = [asyncio.create_task(ranks.pool.generate(one)) for one, _ in plain]
+        await ranks.at_rest.wait()
+        assert await group.call("unfinished") == [3] and not any(task.done() for task in generating)
+        version = int(plain[0][1].weight_versions[0])
+        await group.call("update", 0.97)
+        ranks.pool.release()
+        found = await asyncio.gather(*generating)
+        assert len(ranks.sent) == 3
+        pool, (first, _) = EnginePool(group, ONE, max_running=32), plain[0]
+        later, again = await pool.generate(first), await pool.generate(first)
+        assert (later.num_cached, again.num_cached) == (0, len(PROMPT))
+        for (asked, before), done in zip(plain, found, strict=True):
+            num_new = len(done.token_ids) - STEPS
+            assert num_new > 0
+            assert done.weight_versions.tolist() == [version] * STEPS + [version + 1] * num_new
+            assert done.token_ids[:STEPS].tolist() == before.token_ids[:STEPS].tolist()
+            np.testing.assert_allclose(done.rollout_logprobs[:STEPS], before.rollout_logprobs[:STEPS], atol=1e-5)
+            # No version's: the new weights, over what the old ones left.
+            assert (await gaps(group, asked, done))[STEPS:].max() > 1e-3
+        assert (await gaps(group, first, later)).max() <= 1e-5 and (await gaps(group, first, again)).max() <= 1e-5
+
+    runner.run(drive())
+
+
+def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(model_path: str) -> None:
+    async def drive() -> None:
+        async with engines(model_path, 2, recompute_kv=False) as group:
+            ranks = HeldAfter(group, TWO, 3)
+            asked = [request(seed) for seed in range(6)]
+            generating = [asyncio.create_task(ranks.pool.generate(one)) for one in asked]
+            await ranks.at_rest.wait()
+            num_resting, *_ = await group.call("unfinished")
+            ranks.lost = {0}
+            ranks.pool.settle({1})
+            assert num_resting > 0 and ranks.pool.take_lost() == num_resting
+            ranks.pool.release()
+            found = await asyncio.gather(*generating)
+            assert [done.request_id for done in found] == [one.request_id for one in asked]
+            assert len(ranks.sent) == len(asked) + num_resting
+
+    asyncio.run(drive())
