@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import fcntl
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -94,6 +95,8 @@ class ConnectedGroup(WorkerGroup):
         self._remote_handles: list[_RemoteHandle] = []
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
+        self._key = secrets.token_bytes(32)
+        """What processes of this start prove to know: one of an earlier start, that is late, does not come in."""
         self.most_direct = 64
         """Up to so many ranks are reached directly, more through one relay on each node that has several of them."""
 
@@ -133,10 +136,10 @@ class ConnectedGroup(WorkerGroup):
         with socket.create_server(("", 0), backlog=self.world_size + STRANGERS) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
-            await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self.part.key)
+            await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self._key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                meeting = meet(met, server, self.part.key, self.world_size, Introduction.from_plain)
+                meeting = meet(met, server, self._key, self.world_size, Introduction.from_plain)
                 await asyncio.wait_for(self._until_ended(meeting, log_folder), self.start_timeout_seconds)
             except TimeoutError:
                 present = Counter(process.node for process in met)
@@ -204,7 +207,7 @@ class ConnectedGroup(WorkerGroup):
             return first
 
         try:
-            meeting = meet(met, server, self.part.key, len(relays), first_rank)
+            meeting = meet(met, server, self._key, len(relays), first_rank)
             await asyncio.wait_for(self._until_ended(meeting, log_folder), self.start_timeout_seconds)
         except TimeoutError:
             lacking = ", ".join(handles[0].node for first, handles in relays.items() if first not in met)

@@ -12,7 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -160,7 +160,7 @@ class WorkerGroup(ABC):
             await self._start_processes(log_folder, environment or {})
             everyone = range(self.world_size)
             ports = await self._exchange("start", everyone, [b""] * self.world_size)  # each rank answers once unasked
-            self.meeting = self._rendezvous(ports[0])
+            self.meeting = replace(self._rendezvous(ports[0]), world=secrets.token_hex(16))
             settle = pack(("__settle__", (self.meeting,), {}))
             await self._exchange("settle", everyone, [settle] * self.world_size)
             await self.construct(worker, kwargs)

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The run's key, and either a shared file or rank 0's address."""
+    """The run's key, and either a shared file or rank 0's address.
+
+    `world` is a name that no other group of ranks of the run has or had: a replica that is started again has another.
+    """
 
     key: bytes
     file: str | None = None
     host: str = ""
     port: int = 0
+    world: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,18 @@ def settle(rendezvous: Rendezvous) -> None:
 
 def derived_key(purpose: str) -> bytes:
     """A key of 32 bytes for one purpose, the same on all ranks of the run."""
+    return hmac.digest(_settled().key, purpose.encode(), hashlib.sha256)
+
+
+def world_name() -> str:
+    """The name of this rank's world, which no other world of the run has or had."""
+    return _settled().world
+
+
+def _settled() -> Rendezvous:
     if _Settled.rendezvous is None:
         raise RuntimeError("this process is no rank of a run: nobody told it where ranks meet")
-    return hmac.digest(_Settled.rendezvous.key, purpose.encode(), hashlib.sha256)
+    return _Settled.rendezvous
 
 
 def store_of(meeting: Meeting, timeout_seconds: float) -> Store:

@@ -2,7 +2,8 @@
 
 Collectives of gloo and NCCL do not authenticate their peers, and unpickling runs the code that a message names. So each
 message carries an HMAC over its sender, its number and its content, which is checked first: what somebody without the
-run's key wrote, or an old message sent again, is refused and never unpickled.
+run's key wrote, or an old message sent again, is refused and never unpickled. Nor is what was said in another world of
+the run: engine replicas are worlds of their own, and one that is started again is none that was there before.
 """
 
 from __future__ import annotations
@@ -67,14 +68,18 @@ class Conversation:
         return hmac.digest(self._key, _CONTEXT.pack(sender, number, size) + data, hashlib.sha256)
 
 
-_conversations: dict[tuple[str, tuple[int, ...]], Conversation] = {}
+_conversations: dict[str, Conversation] = {}
 
 
 def between(purpose: str, members: Sequence[int]) -> Conversation:
-    """The process's conversation for a purpose among these global ranks; all of them take part in each message."""
-    name = purpose, tuple(members)
+    """The process's conversation for a purpose among these ranks of its world; all take part in each message."""
+    return _conversation(f"{purpose} in world {rendezvous.world_name()}", members)
+
+
+def _conversation(purpose: str, members: Sequence[int]) -> Conversation:
+    name = f"{purpose} {tuple(members)}"
     if name not in _conversations:
-        _conversations[name] = Conversation(f"{purpose} {name[1]}")
+        _conversations[name] = Conversation(name)
     return _conversations[name]
 
 
@@ -90,7 +95,8 @@ def gather(
     own = bridge.rank_in(group) if name else dist.get_rank()
     if len(members) == 1:
         return [value]
-    conversation = between(f"{purpose} {name}" if name else purpose, members)
+    # The ranks of a bridge are of several worlds, and its name was never used before.
+    conversation = _conversation(f"{purpose} {name}", members) if name else between(purpose, members)
     is_receiver = to is None or own == to
     message = conversation.seal(value, own)
     device = _device(group)

@@ -37,7 +37,9 @@ def test_messages_are_opened_in_their_order() -> None:
         assert theirs.open(ours.seal(value, 0) + b"padding", 0) == value
 
 
-@pytest.mark.parametrize("forgery", ["other key", "changed", "sent again", "other rank", "other subject", "length"])
+@pytest.mark.parametrize(
+    "forgery", ["other key", "other world", "changed", "sent again", "other rank", "other subject", "length"]
+)
 def test_a_forged_message_is_refused_and_not_unpickled(forgery: str, tmp_path: Path) -> None:
     trap = str(tmp_path / "sprung")
     ours, theirs = Conversation("steps"), Conversation("steps")
@@ -46,6 +48,16 @@ def test_a_forged_message_is_refused_and_not_unpickled(forgery: str, tmp_path: P
     if forgery == "other key":
         rendezvous.settle(rendezvous.Rendezvous(b"x" * 32, file="nowhere"))
         message = Conversation("steps").seal(Trap(trap), 0)
+    elif forgery == "other world":
+        # A replica's leader before it was lost, and a follower of the one in its place: the same key, ranks and number.
+        def commands(world: str) -> Conversation:
+            rendezvous.settle(rendezvous.Rendezvous(b"k" * 32, file="nowhere", world=world))
+            signed._conversations.clear()
+            return signed.between("commands", (0, 1))
+
+        message, theirs = commands("before").seal(Trap(trap), 0), commands("after")
+        assert theirs.open(commands("after").seal("its own", 0), 0) == "its own"
+        theirs = commands("after")
     elif forgery == "changed":
         message = message.replace(b"sprung", b"sprang")
     elif forgery == "sent again":
