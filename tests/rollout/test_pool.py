@@ -13,7 +13,9 @@ import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
+from megarl.rewards.served import COUNTED_FOR
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
+from megarl.rollout.waiting import TimedPool
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings
 from tests.rollout.engines import engines
 
@@ -142,6 +144,33 @@ def test_samples_of_one_prompt_share_its_prefix(group: WorkerGroup, runner: asyn
         # Whole blocks of 32 tokens, of all but the first.
         assert pool.metrics()["rollout/prefix_hits"] == pytest.approx(7 * 96 / (8 * 100))
         assert pool.metrics()["rollout/prefix_hits"] == 0
+        await group.call("seen")
+
+    runner.run(drive())
+
+
+def test_what_an_evaluation_samples_is_counted_apart(group: WorkerGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        pool = EnginePool(group, TWO, max_running=16)
+        # A server that asks for an attempt has no context of the attempt's.
+        served = TimedPool(pool)
+        training = [asyncio.create_task(pool.generate(request(f"{n}", (5, 17, n), 20, n))) for n in range(3)]
+        token = COUNTED_FOR.set("evaluation")
+        serving = TimedPool(pool)
+        evaluation = [asyncio.create_task(pool.generate(request(f"e{n}", (5, 17, n), 10, n))) for n in range(2)]
+        COUNTED_FOR.reset(token)
+        evaluation.append(asyncio.create_task(serving.generate(request("e2", (5, 17, 2), 10, 2))))
+        training.append(asyncio.create_task(served.generate(request("3", (5, 17, 3), 20, 3))))
+        found = {purpose: await asyncio.gather(*tasks) for purpose, tasks in (("t", training), ("e", evaluation))}
+        num_tokens = {purpose: sum(len(one.token_ids) for one in ones) for purpose, ones in found.items()}
+        assert pool.evaluation_metrics() == {
+            "rollout/evaluation_tokens": num_tokens["e"],
+            "rollout/beside_evaluation_tokens": num_tokens["t"],
+        }
+        assert pool.metrics()["rollout/sampled_tokens"] == 0
+        later = await pool.generate(request("later", (5, 17), 5))
+        assert pool.metrics()["rollout/sampled_tokens"] == len(later.token_ids)
+        assert pool.evaluation_metrics() == {"rollout/evaluation_tokens": 0}
         await group.call("seen")
 
     runner.run(drive())
