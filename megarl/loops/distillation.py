@@ -31,6 +31,7 @@ async def train(session: Session) -> None:
 
     async with aclosing(Buffer(recipe, session.sources, state)) as buffer:
         await resume_or_evaluate(session, state)
+        buffer.on_sampled = session.sleep_engines
         for number in session.steps:
             async with session.step(number, state) as step:
                 with phase("rollout"):

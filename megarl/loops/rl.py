@@ -46,6 +46,7 @@ async def train(session: Session) -> None:
 
     async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:
         await resume_or_evaluate(session, state)
+        buffer.on_sampled = session.sleep_engines
         engine_version = session.steps.start
         for number in session.steps:
             async with session.step(number, state) as step:

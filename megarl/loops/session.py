@@ -187,9 +187,9 @@ class Session:
     async def sleep_engines(self) -> None:
         """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then.
 
-        Engines with ranks of their own never sleep: they go on.
+        Engines with ranks of their own never sleep: they go on. Those that sleep already do so undisturbed.
         """
-        if self.ranks.is_separate:
+        if self.ranks.is_separate or self.pool.is_held:
             return
         with span("sleep engines"):
             await self.pool.hold()

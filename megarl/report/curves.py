@@ -72,7 +72,8 @@ GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "di
 
 FAULTS = re.compile(
     r"(val/.+/reward_|reward/)(errors|timeouts)|rollout/errors/.+|rollout/restarted|train/(update_skipped|gap_exceeded)"
-    r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+|rollout/aborted"
+    r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+"
+    r"|rollout/(aborted|slow_replicas|lost_requests)"
 )
 """Metrics that count what went wrong; their sums over a run are told."""
 

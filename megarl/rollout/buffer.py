@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -31,6 +32,11 @@ METRICS = {
     "environment/SOURCE/epoch": ("epochs", "passes over a source's training data so far, in a mixture"),
     "data/epoch": ("epochs", "passes over the training data so far"),
     "rollout/kept": ("share", "groups that passed algorithm.dynamic_sampling"),
+    "time/rollout_late_rewards_seconds": (
+        "seconds",
+        "from the last completion of a batch until its rewards are there and, where it fills the step, colocated "
+        "engines asleep",
+    ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -39,7 +45,10 @@ class Buffer:
     """Draws prompts, samples groups and keeps those that pass the filter; surplus groups wait in `state`.
 
     `sampled` are all trajectories that were sampled for the newest step, its groups numbered on, batch by batch.
+    `on_sampled` runs beside the last rewards of a step for which nothing more is sampled.
     """
+
+    on_sampled: Callable[[], Awaitable[None]] | None = None
 
     def __init__(
         self,
@@ -52,6 +61,7 @@ class Buffer:
         self._sources = {source.name: source for source in sources}
         self._mixture = mixture_of(sources, recipe.seed)
         self._num_batches = self._num_passed = 0
+        self._sampled_at = self._late_seconds = 0.0
         self._batch_size = recipe.train.prompts_per_step
         if recipe.algorithm.dynamic_sampling:
             self._batch_size = ceil(self._batch_size * recipe.algorithm.oversampling)
@@ -70,6 +80,7 @@ class Buffer:
         state.begin_step()
         self.sampled = []
         self._num_batches = self._num_passed = 0
+        self._late_seconds = 0.0
         while len(state.waiting) < num_groups:
             if self._num_batches == algorithm.max_attempts:
                 raise MegarlError(
@@ -116,7 +127,9 @@ class Buffer:
                 for source in [self._sources[problem.source]]
             ],
             self._recipe.train.samples_per_prompt,
+            self._note_sampled,
         )
+        self._late_seconds += time.monotonic() - self._sampled_at
         first_group = self._num_batches * self._batch_size
         self.sampled += [replace(t, group=t.group + first_group) for t in trajectories]
         self._num_batches += 1
@@ -124,6 +137,13 @@ class Buffer:
         for group in groups:
             self._observe(group)
         return groups
+
+    async def _note_sampled(self) -> None:
+        """All of a batch is sampled, if not scored."""
+        self._sampled_at = time.monotonic()
+        # With a filter another batch may be needed, of the same weights.
+        if self.on_sampled is not None and self._recipe.algorithm.dynamic_sampling is None:
+            await self.on_sampled()
 
     def _position_metrics(self) -> dict[str, float]:
         """Epochs and curricula of the sources; with names of theirs in a mixture, as `environment_metrics`."""
@@ -141,7 +161,7 @@ class Buffer:
         With a curriculum `curriculum/NAME`, those of `data.mixture.Mixture.metrics`; in a mixture
         `environment/SOURCE/curriculum/NAME`.
         """
-        found = self._position_metrics()
+        found = self._position_metrics() | {"time/rollout_late_rewards_seconds": self._late_seconds}
         if self._recipe.algorithm.dynamic_sampling is None:
             return found
         num_groups = max(self._num_batches * self._batch_size, 1)

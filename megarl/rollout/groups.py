@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.config import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
 from megarl.environments.process_pool import EnvironmentPool
+from megarl.rewards.calling import Sample
+from megarl.rewards.worker import Scored
 from megarl.rollout.attempt import Budget, Score, Task, attempt
 from megarl.rollout.course import History
 from megarl.rollout.pool import EnginePool, Generates, gather_unless_abandoned
@@ -35,25 +38,64 @@ class Draw:
     seed: str
 
 
-async def sample_groups(draws: Sequence[Draw], samples_per_prompt: int) -> list[Trajectory]:
+async def sample_groups(
+    draws: Sequence[Draw],
+    samples_per_prompt: int,
+    on_sampled: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> list[Trajectory]:
     """`samples_per_prompt` attempts at each problem, all at once, grouped by problem in the given order.
 
-    The samplers share one pool. Raises AbandonedError if the run is to stop; then all requests have left the engines.
+    The samplers share one pool. `on_sampled` runs once no attempt samples any more, beside the last rewards. Raises
+    AbandonedError if the run is to stop; then all requests have left the engines.
     """
     if not draws:
         return []
+    sampling = _Sampling(len(draws) * samples_per_prompt, on_sampled)
     attempts = [
-        draw.sampler.attempt(
-            draw.sampler.task(draw.problem, group, number, draw.seed, draw.sampling), draw.sampler.pool
-        )
+        sampling.attempt(draw, draw.sampler.task(draw.problem, group, number, draw.seed, draw.sampling))
         for group, draw in enumerate(draws)
         for number in range(samples_per_prompt)
     ]
     sampler = draws[0].sampler
-    trajectories = await gather_unless_abandoned(sampler.pool, attempts, sampler.is_abandoned)
-    # An agent may have ended without its last answer.
-    await sampler.pool.drained()
+    try:
+        trajectories = await gather_unless_abandoned(sampler.pool, attempts, sampler.is_abandoned)
+        # An agent may have ended without its last answer.
+        await sampler.pool.drained()
+    finally:
+        await sampling.followed()
     return trajectories
+
+
+class _Sampling:
+    """Counts the attempts that may still sample; after the last of them, `then` runs."""
+
+    def __init__(self, count: int, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        self._left, self._then = count, then
+        self._following: asyncio.Task[None] | None = None
+
+    async def attempt(self, draw: Draw, task: Task) -> Trajectory:
+        """Make an attempt. It samples no more once it is scored, or has ended without."""
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self._end_one()
+
+        trajectory = await draw.sampler.attempt(task, draw.sampler.pool, end)
+        end()
+        return trajectory
+
+    async def followed(self) -> None:
+        """Wait for what `then` began. Raises its error."""
+        if self._following is not None:
+            await self._following
+
+    def _end_one(self) -> None:
+        self._left -= 1
+        if not self._left and self._then is not None:
+            self._following = asyncio.create_task(self._then())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +138,30 @@ class GroupSampler:
         """An attempt to make in the recipe's environment."""
         return Task(self.environment, problem, group, number, seed, sampling, prefix)
 
-    async def attempt(self, task: Task, pool: Generates) -> Trajectory:
-        """Make one attempt, with completions of `pool`."""
+    async def attempt(
+        self, task: Task, pool: Generates, before_score: Callable[[], object] = lambda: None
+    ) -> Trajectory:
+        """Make one attempt, with completions of `pool`.
+
+        `before_score` is called where it is scored after it has sampled all, which agents do not tell.
+        """
+
+        async def score(sample: Sample) -> Scored:
+            before_score()
+            return await self.score(sample)
+
         room = self.max_prompt_tokens + task.sampling.max_new_tokens
         budget = Budget(room, self.max_turns, self.truncated_turn, **self.budget.model_dump())
         if self.agent is not None:
             trajectory = await self.agent(task, budget, pool)
         elif self.environment_pool is None:
             assert self.make_environment is not None
-            trajectory = await self._played(task, budget, pool, self.make_environment)
+            trajectory = await self._played(task, budget, pool, self.make_environment, score)
         else:
             began = monotonic()
             async with self.environment_pool.seat() as seat:
                 waited = monotonic() - began
-                trajectory = await self._played(task, budget, pool, seat.environment)
+                trajectory = await self._played(task, budget, pool, seat.environment, score)
                 killed = {"process_killed": float(seat.num_killed)}
             trajectory = replace(
                 trajectory,
@@ -120,9 +172,9 @@ class GroupSampler:
         return trajectory
 
     async def _played(
-        self, task: Task, budget: Budget, pool: Generates, make_environment: Callable[[], Environment]
+        self, task: Task, budget: Budget, pool: Generates, make_environment: Callable[[], Environment], score: Score
     ) -> Trajectory:
-        return await attempt(task, make_environment, pool, budget, self.dialogue, self.score, self.history)
+        return await attempt(task, make_environment, pool, budget, self.dialogue, score, self.history)
 
     def _tell(self, trajectory: Trajectory) -> None:
         if trajectory.ended != "error" or trajectory.failure is None:

@@ -234,6 +234,11 @@ class EnginePool:
         self._is_held = False
         self._start_pumps()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether requests wait, from a `hold` to the next `release`."""
+        return self._is_held
+
     def settle(self, leaders: Collection[int]) -> None:
         """Sample with the replicas of these first ranks, while the pool is held; a lost one may be among them again.
 

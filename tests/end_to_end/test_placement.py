@@ -78,6 +78,16 @@ def test_profile_logs_and_status_have_all_ranks(runs: Runs) -> None:
     assert json.loads((runs.separate / "status.json").read_text())["state"] == "done"
 
 
+def test_engines_that_share_their_ranks_go_to_sleep_before_the_last_reward_is_there(runs: Runs) -> None:
+    trace = json.loads((runs.colocated / "profiles/step_000001.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    [sleeping] = [event for event in spans if event["pid"] == 0 and event["name"] == "sleep engines"]
+    [rollout] = [event for event in spans if event["pid"] == 0 and event["name"] == "rollout"]
+    assert rollout["ts"] < sleeping["ts"] < sleeping["ts"] + sleeping["dur"] <= rollout["ts"] + rollout["dur"]
+    asleep = [event for event in spans if event["name"] == "sleep_engine"]
+    assert sorted(event["pid"] for event in asleep) == [1, 2]
+
+
 def test_a_report_is_made_of_both(runs: Runs, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     command = [sys.executable, "-m", "megarl", "report", str(runs.separate), str(runs.colocated), "--out", str(page)]

@@ -26,9 +26,9 @@ from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.attempt import Score
-from megarl.rollout.groups import GroupSampler
+from megarl.rollout.groups import Draw, GroupSampler, sample_groups
 from megarl.rollout.metrics import rollout_metrics
-from megarl.rollout.pool import EnginePool
+from megarl.rollout.pool import AbandonedError, EnginePool
 from megarl.rollout.stitch import stitch
 from megarl.terminal import FirstOfEachKind
 from megarl.types import Problem, Reward, SamplingSettings, Segment, Trajectory
@@ -295,6 +295,52 @@ def test_one_turn_is_the_problem_s_prompt_and_one_completion(
         assert runs(segment.loss_mask) == [(False, num_prompt), (True, len(segment) - num_prompt)]
         assert trajectory.reward == Reward(float(len(trajectory.text)), True, False)
         assert trajectory.ended == ("length" if trajectory.num_sampled == 24 else "done")
+
+
+def test_engines_rest_while_only_rewards_are_awaited(
+    sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any
+) -> None:
+    resting, num_scored = asyncio.Event(), 0
+
+    async def score(sample: Sample) -> Scored:
+        nonlocal num_scored
+        # If they rested after the rewards alone, this would wait for ever.
+        await resting.wait()
+        num_scored += 1
+        return await by_length(sample)
+
+    single = sampler(SingleTurn, score=score)
+    draws = [Draw(single, problem, SAMPLING, "s") for problem in problems]
+
+    async def rest() -> None:
+        assert num_scored == 0
+        await single.pool.hold()
+        assert await group.call("unfinished") == [0, 0]
+        resting.set()
+
+    found = runner.run(sample_groups(draws, 2, rest))
+    assert num_scored == 6 and all(trajectory.reward is not None for trajectory in found)
+    plain = runner.run(sampler(SingleTurn).sample(problems, SAMPLING, samples_per_prompt=2, seed="s"))
+    assert [only(one).token_ids.tolist() for one in plain] == [only(one).token_ids.tolist() for one in found]
+
+
+def test_engines_do_not_rest_where_the_run_is_to_stop_before_all_is_sampled(
+    sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
+) -> None:
+    class Hanging(SingleTurn):
+        async def step(self, turn: Turn) -> Step:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    rests: list[None] = []
+
+    async def rest() -> None:
+        rests.append(None)
+
+    draws = [Draw(sampler(Hanging, is_abandoned=lambda: True), problem, SAMPLING, "s") for problem in problems]
+    with pytest.raises(AbandonedError):
+        runner.run(sample_groups(draws[:1], 2, rest))
+    assert not rests
 
 
 def test_reward_functions_see_the_conversation_up_to_the_last_turn(

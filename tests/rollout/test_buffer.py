@@ -54,7 +54,7 @@ class Students:
     def task(self, problem: Problem, group: int, number: int, seed: str, sampling: Any) -> Task:
         return Task("students", problem, group, number, seed, sampling)
 
-    async def attempt(self, task: Task, pool: object) -> Trajectory:
+    async def attempt(self, task: Task, pool: object, before_score: object) -> Trajectory:
         problem, number, seed = task.problem, task.number, task.seed
         if not self.seeds or self.seeds[-1] != seed:
             self.seeds.append(seed)
@@ -126,11 +126,13 @@ def sources_of(recipe: Recipe, students: Students) -> list[Source]:
 
 
 def step(collected: Collected) -> tuple[list[int], list[int], dict[str, float]]:
-    """Problems that are trained on and that were sampled, group by group; metrics."""
+    """Problems that are trained on and that were sampled, group by group; metrics but those of time."""
     groups, buffer = collected.take(), collected.buffer
     assert [[t.group for t in group] for group in groups] == [[number] * SAMPLES for number in range(3)]
     sampled = [t.problem.index for t in buffer.sampled[::SAMPLES]]
-    return [group[0].problem.index for group in groups], sampled, buffer.metrics()
+    metrics = buffer.metrics()
+    assert metrics.pop("time/rollout_late_rewards_seconds") >= 0
+    return [group[0].problem.index for group in groups], sampled, metrics
 
 
 def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
