@@ -96,9 +96,14 @@ class RecordingPool(EnginePool):
         self.calls: dict[str | None, list[ModelCall]] = {}
 
     async def generate(
-        self, request: Request, *, affinity: str | None = None, parts: list[Completion] | None = None
+        self,
+        request: Request,
+        *,
+        affinity: str | None = None,
+        is_last: bool = False,
+        parts: list[Completion] | None = None,
     ) -> Completion:
-        completion = await super().generate(request, affinity=affinity, parts=parts)
+        completion = await super().generate(request, affinity=affinity, is_last=is_last, parts=parts)
         self.calls.setdefault(affinity, []).append(ModelCall(request.prompt_token_ids, completion))
         return completion
 
