@@ -103,6 +103,7 @@ async def measured(options: argparse.Namespace, *, is_ahead: bool) -> list[Round
             "async_scheduling:DecodingEngine",
             {"model_path": str(options.model), "is_ahead": is_ahead, "options": settings},
             log_folder=Path(logs),
+            environment={"OMP_NUM_THREADS": "1"},
         )
         try:
             rounds = [(await group.call("sample", number))[0] for number in range(options.repeats + 1)]
