@@ -143,3 +143,67 @@ def test_the_colocated_loop_learns_its_own_weights(dtype: str, tiny_model: Calla
     assert len(gaps) == 3 and max(gaps) < (1e-3 if dtype == "float32" else 5e-2)
     assert all(line["perf/steps_ahead"] > 0 for line in lines if "logprob_gap/mean" in line)
     assert (tmp_path / "runs/gpu/hf/model.safetensors").exists()
+
+
+def fp8_against_the_loader(folder: str, quantization: str, vllm: dict[str, Any]) -> list[str]:
+    """Live parameters that a reshard makes in another way than vLLM's loader; the kernels' layouts included."""
+    from megarl.config import RolloutConfig
+    from megarl.engine.engine import RolloutEngine
+    from megarl.platform import device
+    from tests.reshard.layouts.test_vllm_quantised import copies, resharding, weights_of
+
+    device.init_world(600.0)
+    settings: dict[str, Any] = {
+        "kv_cache_gib": 1.0,
+        "quantization": quantization,
+        "vllm": {"enforce_eager": True, **vllm},
+    }
+    config = RolloutConfig.model_validate(settings)
+    engine = RolloutEngine(folder, config, max_model_len=256, dtype="bfloat16", seed=0)
+    tensors = {name: tensor.cuda() for name, tensor in weights_of(folder).items()}
+    addresses = {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+    moving = resharding(engine, folder, tensors)
+    moving.self_test()
+    written = copies(engine)
+    assert addresses == {name: p.data_ptr() for name, p in engine.model.named_parameters()}
+    engine.sleep()
+    engine.wake(["weights"])
+    moving.run()
+    moving.verify()
+    engine.wake(["kv_cache"])
+    again = copies(engine)
+    engine.load_tensors(iter(tensors.items()))
+    loaded = copies(engine)
+    engine.close()
+    return [n for n in written if not (torch.equal(written[n], loaded[n]) and torch.equal(again[n], loaded[n]))]
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "vllm"),
+    [
+        pytest.param("qwen3", "fp8", {"linear_backend": "triton"}, id="blocks, triton"),
+        pytest.param("qwen3", "fp8", {"linear_backend": "cutlass"}, id="blocks, cutlass"),
+        pytest.param("qwen3", "fp8", {"linear_backend": "deep_gemm"}, id="blocks, deep_gemm"),
+        pytest.param("qwen3", "fp8", {}, id="blocks, vLLM's choice"),
+        pytest.param("qwen3", "fp8_per_channel", {}, id="channels"),
+        pytest.param("qwen3_moe", "fp8", {}, id="experts in blocks, triton"),
+        pytest.param("qwen3_moe", "fp8", {"moe_backend": "deep_gemm"}, id="experts in blocks, deep_gemm"),
+        pytest.param("qwen3_moe", "fp8_per_channel", {}, id="experts by channel"),
+    ],
+)
+def test_fp8_weights_are_what_vllms_loader_makes(
+    family: str, quantization: str, vllm: dict[str, Any], tiny_model: Callable[..., Path]
+) -> None:
+    """On this GPU's kernels, whatever they lay out besides; and once more after a deep sleep."""
+    from megarl.testing import RankPool
+
+    sizes = {
+        "hidden_size": 256,
+        "num_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 448,
+        "expert_intermediate_size": 192,
+    }
+    folder = tiny_model(family=family, num_layers=2, **sizes)
+    with RankPool(1) as pool:
+        assert pool.run(fp8_against_the_loader, str(folder), quantization, vllm) == [[]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.families import FAMILIES
 from megarl.preflight import check, count_records, kept_kv, shortened_warmups, uncorrected
 from megarl.types import ConfigError, DataError
 
@@ -419,6 +421,31 @@ WRONG = [
         ["checkpoint.best = val/a/accuracy", "give data.validation"],
         id="best of no set",
     ),
+    pytest.param(
+        {"model": {"dtype": "float32"}, "rollout": {"quantization": "fp8"}},
+        ["rollout.quantization = fp8", "model.dtype is float32", "set model.dtype=bfloat16"],
+        id="fp8 of float32",
+    ),
+    pytest.param(
+        {"rollout": {"quantization": "fp8", "vllm": {"linear_backend": "marlin"}}},
+        ["rollout.vllm.linear_backend = 'marlin'", "set it to auto, triton, cutlass, deep_gemm"],
+        id="fp8 in a kernel's own form",
+    ),
+    pytest.param(
+        {"rollout": {"quantization": "fp8", "vllm": {"quantization": "fp8_per_tensor"}}},
+        ["rollout.vllm.quantization = 'fp8_per_tensor' would quantise too; leave one out"],
+        id="fp8 twice",
+    ),
+    pytest.param(
+        {"rollout": {"quantization": "fp8", "vllm": {"enable_lora": True}}},
+        ["rollout.quantization = fp8: adapters inside vLLM"],
+        id="fp8 beside adapters in the engine",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"kv_cache_dtype": "fp8"}}},
+        ["rollout.vllm.kv_cache_dtype: set rollout.kv_cache_dtype instead"],
+        id="type of the cache",
+    ),
     pytest.param({"reward": {"functions": ["bxed"]}}, ["reward.functions", "'bxed'", "'boxed'"], id="reward"),
     pytest.param(
         {"optimizer": {"learning_rate": 1e-6, "min_learning_rate": 1e-5}}, ["optimizer.min_learning_rate"], id="minimum"
@@ -454,10 +481,33 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
             id="nothing sampled to train",
         ),
         pytest.param({"algorithm": PPO, "train": {"samples_per_prompt": 1}}, id="no group with a critic"),
+        pytest.param({"rollout": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}, id="fp8"),
+        pytest.param(
+            {"rollout": {"quantization": "fp8_per_channel", "vllm": {"linear_backend": "Deep-GEMM"}}},
+            id="fp8 by channel, moe_backend of no experts",
+        ),
     ],
 )
 def test_the_limits_themselves_are_allowed(recipe: Callable[..., Recipe], changed: dict[str, Any]) -> None:
     assert check(recipe(**changed)).world_size == 1
+
+
+def test_fp8_is_refused_for_experts_and_families_that_it_is_not_known_for(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"model": {"path": str(tiny_model(family="qwen3_moe", num_layers=2))}}
+    vllm = {"moe_backend": "flashinfer_trtllm"}
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**experts, rollout={"quantization": "fp8", "vllm": vllm}))
+    assert "rollout.vllm.moe_backend = 'flashinfer_trtllm': its kernels keep FP8 weights" in str(caught.value)
+    assert "set it to auto, triton, batched_triton, deep_gemm or cutlass" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"vLLM has no such experts on a CPU; set rollout.quantization=fp8"):
+        check(recipe(**experts, rollout={"quantization": "fp8_per_channel"}))
+    monkeypatch.setitem(FAMILIES, "qwen3", dataclasses.replace(FAMILIES["qwen3"], is_quantisable=False))
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(rollout={"quantization": "fp8"}))
+    assert "rollout.quantization = fp8: what vLLM makes of a qwen3 model's weights is not known" in str(caught.value)
+    assert "qwen3_moe; set rollout.quantization=none" in str(caught.value)
 
 
 def test_faults_of_recipe_and_files_come_together(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
