@@ -84,6 +84,22 @@ SOURCES = (
         "if self.use_v2_model_runner: return pp_size + 1",
         "no more than one step is begun ahead: followers wait for the one before",
     ),
+    Source(
+        "vllm", "model_executor/layers/quantization/online/fp8.py", "_Fp8OnlineMoEBase._setup_kernel",
+        "w13, w2, w13_scale, w2_scale = convert_to_fp8_moe_kernel_format(",
+        "quantised experts are laid out by this function, which the reshard calls without the new kernel",
+    ),
+    Source(
+        "vllm", "model_executor/layers/quantization/online/fp8.py",
+        "Fp8PerBlockOnlineLinearMethod.process_weights_after_loading",
+        "self.fp8_linear.process_weights_after_loading(layer)",
+        "a linear layer's kernel lays its weights out within the method that quantises them",
+    ),
+    Source(
+        "vllm", "model_executor/model_loader/reload/layerwise.py", "_layerwise_process",
+        'delattr(layer, "_already_called_process_weights_after_loading")',
+        "without this attribute a module quantises again",
+    ),
     # FlashInfer
     Source(
         "flashinfer", "jit/cpp_ext.py", "get_cuda_path", 'os.environ.get("CUDA_HOME")',
