@@ -24,6 +24,7 @@ FILES = {
     "test_local.py": "distributed",
     "test_connected.py": "distributed",
     "test_bench_reshard.py": "distributed",
+    "test_bench_gpu.py": "distributed",
     "test_bench_driver.py": "distributed",
     "test_relay.py": "distributed",
     "test_session_watch.py": "distributed",

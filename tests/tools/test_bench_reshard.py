@@ -20,7 +20,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def lines_of(*command: str) -> dict[str, dict]:
     done = run(*command)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"metric"')]
     assert all(line.keys() >= FIELDS and min(line["spread"]) <= line["value"] <= max(line["spread"]) for line in lines)
     return {line["metric"]: line for line in lines}
 

@@ -4,8 +4,9 @@
 
 29.5 GB -> 29.5 GB through the transport's local copies. In the same run, alternating: one device copy of as many
 bytes; every tensor exported under its Hugging Face name and copied by itself; the same exported into flat buckets of
-512 MB, each then taken apart. Outputs are compared bit by bit first: a difference ends with status 1. Ends with status
-2 where no CUDA is. `--device cpu --small` shows that all parts work.
+512 MB, each then taken apart. Outputs are compared bit by bit first: a difference ends with status 1. A line
+is printed for each method that is checked and for each round; `--budget-seconds` may end the rounds early. Ends with
+status 2 where no CUDA is. `--device cpu --small` shows that all parts work.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import report
 import torch
+from budget import Budget, add_budget
 from shards import QWEN3_14B, SMALL, Arena, fill, first_difference, storage_shapes
 from torch import Tensor
 
@@ -106,7 +108,9 @@ def seconds_of(run: Method, device: str) -> float:
     return time.perf_counter() - start
 
 
-def measure(model: ModelShape, device: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+def measure(
+    model: ModelShape, device: str, rounds: int, budget: Budget
+) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every method, round by round; bytes and copies of the plan."""
     parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     padded = padded_vocab_size(model.vocab_size, 1)
@@ -130,15 +134,19 @@ def measure(model: ModelShape, device: str, rounds: int) -> tuple[dict[str, list
         run()
         if difference := first_difference(wanted[0], live):
             raise SystemExit(f"{name} differs: {difference}")
+        report.print_line({"checked": name})
     local = [t for bucket in plan.buckets for t in bucket.local]
     num_bytes = 2 * sum(t.numel for t in local)
     flat = next(iter(sources.values())).untyped_storage()
     source = torch.empty(0, dtype=torch.uint8, device=device).set_(flat)[:num_bytes]
     methods["copy"] = lambda: arena.flat.view(torch.uint8)[:num_bytes].copy_(source)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(rounds):
+    for number in budget.rounds(rounds):
         for name, run in methods.items():
             seconds[name].append(seconds_of(run, device))
+        report.print_line(
+            {"round": number, "seconds": {name: round(values[-1], 5) for name, values in seconds.items()}}
+        )
     return seconds, {"bytes": num_bytes, "copies": len(local)}
 
 
@@ -166,14 +174,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny model instead of Qwen3-14B")
+    add_budget(parser)
     options = parser.parse_args()
+    budget = Budget(options.budget_seconds)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
             "reshard_gpu.py needs CUDA, and torch finds none; --device cpu --small only tries it out", file=sys.stderr
         )
         raise SystemExit(2)
     model = SMALL if options.small else dataclasses.replace(QWEN3_14B, num_layers=options.layers)
-    seconds, plan = measure(model, options.device, options.rounds)
+    seconds, plan = measure(model, options.device, options.rounds, budget)
     base = {"machine": report.machine(), "versions": report.versions(), "case": f"{plan['bytes'] / 1e9:.3f} GB"}
     for line in lines_of(seconds, plan, **base):
         report.print_line(line)

@@ -5,7 +5,8 @@
 Random weights, rows of at most 16k tokens packed from long-tailed lengths, the clipped policy loss. A step of the 4B
 model keeps Adam's moments; the 8B model takes plain gradient descent, whose state fits beside it. Causal attention is
 counted once. In the same run: the speed of an 8192-wide GEMM, and transformers on the same packed rows. Before timing,
-the log-probs of both are compared. Ends with status 2 where no CUDA is.
+the log-probs of both are compared. Lines are printed as they are measured; what `--budget-seconds` do not allow is left
+out. Ends with status 2 where no CUDA is.
 """
 
 from __future__ import annotations
@@ -26,25 +27,9 @@ from typing import Any
 import numpy as np
 import report
 import torch
+from budget import Budget, add_budget
+from shapes import SHAPES, config_of
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-4b": dict(
-        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32, tie_word_embeddings=True
-    ),
-    "qwen3-8b": dict(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        tie_word_embeddings=False,
-    ),
-    "small": dict(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, tie_word_embeddings=True,
-        vocab_size=997, num_key_value_heads=2, head_dim=32,
-    ),
-}  # fmt: skip
-COMMON: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
-    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "initializer_range": 0.02, "torch_dtype": "bfloat16",
-}  # fmt: skip
 MFU_TARGET, PEER_TARGET, LOGPROB_TARGET, GAP_LIMIT = 0.60, 1.2, 0.80, 0.05
 
 
@@ -176,26 +161,32 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def seconds(work: Callable[[], object], rounds: int = 5) -> list[float]:
-    """Of each round after a first one that warms up."""
+def seconds(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str | None = None) -> list[float]:
+    """Of each round after a first one that warms up, or of that one alone where the budget allows no other.
+
+    With a name, a line is printed after each.
+    """
     taken = []
-    for index in range(rounds + 1):
+    for index in budget.rounds(rounds + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        if index:
-            taken.append(time.perf_counter() - started)
-    return taken
+        taken.append(time.perf_counter() - started)
+        if name is not None:
+            report.print_line({"round": index, "warms_up": index == 0, f"{name}_seconds": round(taken[-1], 4)})
+    return taken[1:] or taken
 
 
-def gemm_flops_per_second() -> list[float]:
+def gemm_flops_per_second(budget: Budget) -> list[float]:
     n = 8192 if torch.cuda.is_available() else 512
     a, b = (torch.randn(n, n, device=device(), dtype=torch.bfloat16) for _ in range(2))
-    return [2 * n**3 * 10 / t for t in seconds(lambda: [a @ b for _ in range(10)])]
+    return [2 * n**3 * 10 / t for t in seconds(lambda: [a @ b for _ in range(10)], budget)]
 
 
-def measure_logprobs(config: dict[str, Any], num_tokens: int, ceiling: float, line: Callable[..., None]) -> None:
+def measure_logprobs(
+    config: dict[str, Any], num_tokens: int, ceiling: float, line: Callable[..., None], budget: Budget
+) -> None:
     """Forward and backward of the vocabulary's log-probs alone."""
     from megarl.models.logprobs import vocab_parallel_logprobs
 
@@ -215,7 +206,7 @@ def measure_logprobs(config: dict[str, Any], num_tokens: int, ceiling: float, li
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work = 6 * num_tokens * config["vocab_size"] * config["hidden_size"]
-    shares = [work / t / ceiling for t in seconds(run)]
+    shares = [work / t / ceiling for t in seconds(run, budget)]
     line("logprobs_forward_backward", shares, "of GEMM", f">= {LOGPROB_TARGET}", "8192-wide GEMM of this run")
     extra = torch.cuda.max_memory_allocated() - before
     naive = 12.0 * num_tokens * config["vocab_size"]
@@ -230,24 +221,31 @@ def folder_of(config: dict[str, Any]) -> Iterator[Path]:
 
 
 def own_steps(
-    config: dict[str, Any], batches: list[Any], options: argparse.Namespace, dtype: str, adam: bool
+    config: dict[str, Any],
+    batches: list[Any],
+    options: argparse.Namespace,
+    dtype: str,
+    adam: bool,
+    budget: Budget,
 ) -> tuple[Any, dict[str, torch.Tensor], list[float], int]:
     """Log-probs and weights before the first step, seconds of steps, and their peak bytes."""
     with folder_of(config) as folder:
         engine = build_engine(folder, options.row, dtype, adam, options.recompute)
     logprobs = engine.forward(batches[:1])
     weights = {key: value.cpu() for key, value in export(engine).items()}
-    if not torch.cuda.is_available():
-        return logprobs, weights, seconds(lambda: engine.update(batches)), 0
-    torch.cuda.reset_peak_memory_stats()
-    return logprobs, weights, seconds(lambda: engine.update(batches)), torch.cuda.max_memory_allocated()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    taken = seconds(lambda: engine.update(batches), budget, options.rounds, "train_step")
+    return logprobs, weights, taken, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], versions: dict[str, str]) -> bool:
-    """All lines of one shape; False if the log-probs of both differ."""
+def measure(
+    name: str, options: argparse.Namespace, budget: Budget, machine: dict[str, Any], versions: dict[str, str]
+) -> bool:
+    """All lines of one shape that the budget allows; False if the log-probs of both differ."""
     from megarl.data.packing import pack
 
-    config, adam = COMMON | SHAPES[name], name != "qwen3-8b"
+    config, adam = config_of(name), name != "qwen3-8b"
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     case = f"{name}, {options.tokens} tokens in rows of {options.row}, {dtype}, recompute {options.recompute}"
 
@@ -255,18 +253,23 @@ def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], ver
         shared: dict[str, Any] = {"machine": machine, "versions": versions, "case": case}
         report.print_line(report.metric_line(metric, values, unit, target=target, against=against, **shared))
 
-    ceilings = gemm_flops_per_second()
+    ceilings = gemm_flops_per_second(budget)
     ceiling = sorted(ceilings)[len(ceilings) // 2]
     line("gemm", [c / 1e12 for c in ceilings], "TFLOP/s", None, "the ceiling of this run")
     lengths = lengths_of(options.tokens, options.row)
     batch = make_batch(lengths, config["vocab_size"])
     (rows,) = pack(lengths, max_tokens=options.row, num_ranks=1)
     batches = [batch.select(indices) for indices in rows]
-    own, weights, taken, peak = own_steps(config, batches, options, dtype, adam)
+    own, weights, taken, peak = own_steps(config, batches, options, dtype, adam, budget)
     shares = [flops(config, lengths) / t / ceiling for t in taken]
     line("train_step", shares, "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run")
     line("train_step_peak_memory", [peak / 2**30], "GiB", None, "all of the step, optimizer included")
     release()
+    if torch.cuda.is_available() and not budget.leaves_out(["logprobs_forward_backward", "logprobs_memory"]):
+        measure_logprobs(config, 2 * options.row, ceiling, line, budget)
+        release()
+    if budget.leaves_out(["logprob_gap", "train_step_speedup"], 2 * max(taken)):
+        return True
     peer = Peer(config, {key: value.to(device()) for key, value in weights.items()}, adam)
     with torch.no_grad():
         theirs = peer.logprobs(batches[0]).cpu().numpy()
@@ -275,13 +278,11 @@ def measure(name: str, options: argparse.Namespace, machine: dict[str, Any], ver
     line("logprob_gap", [gap], "nats, mean", f"<= {GAP_LIMIT}", f"transformers, {peer.kind}")
     if gap > GAP_LIMIT:
         return False
-    fastest = min(seconds(partial(peer.step, batches), rounds=3))
+    fastest = min(seconds(partial(peer.step, batches), budget, min(3, options.rounds), "transformers_step"))
     against = f"transformers packed, {peer.kind}, checkpointing"
     line("train_step_speedup", [fastest / t for t in taken], "times", f">= {PEER_TARGET}", against)
     del peer
     release()
-    if torch.cuda.is_available():
-        measure_logprobs(config, 2 * options.row, ceiling, line)
     return True
 
 
@@ -296,9 +297,12 @@ def main() -> int:
     parser.add_argument("--shape", action="append", choices=SHAPES, help="repeatable; left out: 4B and 8B")
     parser.add_argument("--tokens", type=int, default=131072, help="tokens of one step")
     parser.add_argument("--row", type=int, default=16384, help="tokens of one packed row")
+    parser.add_argument("--rounds", type=int, default=5, help="steps that are timed, after one that warms up")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="full")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: show that all parts work")
+    add_budget(parser)
     options = parser.parse_args()
+    budget = Budget(options.budget_seconds)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here: --device cpu --shape small --tokens 4096 --row 512 shows that all parts work")
         return 2
@@ -313,8 +317,10 @@ def main() -> int:
     platform.init_world(600)
     machine, versions = report.machine(), report.versions("megatron-core", "transformer-engine", "transformers")
     sound = True
-    for name in options.shape or ("qwen3-4b", "qwen3-8b"):
-        sound &= measure(name, options, machine, versions)
+    for index, name in enumerate(options.shape or ("qwen3-4b", "qwen3-8b")):
+        if index and budget.leaves_out([name]):
+            break
+        sound &= measure(name, options, budget, machine, versions)
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()

@@ -1,0 +1,238 @@
+"""An engine of random weights on a rank of its own, which the driver of a run drives, or a bare loop around vLLM.
+
+`Bench` is the driver's side. Attempts are of one turn or several, in an environment that answers at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import RolloutConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Start, Step, Turn
+from megarl.platform import device
+from megarl.rewards.calling import Sample
+from megarl.rewards.worker import Scored
+from megarl.rollout.groups import GroupSampler
+from megarl.rollout.pool import EnginePool
+from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the engine of a benchmark is made with; `context_tokens` is its longest sequence."""
+
+    model_path: str
+    num_slots: int
+    context_tokens: int
+    kv_cache_gib: float = 0.5
+    dtype: str = "float32"
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Used:
+    """What an engine's rank used since it was asked last; `idle` is the share of its time between calls."""
+
+    steps: int
+    cpu_seconds: float
+    idle: float
+    seconds: float = 0.0
+    """From the first call's start to the last one's end, of a bare loop its own."""
+
+
+class MeasuredEngine:
+    """The worker of a rank: an engine that counts its steps and can be driven bare.
+
+    Its weights are those of the model folder's file; without one they stay vLLM's random ones.
+    """
+
+    def __init__(self, rank: int, world_size: int, settings: EngineSettings) -> None:
+        from safetensors.torch import load_file
+
+        from megarl.engine.engine import RolloutEngine
+
+        device.init_world(600.0)
+        config = RolloutConfig(
+            kv_cache_gib=settings.kv_cache_gib, max_concurrent_requests=settings.num_slots, vllm=dict(settings.vllm)
+        )
+        self._own = RolloutEngine(
+            settings.model_path, config, max_model_len=settings.context_tokens, dtype=settings.dtype, seed=3
+        )
+        if (weights := Path(settings.model_path) / "model.safetensors").is_file():
+            self._own.load_tensors(load_file(weights).items())
+        self._engine: Any = self._own._engine
+        self._step = self._engine.step
+        self._engine.step = self._counted
+        self._log: list[Request] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was cached, sent and used."""
+        self._own.reset_prefix_cache()
+        self._log, self._num_steps = [], 0
+        self._busy_seconds, self._first, self._last = 0.0, None, 0.0
+        self._cpu_start = time.process_time()
+
+    def advance(
+        self, work: tuple[tuple[Request, ...], tuple[str, ...]], budget_seconds: float, leave_after: int | None
+    ) -> list[Completion]:
+        """As `RolloutEngine.advance`; `work` is (requests, ids to abort)."""
+        self._log += work[0]
+        start = time.monotonic()
+        found = self._own.advance(*work, budget_seconds, leave_after=leave_after)
+        self._last = time.monotonic()
+        self._first = start if self._first is None else self._first
+        self._busy_seconds += self._last - start
+        return found
+
+    def used(self) -> Used:
+        """What was used since `reset`."""
+        span = self._last - (self._first or 0.0)
+        idle = 1.0 - self._busy_seconds / span if self._first is not None and span > 0 else 0.0
+        return Used(self._num_steps, time.process_time() - self._cpu_start, idle, span)
+
+    def sent(self) -> list[Request]:
+        """The requests since `reset`, in the order in which they came."""
+        return self._log
+
+    def bare(self, chains: Sequence[Sequence[Request]]) -> dict[str, list[int]]:
+        """Sample chains of requests, each after the one before; token ids by request."""
+        from megarl.engine.engine import preserved_random_state, sampling_params
+
+        following = {one.request_id: two for chain in chains for one, two in itertools.pairwise(chain)}
+        found: dict[str, list[int]] = {}
+
+        def add(request: Request) -> None:
+            prompt = {"type": "token", "prompt_token_ids": request.prompt_token_ids.tolist()}
+            self._engine.add_request(request.request_id, prompt, sampling_params(request))
+
+        self._first = time.monotonic()
+        with preserved_random_state():
+            for first, *_ in chains:
+                add(first)
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    found[output.request_id] = list(output.outputs[0].token_ids)
+                    if output.request_id in following:
+                        add(following[output.request_id])
+        self._last = time.monotonic()
+        return found
+
+    def _counted(self) -> Any:
+        self._num_steps += 1
+        return self._step()
+
+    def close(self) -> None:
+        """End the engine."""
+        import torch.distributed as dist
+
+        self._own.close()
+        dist.destroy_process_group()
+
+
+class Talk:
+    """An environment that answers at once, `num_turns` times."""
+
+    def __init__(self, num_turns: int) -> None:
+        self._num_turns = num_turns
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        return Start(problem.messages)
+
+    async def step(self, turn: Turn) -> Step:
+        if turn.number + 1 == self._num_turns:
+            return Step(reward=1.0, done=True)
+        return Step(({"role": "user", "content": f"That was answer {turn.number}; add {len(turn.text)} to it."},))
+
+    async def close(self) -> None:
+        pass
+
+
+async def unscored(sample: Sample) -> Scored:
+    """A reward at no cost."""
+    return Scored(Reward(0.0, format_valid=True, answer_correct=False))
+
+
+def problems_of(tokenizer: Any, number: int) -> list[Problem]:
+    """Problems of a few words each."""
+    found = []
+    for index in range(number):
+        messages = ({"role": "user", "content": f"What is {index} times {index + 7}?"},)
+        token_ids = tuple(Dialogue(tokenizer).opening(messages, ()).tolist())
+        found.append(Problem(index=index, messages=messages, prompt_token_ids=token_ids, answer="0", record={}))
+    return found
+
+
+class Bench:
+    """The driver of some engines; `num_attempts` are made at a time."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        tokenizer: Any,
+        settings: EngineSettings,
+        *,
+        num_attempts: int,
+        sampling: SamplingSettings,
+    ) -> None:
+        self.group, self._tokenizer, self._settings = group, tokenizer, settings
+        self._num_attempts, self.sampling = num_attempts, sampling
+
+    def sampler(self, num_turns: int) -> GroupSampler:
+        """The sampler of a run whose environment is `Talk`."""
+        world = self.group.world_size
+        return GroupSampler(
+            pool=EnginePool(self.group, ParallelConfig(1, 1, world, 1), max_running=2 * self._settings.num_slots),
+            dialogue=Dialogue(self._tokenizer),
+            score=unscored,
+            environment="talk",
+            make_environment=lambda: Talk(num_turns),
+            max_prompt_tokens=self._settings.context_tokens - self.sampling.max_new_tokens,
+            max_turns=num_turns,
+            truncated_turn="close",
+        )
+
+    async def driven(self, num_turns: int) -> tuple[Used, list[Trajectory]]:
+        """Sample with the driver; what was used, its own CPU seconds included, its clock's, and the trajectories."""
+        problems = problems_of(self._tokenizer, self._num_attempts)
+        sampler = self.sampler(num_turns)
+        await self.group.call("reset")
+        start, started = time.process_time(), time.monotonic()
+        trajectories = await sampler.sample(problems, self.sampling, seed="bench")
+        driver_seconds, seconds = time.process_time() - start, time.monotonic() - started
+        [used] = await self.group.call("used")
+        return replace(used, cpu_seconds=used.cpu_seconds + driver_seconds, seconds=seconds), trajectories
+
+    async def bare(self, chains: Sequence[Sequence[Request]]) -> tuple[Used, dict[str, list[int]]]:
+        """Sample the same with a bare engine."""
+        await self.group.call("reset")
+        [found] = await self.group.call("bare", chains)
+        [used] = await self.group.call("used")
+        return used, found
+
+    async def chains(self) -> list[list[Request]]:
+        """The requests of the last `driven`, by attempt."""
+        [sent] = await self.group.call("sent")
+        found: dict[str, list[Request]] = {}
+        for request in sent:
+            found.setdefault(request.request_id.rpartition(".")[0], []).append(request)
+        return list(found.values())
+
+
+def sampled_tokens(trajectory: Trajectory) -> list[list[int]]:
+    """The sampled token ids of each turn."""
+    return [
+        segment.token_ids[segment.turns == turn].tolist()
+        for segment in trajectory.segments
+        for turn in np.unique(segment.turns[segment.loss_mask])
+    ]

@@ -1,0 +1,269 @@
+"""Whole GRPO steps on one GPU by `megarl train`: seconds by phase, MFU, tokens a second, idle share, memory.
+
+    python tools/bench/grpo_gpu.py [--shape qwen3-1.7b]
+    python tools/bench/grpo_gpu.py --shape qwen3-8b [section.field=value ...]
+
+A model of random weights at a known shape, made on the spot; completions end at all lengths, by stop tokens that it
+samples once in `--mean-tokens`; the reward is the parity of their length. Trained is by Adam, the 8B model, whose
+moments do not fit, by LoRA; overrides of the recipe come last and win. A line is printed for each step as soon as it is
+in metrics.jsonl, memory as measured beside as planned; in the end the medians of all steps but the first, which warms
+up. The run is stopped when `--steps` are made or `--budget-seconds` are used up. Ends with status 2 where no CUDA is.
+`--device cpu --shape small --steps 2 --prompts 2 --samples 2 --new-tokens 16` shows that all parts work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from budget import Budget, add_budget
+from report import machine, metric_line, print_line, versions
+from shapes import SHAPES, config_of, stop_tokens, write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT_TOKENS = 256
+END_SECONDS = 20.0
+"""What a run may take to end when it is told to; the budget has room for it."""
+MOST_STEPS = 10_000
+PHASE = re.compile(r"time/[a-z]+_seconds")
+"""Parts of phases, such as time/reshard_wire_seconds, are not of these."""
+LINE_OF = {
+    "step_seconds": "time/step_seconds",
+    "mfu": "perf/mfu",
+    "tflops": "perf/tflops_per_rank",
+    "tokens_per_second": "perf/tokens_per_second_per_rank",
+    "train_tokens_per_second": "perf/train_tokens_per_second_per_rank",
+    "rollout_tokens_per_second": "perf/rollout_tokens_per_second_per_rank",
+    "idle": "time/ranks_idle",
+    "completion_tokens": "rollout/completion_tokens/mean",
+    "logprob_gap": "logprob_gap/mean",
+}
+"""What a step's line has, by the run's metrics; null where the run has none, such as a CPU's MFU."""
+MEDIANS = {
+    "step_seconds": "s", "mfu": "of the device's peak", "tokens_per_second": "tokens/s",
+    "train_tokens_per_second": "tokens/s", "rollout_tokens_per_second": "tokens/s", "idle": "share of time",
+}  # fmt: skip
+"""Units of what the last lines tell."""
+
+
+def recipe_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A recipe of the run, on the files of a folder."""
+    is_gpu = options.device == "cuda"
+    longest = PROMPT_TOKENS + options.new_tokens
+    stops = stop_tokens(config_of(options.shape)["vocab_size"], options.mean_tokens)
+    recipe: dict[str, Any] = {
+        "name": "grpo_gpu",
+        "loop": "rl",
+        "runs_folder": str(folder / "runs"),
+        "trackers": [],
+        "samples_every_steps": MOST_STEPS,
+        "model": {"path": str(folder / "model"), "dtype": "bfloat16" if is_gpu else "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": PROMPT_TOKENS},
+        "cluster": {"ranks_per_node": 1},
+        "trainer": {
+            "max_tokens_per_microbatch": max(longest, options.row),
+            "recompute": "full" if is_gpu else "none",
+            "offload": ["optimizer", "gradients"] if is_gpu else [],
+        },
+        "optimizer": {"learning_rate": 1e-6},
+        "rollout": {
+            "kv_cache_gib": 24.0 if is_gpu else 0.25,
+            "max_concurrent_requests": options.slots,
+            "sampling": {"max_new_tokens": options.new_tokens, "stop_token_ids": stops},
+        },
+        "reward": {"functions": [f"{folder / 'parity.py'}:parity"]},
+        "train": {
+            "steps": MOST_STEPS,
+            "prompts_per_step": options.prompts,
+            "samples_per_prompt": options.samples,
+        },
+        "weights": {"verify_every": 0},
+    }
+    if options.shape == "qwen3-8b":
+        recipe["lora"] = {"rank": 32}
+        recipe["optimizer"]["learning_rate"] = 1e-5
+    return recipe
+
+
+def write_inputs(options: argparse.Namespace, folder: Path) -> Path:
+    """Write model, problems, reward and recipe; the recipe's path."""
+    started = time.monotonic()
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    write_model(folder / "model", options.shape, dtype=dtype)
+    print_line({"model_seconds": round(time.monotonic() - started, 1), "shape": options.shape})
+    with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
+        for index in range(max(64, options.prompts)):
+            question = {"role": "user", "content": f"What is {index} times {index + 7}?"}
+            file.write(json.dumps({"messages": [question], "gt_answer": str(index * (index + 7))}) + "\n")
+    (folder / "parity.py").write_text("def parity(num_tokens):\n    return float(num_tokens % 2)\n")
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_of(options, folder)))
+    return recipe
+
+
+def step_line(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What is told of a step, from its line of metrics.jsonl."""
+    phases = {
+        name.removeprefix("time/").removesuffix("_seconds"): round(value, 3)
+        for name, value in row.items()
+        if PHASE.fullmatch(name) and name != "time/step_seconds"
+    }
+    planned = {name: value for name, value in row.items() if name.startswith("memory/") and "_predicted_" in name}
+    memory = {
+        name.removeprefix("memory/").removesuffix("_predicted_gib"): {
+            "measured_gib": round(row[name.replace("_predicted", "")], 3),
+            "predicted_gib": round(value, 3),
+        }
+        for name, value in planned.items()
+    }
+    values = {name: row.get(metric) for name, metric in LINE_OF.items()}
+    return {"step": row["step"], **values, "phases": phases, "memory": memory}
+
+
+def last_lines(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Medians of all steps but the first, of that one where there is no other."""
+    warm = steps[1:] or steps
+
+    def line(metric: str, values: Sequence[float | None], unit: str, against: str) -> Iterator[dict[str, Any]]:
+        if known := [value for value in values if value is not None]:
+            yield metric_line(f"grpo_{metric}", known, unit, target=None, against=against, steps=len(warm), **told)
+
+    for metric, unit in MEDIANS.items():
+        yield from line(metric, [step[metric] for step in warm], unit, "steps as megarl train logs them")
+    for phase in dict.fromkeys(name for step in warm for name in step["phases"]):
+        seconds = [step["phases"].get(phase, 0.0) for step in warm]
+        yield from line(f"{phase}_seconds", seconds, "s", "the step's phases")
+    for phase in warm[-1]["memory"]:
+        shares = [
+            step["memory"][phase]["measured_gib"] / step["memory"][phase]["predicted_gib"]
+            for step in warm
+            if phase in step["memory"]
+        ]
+        yield from line(f"{phase}_memory", shares, "measured / predicted", "megarl plan")
+
+
+class Training:
+    """A run of `megarl train` in a process group of its own."""
+
+    def __init__(self, recipe: Path, overrides: Sequence[str], device: str, folder: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        self._metrics = folder / "runs/grpo_gpu/metrics.jsonl"
+        self._output = folder / "output.txt"
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megarl", "train", str(recipe), *overrides],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def steps(self, most: int, budget: Budget) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl as they come, until so many steps, the end of the run or of the budget.
+
+        The first, step 0, is that of the start.
+        """
+        last = -1
+        while last < most:
+            is_running = self.is_running
+            text = self._metrics.read_text(encoding="utf-8") if self._metrics.exists() else ""
+            rows = text[: text.rfind("\n") + 1].splitlines()
+            for row in rows[last + 1 : most + 1]:
+                yield json.loads(row)
+                last += 1
+            if not is_running or budget.left < END_SECONDS:
+                return
+            time.sleep(0.1)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> int:
+        """Tell the run to end without saving, then make it; its status."""
+        # The second signal ends it at once, if it does not come so soon that it may be the first one again.
+        for seconds in (2.5, END_SECONDS / 2):
+            if self.is_running:
+                self._process.terminate()
+                try:
+                    self._process.wait(seconds)
+                except subprocess.TimeoutExpired:
+                    continue
+        if self.is_running:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    def last_output(self) -> str:
+        return "\n".join(self._output.read_text(errors="replace").splitlines()[-20:])
+
+
+def run(options: argparse.Namespace, budget: Budget) -> int:
+    """Print all lines that the budget allows; the status to end with."""
+    told: dict[str, Any] = {
+        "machine": machine(), "versions": versions("vllm", "megatron-core", "transformer-engine"),
+        "shape": options.shape, "overrides": options.overrides,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = write_inputs(options, folder)
+        started = time.monotonic()
+        training = Training(recipe, options.overrides, options.device, folder)
+        try:
+            steps = []
+            for row in training.steps(options.steps, budget):
+                if row["step"] == 0:
+                    print_line({"seconds_to_the_first_step": round(time.monotonic() - started, 1)})
+                    continue
+                steps.append(step_line(row))
+                print_line(steps[-1])
+            is_cut = budget.left < END_SECONDS
+            has_failed = not training.is_running
+        finally:
+            status = training.end()
+        for line in last_lines(steps, told) if steps else ():
+            print_line(line)
+        if has_failed:
+            print_line({"failed": status, "output": training.last_output()})
+            return status or 1
+        if is_cut:
+            print_line({"left_out": ["further steps"], "why": f"--budget-seconds {budget.seconds:g} is used up"})
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--steps", type=int, default=12, help="steps, the first of which warms up")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
+    parser.add_argument("--samples", type=int, default=8, help="samples of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=2048)
+    parser.add_argument("--mean-tokens", type=int, default=512, help="of a completion, about")
+    parser.add_argument("--row", type=int, default=16384, help="tokens of a packed row")
+    parser.add_argument("--slots", type=int, default=256, help="requests that the engine runs at once")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the recipe")
+    add_budget(parser)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("grpo_gpu.py needs CUDA, and torch finds none; --device cpu only tries it out", file=sys.stderr)
+        return 2
+    return run(options, Budget(options.budget_seconds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

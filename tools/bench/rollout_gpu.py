@@ -1,0 +1,145 @@
+"""The driver and its engine on one GPU beside a bare vLLM of the same settings: sampled tokens a second.
+
+    python tools/bench/rollout_gpu.py [--shape qwen3-8b] [--attempts 512] [--turns 1 --turns 4]
+
+A model of random weights at a known shape; completions end at all lengths, by stop tokens that it samples once in
+`--mean-tokens`. Attempts of one turn and of four, by the driver of a run and an engine on a rank of its own; in turns
+with them, on the same engine, a loop that gives vLLM the same prompts with the same seeds, each next one in the moment
+the one before has ended. On a GPU rounding depends on what is decoded together: tokens may differ, so speeds are
+compared and not times, and the share of equal completions is printed. A line is printed for each round. Ends with
+status 2 where no CUDA is. `--device cpu --shape small --attempts 12 --slots 4 --new-tokens 12` shows that all parts
+work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from budget import Budget, add_budget
+from driven_engine import Bench, EngineSettings, sampled_tokens
+from report import machine, metric_line, print_line, versions
+from shapes import SHAPES, config_of, stop_tokens, write_model
+
+from megarl.cluster.local import LocalGroup
+from megarl.data.chat import load_tokenizer
+from megarl.platform import device
+from megarl.types import SamplingSettings
+
+PROMPT_TOKENS = 256
+LEAST = {1: 0.97, 4: 0.90}
+"""Least speed of the driver in the bare loop's, by turns; of other numbers of turns that of four."""
+
+
+async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, told: dict[str, Any]) -> None:
+    """The lines of attempts of so many turns."""
+    _, trajectories = await bench.driven(num_turns)
+    first = _sorted_tokens(trajectories)
+    chains = await bench.chains()
+    await bench.bare(chains)
+    found: dict[str, list[float]] = {"driven": [], "bare": [], "idle": [], "equal": []}
+    for number in budget.rounds(repeats):
+        if number % 2:
+            ours, trajectories = await bench.driven(num_turns)
+            bare, sampled = await bench.bare(chains)
+        else:
+            bare, sampled = await bench.bare(chains)
+            ours, trajectories = await bench.driven(num_turns)
+        again, others = _sorted_tokens(trajectories), sorted(sampled.values())
+        found["driven"].append(sum(map(len, again)) / ours.seconds)
+        found["bare"].append(sum(map(len, others)) / bare.seconds)
+        found["idle"].append(ours.idle)
+        found["equal"].append(min(_equal_share(first, again), _equal_share(first, others)))
+        print_line({"turns": num_turns, "round": number, **{name: round(of[-1], 4) for name, of in found.items()}})
+    name = f"rollout_{num_turns}_turns"
+    against = "a loop around the same engine"
+    ratios = [own / other for own, other in zip(found["driven"], found["bare"], strict=True)]
+    least = LEAST.get(num_turns, LEAST[4])
+    print_line(metric_line(f"{name}_speed", ratios, "of bare", target=f">= {least}", against=against, **told))
+    for metric, kind, unit in (
+        ("tokens_per_second", "driven", "tokens/s"),
+        ("engine_idle", "idle", "share of time"),
+        ("equal_completions", "equal", "share"),
+    ):
+        print_line(metric_line(f"{name}_{metric}", found[kind], unit, target=None, against=against, **told))
+
+
+def _sorted_tokens(trajectories: Sequence[Any]) -> list[list[int]]:
+    return sorted(token_ids for trajectory in trajectories for token_ids in sampled_tokens(trajectory))
+
+
+def _equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """The share of completions that are the same token by token."""
+    return len({tuple(one) for one in some} & {tuple(one) for one in others}) / max(len({*map(tuple, some)}), 1)
+
+
+async def run(options: argparse.Namespace, budget: Budget) -> None:
+    """Print all lines that the budget allows."""
+    is_gpu, vocab_size = options.device == "cuda", config_of(options.shape)["vocab_size"]
+    told: dict[str, Any] = {
+        "machine": machine(), "versions": versions("vllm"), "shape": options.shape, "attempts": options.attempts,
+        "slots": options.slots, "new_tokens": options.new_tokens, "mean_tokens": options.mean_tokens,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder, "model")
+        write_model(model, options.shape, dtype=None)
+        settings = EngineSettings(
+            str(model),
+            options.slots,
+            # A turn brings its completion, and an observation of a few tokens.
+            PROMPT_TOKENS + max(options.turns) * (options.new_tokens + 64),
+            options.kv_cache_gib,
+            "bfloat16" if is_gpu else "float32",
+            {"enforce_eager": options.eager} if is_gpu else {},
+        )
+        started = time.monotonic()
+        group = await LocalGroup(1).start(
+            "driven_engine:MeasuredEngine",
+            {"settings": settings},
+            log_folder=Path(folder, "logs"),
+            environment=device.rank_environment(1) | ({} if is_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+        )
+        try:
+            print_line({"engine_start_seconds": round(time.monotonic() - started, 1), **told})
+            stops = tuple(stop_tokens(vocab_size, options.mean_tokens))
+            sampling = SamplingSettings(options.new_tokens, stop_token_ids=stops)
+            tokenizer = load_tokenizer(model)
+            bench = Bench(group, tokenizer, settings, num_attempts=options.attempts, sampling=sampling)
+            for num_turns in options.turns:
+                if not budget.leaves_out([f"rollout_{num_turns}_turns"]):
+                    await measure(bench, num_turns, options.repeats, budget, told)
+        finally:
+            await group.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--turns", type=int, nargs="+", default=(1, 4))
+    parser.add_argument("--attempts", type=int, default=512)
+    parser.add_argument("--slots", type=int, default=256, help="requests that the engine runs at once")
+    parser.add_argument("--new-tokens", type=int, default=2048, help="limit of a turn")
+    parser.add_argument("--mean-tokens", type=int, default=512, help="of a turn, about")
+    parser.add_argument("--kv-cache-gib", type=float, default=None, help="left out: 24 on a GPU, 0.25 on a CPU")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add_budget(parser)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("rollout_gpu.py needs CUDA, and torch finds none; --device cpu only tries it out", file=sys.stderr)
+        raise SystemExit(2)
+    if options.kv_cache_gib is None:
+        options.kv_cache_gib = 24.0 if options.device == "cuda" else 0.25
+    asyncio.run(run(options, Budget(options.budget_seconds)))
+
+
+if __name__ == "__main__":
+    main()
