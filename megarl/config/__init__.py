@@ -120,6 +120,11 @@ class TrainerConfig(Section):
     shared_experts."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
     """States moved to host memory while the engine samples; default: none."""
+    optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Fraction of the parameters whose main weights and moments are in host memory all the time, where Adam steps on
+    the CPU: 12 bytes a parameter less on the GPU, 16 more in host memory (with the gradients). A step of the optimizer
+    then takes seconds a billion parameters and rank. With Adam, bfloat16 and the distributed optimizer, without LoRA.
+    Checkpoints are those of any other fraction."""
     max_tokens_per_microbatch: PositiveInt = 8192
     """Largest number of tokens, padding included, of one packed microbatch of a data-parallel rank."""
     logprob_chunk_tokens: PositiveInt = 1024

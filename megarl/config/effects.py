@@ -271,6 +271,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "trainer.recompute": _ALWAYS,
     "trainer.recompute_modules": (_one_of("trainer.recompute", "selective"),),
     "trainer.offload": _ALWAYS,
+    "trainer.optimizer_offload_fraction": _ALWAYS,
     "trainer.max_tokens_per_microbatch": _ALWAYS,
     "trainer.logprob_chunk_tokens": (_LOGPROBS,),
     "trainer.megatron": _ALWAYS,

@@ -383,6 +383,16 @@ COUNTERPARTS = (
         ("param_offload", "optimizer_offload", "grad_offload", "adam_offload", "offload_optimizer", "offload_train"),
         ("trainer.offload",),
     ),
+    Counterpart(
+        ("optimizer_offload_fraction", "optimizer_cpu_offload", "hybrid_optimizer_offload_fraction"),
+        ("trainer.optimizer_offload_fraction",),
+        "above 0, Adam steps on the CPU; trainer.offload moves states to the host while the engine samples",
+    ),
+    Counterpart(
+        ("overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer"),
+        ("trainer.optimizer_offload_fraction",),
+        "copies to and from the host overlap in any case; main weights and moments are float32",
+    ),
     Counterpart(("use_distributed_optimizer",), ("trainer.distributed_optimizer",)),
     Counterpart(("override_transformer_config",), ("trainer.megatron",)),
     Counterpart(("use_rollout_routing_replay", "enable_rollout_routing_replay"), ("trainer.router_replay",)),

@@ -25,8 +25,12 @@ _COSTS = {
     "trainer.recompute": 4.0,
     "trainer.recompute_modules": 2.5,
     "trainer.router_replay": 4.0,
+    "trainer.optimizer_offload_fraction": 6.0,
 }
-"""Cost of a change to a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time."""
+"""Cost of a change to a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time.
+
+An optimizer that works on the host takes longer than all of them.
+"""
 _GIB = 2**30
 
 
@@ -46,8 +50,33 @@ class Remedy:
 def remedies(recipe: Recipe, models: Models, gpu_gib: float, *, most: int = 3) -> list[Remedy]:
     """The cheapest changes of offload, KV cache, row length and recomputation under which the recipe fits.
 
-    Each fits by itself, and no field of it could be left out.
+    Each fits by itself, and no field of it could be left out. Where none fits, the same with the optimizer on the host.
     """
+    if fitting := _remedies(recipe, models, gpu_gib, most):
+        return fitting
+    if (on_host := _optimizer_on_host(recipe)) is None:
+        return []
+    other = changed(recipe, on_host)
+    if (remedy := _completed(recipe, models, gpu_gib, on_host)) is not None:
+        return [remedy]
+    further = _remedies(other, models, gpu_gib, most)
+    return [Remedy(on_host | {**remedy.values}, remedy.table) for remedy in further]
+
+
+def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
+    """Fields under which the optimizer works on the host; None where it cannot, or does already."""
+    trainer, optimizers = recipe.trainer, [recipe.optimizer, *([recipe.critic.optimizer] if recipe.has_critic else [])]
+    can = recipe.model.dtype == "bfloat16" and trainer.distributed_optimizer and not recipe.lora.rank
+    can = can and all(optimizer.name == "adam" for optimizer in optimizers)
+    if not can or trainer.optimizer_offload_fraction == 1:
+        return None
+    fields: dict[str, Any] = {"trainer.optimizer_offload_fraction": 1.0}
+    if "optimizer" in trainer.offload:
+        fields["trainer.offload"] = tuple(name for name in trainer.offload if name != "optimizer")
+    return fields
+
+
+def _remedies(recipe: Recipe, models: Models, gpu_gib: float, most: int) -> list[Remedy]:
     found: list[tuple[float, Remedy]] = []
     for values in _choices(recipe, models.policy.shape):
         if any(set(remedy.values) <= set(values) for _, remedy in found):
@@ -84,10 +113,12 @@ def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
     offload: list[Any] = [None]
     if recipe.has_engine and (not recipe.separate_ranks or recipe.has_critic):
         have = set(trainer.offload)
+        # What is on the host already is not taken there.
+        states = _OFFLOADED[1:] if trainer.optimizer_offload_fraction else _OFFLOADED
         offload += [
-            tuple(name for name in _OFFLOADED if name in have or name in _OFFLOADED[:number])
-            for number in range(1, len(_OFFLOADED) + 1)
-            if not set(_OFFLOADED[:number]) <= have
+            tuple(name for name in _OFFLOADED if name in have or name in states[:number])
+            for number in range(1, len(states) + 1)
+            if not set(states[:number]) <= have
         ]
     cache: list[Any] = [None, _FITTED] if recipe.has_engine else [None]
     rows: list[Any] = [None, _FITTED] if recipe.is_on_policy else [None]

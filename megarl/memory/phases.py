@@ -201,6 +201,8 @@ class RankMemory:
         """The fullest of: the engine as it is built, the models as they are, the first reshard."""
         began = replace(self.policy, moments=0)
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._waiting()]
+        if built := max(self.policy.built, self.critic.built):
+            building.append(Use("optimizer being built", built))
         moments = [building]
         if self.recipe.has_engine:
             moments += [self._awake_engine(), self._reshard(began), self._rollout(began)]
@@ -277,6 +279,8 @@ class RankMemory:
         # Beside engines with ranks of their own only models that take turns in training are ever offloaded.
         takes_turns = not self.layout.is_separate or self.models.critic is not None
         yield Use("offloaded copies", 0, copies * takes_turns)
+        if states.on_host:
+            yield Use("optimizer on the host", 0, states.on_host)
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
         """The critic's states as one kind."""
@@ -340,6 +344,7 @@ class RankMemory:
             has_moments=optimizer == "adam",
             is_pinned=self.platform.is_gpu,
             adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
+            host_fraction=self.recipe.trainer.optimizer_offload_fraction,
         )
 
     def _built(self, name: str) -> Built:

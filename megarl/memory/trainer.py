@@ -20,10 +20,11 @@ _PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
 
 
 class Parameter(NamedTuple):
-    """Elements of one parameter on a rank, and whether Megatron gives it a bucket of its own."""
+    """Elements of one parameter on a rank, whether Megatron gives it a bucket of its own, whether it has one axis."""
 
     numel: int
     has_own_bucket: bool = False
+    is_vector: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class TrainerStates:
     """Host memory for main weights and moments that are offloaded."""
     saved: int = 0
     """All that this rank writes into a checkpoint; nothing is gathered for that."""
+    on_host: int = 0
+    """Host memory of the part of the optimizer that works there: main weights, moments, gradients, pinned copies."""
+    built: int = 0
+    """Bytes of the device that an optimizer with a part on the host takes while it is built, and gives back."""
 
     @property
     def optimizer(self) -> int:
@@ -68,10 +73,12 @@ def trainer_states(
     has_moments: bool,
     is_pinned: bool,
     adapters: MegatronLayouts | None = None,
+    host_fraction: float = 0.0,
 ) -> TrainerStates:
     """The states of a model on a rank; `itemsize` bytes a weight.
 
-    With the layouts of LoRA `adapters` these alone are trained. `is_pinned`: host copies are in pinned memory.
+    With the layouts of LoRA `adapters` these alone are trained. `is_pinned`: host copies are in pinned memory. The
+    optimizer of the `host_fraction` of the parameters is in host memory.
     """
     frozen, merged = 0, 0
     trained = layouts
@@ -96,6 +103,7 @@ def trainer_states(
             is_distributed=is_distributed,
             num_moments=2 if has_moments else 0,
             is_pinned=is_pinned,
+            host_fraction=host_fraction,
         )
     return states
 
@@ -116,13 +124,17 @@ def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[P
     shapes = parameter_shapes(layouts, at)
     for chunk in range(parallel.vpp):
         prefix = chunk_prefix(chunk, parallel.vpp)
-        own = {name: math.prod(shape) for name, shape in shapes.items() if name.startswith(prefix)}
+        own = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
         dense = [
-            Parameter(numel, is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")))
-            for name, numel in own.items()
+            Parameter(
+                math.prod(shape),
+                is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")),
+                len(shape) == 1,
+            )
+            for name, shape in own.items()
             if ".experts." not in name
         ]
-        experts = [Parameter(numel) for name, numel in own.items() if ".experts." in name]
+        experts = [Parameter(math.prod(shape)) for name, shape in own.items() if ".experts." in name]
         if dense:
             yield dense, dense_shards, at.dp * parallel.cp + at.cp
         if experts:
@@ -138,6 +150,7 @@ def _buffer_states(
     is_distributed: bool,
     num_moments: int,
     is_pinned: bool,
+    host_fraction: float = 0.0,
 ) -> TrainerStates:
     numel = sum(parameter.numel for parameter in parameters)
     has_main = itemsize < FLOAT32
@@ -157,24 +170,49 @@ def _buffer_states(
         )
     buckets = _buckets(parameters, num_shards)
     size = buckets[-1].stop
-    held = [
-        overlap
+    overlaps = [
+        _overlap(start, stop, bucket.shard(shard, num_shards))
         for bucket in buckets
         for start, stop in bucket.parameters
-        if (overlap := _overlap(start, stop, bucket.shard(shard, num_shards))) > 0
     ]
+    held = [overlap for overlap in overlaps if overlap > 0]
     own = sum(held)
+    is_vector = [parameter.is_vector for parameter in reversed(parameters)]
+    moved = _taken_to_the_host(overlaps, is_vector, host_fraction)
+    on_device = own - sum(moved)
+    whole = [parameter.numel for parameter in parameters]
+    copied = _taken_to_the_host(whole, [parameter.is_vector for parameter in parameters], host_fraction)
     return TrainerStates(
         parameters=size * itemsize,
         gradients=size * FLOAT32,
-        main_weights=own * FLOAT32 * has_main,
-        moments=own * FLOAT32 * num_moments,
+        main_weights=on_device * FLOAT32 * has_main,
+        moments=on_device * FLOAT32 * num_moments,
         pinned_parameters=_pinned(size * itemsize, is_pinned),
         pinned_optimizer=copies * sum(_pinned(part * FLOAT32, is_pinned) for part in held),
         # Weights are written by one of the ranks that have them. Of the optimizer each writes its own part, in float32
         # also of weights that are main weights themselves.
         saved=numel * itemsize // num_shards + (1 + num_moments) * own * FLOAT32,
+        # Weights go to the host by way of pinned copies, which torch's allocator keeps.
+        on_host=sum((1 + num_moments) * part * FLOAT32 + _pinned(part * FLOAT32, is_pinned) for part in moved)
+        + is_pinned * sum(_pinned(part * itemsize, True) for part in copied),
+        # Megatron first builds it of whole parameters, then of this rank's parts.
+        built=(numel - sum(copied)) * FLOAT32 * has_main if moved else 0,
     )
+
+
+def _taken_to_the_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
+    """Those of the parameters that Megatron takes to the host: matrices first, until the fraction is reached.
+
+    Its order within a layer is another one, and of several chunks it does so once, over all of them: which makes a
+    difference of one parameter a chunk at most.
+    """
+    total = sum(max(numel, 0) for numel in numels)
+    taken: list[int] = []
+    for wants_vectors in (False, True):
+        for numel, of_vector in zip(numels, is_vector, strict=True):
+            if of_vector is wants_vectors and numel > 0 and sum(taken) < fraction * total:
+                taken.append(numel)
+    return taken
 
 
 class _Bucket(NamedTuple):

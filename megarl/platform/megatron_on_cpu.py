@@ -112,6 +112,45 @@ def _adapt_experts() -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter_unlike
 
 
+def adapt_hybrid_optimizer() -> None:
+    """Let Megatron's `HybridDeviceOptimizer` split its parameters where CUDA is not available; without effect else.
+
+    It knows what is on the device by `is_cuda`: here all that it does not take to the host is.
+    """
+    if torch.cuda.is_available():
+        return
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    hybrid: Any = HybridDeviceOptimizer
+    hybrid._get_sub_optimizer_param_groups = _split_parameters
+
+
+def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+    """As the original: groups of the host and of the device, copies by parameter, the reverse, float32 ones."""
+    threshold = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
+    numel = 0
+    on_host: dict[Any, Any] = {}
+    in_float32: dict[Any, Any] = {}
+    groups: tuple[list[Any], list[Any]] = ([], [])
+    for group in self.param_groups:
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for parameter in group["params"]:
+            is_on_host, inner = numel < threshold, parameter
+            if is_on_host:
+                inner = parameter.detach().clone()
+                numel += parameter.numel()
+            if self.param_update_in_fp32 and parameter.dtype != torch.float32:
+                inner = inner.detach().clone().float()
+                in_float32[parameter] = inner
+            if is_on_host:
+                on_host[parameter] = inner
+            parts[0 if is_on_host else 1].append(inner)
+        for own, part in zip(groups, parts, strict=True):
+            if part:
+                own.append({**group, "params": part})
+    return *groups, on_host, {copy: parameter for parameter, copy in on_host.items()}, in_float32
+
+
 def _on_cpu(factory: Any) -> Any:
     """A factory of tensors that takes a CUDA device for the CPU and ignores pinned memory."""
 

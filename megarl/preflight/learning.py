@@ -20,6 +20,7 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
     """The policy's settings and the critic's."""
     train, critic = recipe.train, recipe.critic
     yield from _optimizer("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
+    yield from _on_host(recipe)
     if not recipe.has_critic:
         return
     yield from _optimizer("critic.optimizer", critic.optimizer, recipe.trainer.distributed_optimizer)
@@ -129,6 +130,26 @@ def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> 
     low, high = optimizer.min_learning_rate, optimizer.learning_rate
     if low > high:
         yield f"{field}.min_learning_rate = {low}: is above {field}.learning_rate {high}; lower it"
+
+
+def _on_host(recipe: Recipe) -> Iterator[str]:
+    """Of an optimizer that works in host memory, in part or in whole."""
+    trainer = recipe.trainer
+    if not trainer.optimizer_offload_fraction:
+        return
+    chosen = f"trainer.optimizer_offload_fraction = {trainer.optimizer_offload_fraction:g}"
+    if recipe.model.dtype != "bfloat16":
+        yield f"{chosen}: Megatron-Core has it for bfloat16 alone; leave it out, or set model.dtype=bfloat16"
+    if not trainer.distributed_optimizer:
+        # SGD, which has no state, is refused beside the distributed optimizer.
+        yield f"{chosen}: is of the distributed optimizer; leave trainer.distributed_optimizer out"
+    if "optimizer" in trainer.offload:
+        yield (
+            f"{chosen}: with optimizer in trainer.offload, which moves the states of all parameters each step; leave "
+            "one out"
+        )
+    if recipe.lora.rank:
+        yield f"{chosen}: under lora.rank = {recipe.lora.rank} only adapters have an optimizer state; leave it out"
 
 
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -35,6 +35,7 @@ from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.adapters import sharded_state
 from megarl.platform import device
 from megarl.training.engine import TrainingEngine
+from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
 from megarl.training.model import FrozenModel
 from megarl.training.optimizer_state import copy_into, sharded_optimizer_state
 from megarl.training.staging import staged
@@ -278,6 +279,9 @@ def _is_torch(optimizer: Any) -> bool:
 
 def _allocate_moments(optimizer: Any) -> None:
     """Give an optimizer that has not stepped the state that it would have; Megatron fails on torch's without."""
+    if is_hybrid(optimizer):
+        allocate_moments(optimizer)
+        return
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     if _is_torch(optimizer):
         for state in optimizer.optimizer.state.values():
@@ -293,6 +297,9 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         for state in inner.state.values():
             state.pop("step", None)
         copy_into(optimizer, saved["param_state"], chunks)
+        if is_hybrid(optimizer):
+            set_step(optimizer, int(step))
+            return
         for state in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
             state["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
         return

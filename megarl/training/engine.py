@@ -121,7 +121,11 @@ class TrainingEngine(ModelShard):
                 accumulate_in_main_gradients(chunk)
         self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
-            self.role.optimizer, self.models, dtype=self.dtype, distributed=trainer.distributed_optimizer
+            self.role.optimizer,
+            self.models,
+            dtype=self.dtype,
+            distributed=trainer.distributed_optimizer,
+            host_fraction=trainer.optimizer_offload_fraction,
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.config.finalize_model_grads_func = _sum_gradients

@@ -18,14 +18,21 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
+from megarl.training.host_optimizer import set_host_fraction
 
 
 def build_optimizer(
-    config: OptimizerConfig, models: Sequence[DistributedDataParallel], *, dtype: torch.dtype, distributed: bool
+    config: OptimizerConfig,
+    models: Sequence[DistributedDataParallel],
+    *,
+    dtype: torch.dtype,
+    distributed: bool,
+    host_fraction: float = 0.0,
 ) -> ChainedOptimizer:
     """AdamW or plain SGD over float32 master weights; Adam's state sharded over the data-parallel ranks on demand.
 
-    Adam is Transformer Engine's or apex's where one of them is installed, else torch's.
+    Adam is Transformer Engine's or apex's where one of them is installed, else torch's; for the `host_fraction` of the
+    parameters torch's, in host memory.
     """
     settings = MegatronOptimizerConfig(
         optimizer=config.name,
@@ -41,6 +48,7 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
+    set_host_fraction(settings, host_fraction)
     optimizer = get_megatron_optimizer(settings, list(models), use_gloo_process_groups=False)
     return optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
 
@@ -64,7 +72,8 @@ def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[flo
         return grad_norm, False
     for part in optimizer.chained_optimizers:
         if (parameters := part.get_parameters()) and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(list(parameters), part.config.clip_grad, grad_norm)
+            is_decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(list(parameters), part.config.clip_grad, grad_norm, is_decoupled)
     optimizer.step_with_ready_grads()
     return grad_norm, True
 

@@ -20,6 +20,8 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megarl.training.host_optimizer import is_hybrid, without_settings
+
 _TENSORS = ("param", "exp_avg", "exp_avg_sq")
 """Main weights and Adam's two moments, by Megatron's names."""
 
@@ -37,9 +39,10 @@ def sharded_optimizer_state(
     states = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, DistributedOptimizer):
-            if is_loading:
+            if is_loading and not is_hybrid(leaf):
                 leaf.load_state_dict(leaf.state_dict())
-            states[index] = {**leaf.state_dict(), "param_state": _boxes_of(leaf, chunks)}
+            own = without_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
+            states[index] = {**own, "param_state": _boxes_of(leaf, chunks)}
         else:
             states[index] = leaf.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     return states[0] if len(leaves) == 1 else states

@@ -154,6 +154,30 @@ SOURCES = (
         "an optimizer's ranges are saved as boxes of any size: training.optimizer_state",
     ),
     Source(
+        "megatron", "core/optimizer/distrib_optimizer.py", "DistributedOptimizer._get_main_param_and_optimizer_states",
+        "if isinstance(self.optimizer, HybridDeviceOptimizer): tensors[k] = self.optimizer.state[sharded_model_param]"
+        "[k] continue",
+        "what is on the host is saved in place: training.host_optimizer",
+    ),
+    Source(
+        "megatron", "core/optimizer/cpu_offloading/hybrid_optimizer.py",
+        "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+        "if offload_params_numel < offload_threshold and param.is_cuda: param = "
+        "param.detach().clone().cpu().pin_memory() offload_params_numel += param.numel()",
+        "memory.trainer counts what is taken to the host; platform.megatron_on_cpu repeats it",
+    ),
+    Source(
+        "megatron", "core/optimizer/cpu_offloading/hybrid_optimizer.py",
+        "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo",
+        'new_state[orig_param] = optimizer.state[param] if self.param_update_in_fp32: '
+        'new_state[orig_param]["master_param"] = param',
+        "the state of both is one dictionary: training.host_optimizer fills that of the parts",
+    ),
+    Source(
+        "megatron", "core/optimizer/__init__.py", "_get_megatron_optimizer_based_on_param_groups",
+        "param_update_in_fp32=True,", "main weights are float32 wherever the optimizer works",
+    ),
+    Source(
         "megatron", "core/tensor_parallel/layers.py", "", "import fused_weight_gradient_mlp_cuda",
         "Megatron's own fused accumulation is apex's: models.configuration asks `_grad_accum_fusion_available`",
     ),
@@ -207,6 +231,20 @@ SIGNATURES = (
         "key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id",
         "prepend_axis_num", "allow_shape_mismatch",
     )),
+    Signature("megatron", "core/optimizer/optimizer_config.py", "OptimizerConfig", (
+        "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads",
+        "use_precision_aware_optimizer", "store_param_remainders",
+    )),
+    Signature(
+        "megatron", "core/optimizer/cpu_offloading/hybrid_optimizer.py", "HybridDeviceOptimizer.__init__",
+        (
+            "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads",
+            "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d",
+        ),
+    ),
+    Signature("megatron", "core/optimizer/clip_grads.py", "clip_grad_by_total_norm_fp32",
+        ("parameters", "max_norm", "total_norm", "use_decoupled_grad"),
+    ),
     Signature("megatron", "core/parallel_state.py", "initialize_model_parallel", (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
         "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "order",

@@ -66,6 +66,22 @@ def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe])
     assert 126.8 < peak(changed(recipe, cache)) <= 127.0
 
 
+def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..., Recipe]) -> None:
+    """On a single GPU a model of 14B never fits otherwise; of 8B parameters weights and gradients do, just so."""
+    sizes = ("cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1", "trainer.max_tokens_per_microbatch=24576")
+    recipe = large("qwen3_14b_dapo", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110")
+    (text,) = faults(recipe)
+    (overrides,) = re.findall(r"what fits: (.*?)(?:, or |$)", text)
+    assert "trainer.optimizer_offload_fraction=1" in overrides and "optimizer," not in overrides
+    other = large("qwen3_14b_dapo", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110", *overrides.split())
+    assert faults(other) == []
+    table = memory_table(other, models_of(other, layout_of(other)), GPU)
+    (train,) = [phase for phase in table.phases if phase.name == "train"]
+    assert train.of("main weights").device_bytes == train.of("moments").device_bytes == 0
+    # Main weights, moments and gradients, in float32; these, and copies of the weights, in pinned powers of two.
+    assert train.of("optimizer on the host").host_bytes > 16 * 14e9
+
+
 def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo")
     shared = changed(recipe, {"rollout.gpu_memory_utilization": 0.98})

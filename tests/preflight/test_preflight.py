@@ -401,6 +401,25 @@ WRONG = [
         {"loop": "reward_model", "lora": {"rank": 8}}, ["lora.rank = 8", "set lora.rank=0"], id="adapters under a head"
     ),
     pytest.param({"optimizer": {"name": "sgd"}}, ["trainer.distributed_optimizer=false"], id="sgd"),
+    *(
+        pytest.param(
+            {"model": {"dtype": "bfloat16"}, "trainer": {"optimizer_offload_fraction": 0.5}, **fields},
+            ["trainer.optimizer_offload_fraction = 0.5", text],
+            id=f"an optimizer on the host: {text}",
+        )
+        for fields, text in (
+            ({"model": {"dtype": "float32"}}, "set model.dtype=bfloat16"),
+            (
+                {"trainer": {"optimizer_offload_fraction": 0.5, "distributed_optimizer": False}},
+                "leave trainer.distributed_optimizer out",
+            ),
+            (
+                {"trainer": {"optimizer_offload_fraction": 0.5, "offload": ["optimizer"]}},
+                "with optimizer in trainer.offload",
+            ),
+            ({"lora": {"rank": 4}}, "under lora.rank = 4"),
+        )
+    ),
     pytest.param(
         {"evaluation": {"sampling": {"max_new_tokens": 2009}}},
         ["evaluation.sampling.max_new_tokens = 2009", "2048 positions; use at most 2008"],

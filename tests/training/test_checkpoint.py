@@ -161,6 +161,7 @@ def model(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
         pytest.param((1, 1, 2), {"dtype": "bfloat16"}, False, id="dp2 in bfloat16, in place"),
         pytest.param((1, 2, 1), {"distributed_optimizer": False}, True, id="pp2, optimizer not distributed"),
         pytest.param((1, 1, 1), {"distributed_optimizer": False, "dtype": "bfloat16"}, True, id="master weights"),
+        pytest.param((1, 1, 2), {"optimizer_offload_fraction": 0.5, "dtype": "bfloat16"}, True, id="half on the host"),
     ],
 )
 def test_a_run_goes_on_bit_equal_at_the_same_layout(
