@@ -107,8 +107,15 @@ class TrainerConfig(Section):
     1."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks (ZeRO 1)."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over the data-parallel ranks in buckets while the backward pass of an update's last microbatch
+    goes on; default: where these ranks are on several nodes. Weights are not gathered beside the next forward pass: the
+    engine wants them first."""
     router_replay: bool = False
     """Router replay (mixture of experts): train with the experts that the engine routed each token to."""
+    moe_dispatcher: Literal["alltoall", "flex"] = "alltoall"
+    """How tokens reach their experts on other ranks (mixture of experts): by all-to-all collectives, or by DeepEP's
+    kernels (flex), faster across nodes, which need GPUs, the package deep_ep in the environment, and etp * ep > 1."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass: of trainer.recompute_modules (selective) or of whole layers
     (full)."""

@@ -42,7 +42,7 @@ TRANSFORMER_FIELDS = {
     "sequence_parallel": "trainer.sequence_parallel",
     "use_cpu_initialization": "the device",
     "variable_seq_lengths": "trainer.pp",
-    "moe_token_dispatcher_type": "the packed rows of the trainer",
+    "moe_token_dispatcher_type": "trainer.moe_dispatcher",
     "deallocate_pipeline_outputs": "trainer.pp",
     "calculate_per_token_loss": "the token weights of the loss",
 }  # fmt: skip

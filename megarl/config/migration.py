@@ -394,6 +394,16 @@ COUNTERPARTS = (
         "copies to and from the host overlap in any case; main weights and moments are float32",
     ),
     Counterpart(("use_distributed_optimizer",), ("trainer.distributed_optimizer",)),
+    Counterpart(("overlap_grad_reduce",), ("trainer.overlap_grad_reduce",)),
+    Counterpart(
+        ("overlap_param_gather",),
+        note="weights are gathered at the end of each update: the engine wants them before the next forward pass",
+    ),
+    Counterpart(
+        ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend", "enable_deepep"),
+        ("trainer.moe_dispatcher",),
+        "flex is DeepEP",
+    ),
     Counterpart(("override_transformer_config",), ("trainer.megatron",)),
     Counterpart(("use_rollout_routing_replay", "enable_rollout_routing_replay"), ("trainer.router_replay",)),
     Counterpart(("zero_stage", "fsdp_config", "fsdp", "deepspeed", "strategy"),

@@ -14,6 +14,7 @@ from megarl.memory.activations import PassSettings
 from megarl.memory.devices import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
+    DEEP_EP_BYTES,
     GRAPH_BYTES,
     LIBRARY_BYTES,
     PINNED_BLOCK_BYTES,
@@ -312,6 +313,8 @@ class RankMemory:
             yield Use("CUDA", CONTEXT_BYTES)
             yield Use("NCCL", COMMUNICATOR_BYTES * self._num_communicators)
             yield Use("CUDA graphs", self._graphs)
+            if self.has_trainer and self.recipe.trainer.moe_dispatcher == "flex":
+                yield Use("DeepEP", DEEP_EP_BYTES)
         else:
             yield from (Use(use.kind, 0, use.device_bytes + use.host_bytes) for use in uses)
         yield Use("libraries", 0, LIBRARY_BYTES)

@@ -42,9 +42,10 @@ def transformer_config(
     recompute: str = "none",
     recompute_modules: Sequence[str] = ("core_attn",),
     router_replay: bool = False,
+    moe_dispatcher: str = "alltoall",
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
-    """The TransformerConfig of a rank's model.
+    """The TransformerConfig of a rank's model. Experts that lie all on one rank need no dispatcher but `alltoall`.
 
     Raises ConfigError for an override that is unknown, or that another field of the recipe determines.
     """
@@ -66,6 +67,8 @@ def transformer_config(
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.num_experts:
         settings |= _expert_settings(shape, layout) | {"moe_enable_routing_replay": router_replay}
+        if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
+            settings |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
         # Balancing pulls the policy away from the reward's gradient: it must be asked for.
         defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         defaults |= _fused_expert_kernels(router_replay)

@@ -26,6 +26,9 @@ MODULES = {
 
 REMEDY = "run launch/setup.sh"
 
+DEEP_EP = "deep_ep"
+"""DeepEP's package; its extension needs the driver's libcuda, too."""
+
 _SECONDS = 300.0
 _PROGRAM = """
 import importlib, json, sys
@@ -69,6 +72,15 @@ def import_faults() -> dict[str, str]:
             if find_spec(package) is not None:
                 found |= faults_of(modules)
     return found
+
+
+def deep_ep_fault() -> str | None:
+    """Why DeepEP cannot be used; None where it can, or, without a driver to try it with, where it is installed."""
+    if runs_on_cpu():
+        return "this environment is one for CPUs"
+    if find_spec(DEEP_EP) is None:
+        return "it is not installed"
+    return faults_of((DEEP_EP,)).get(DEEP_EP) if has_driver() else None
 
 
 def faults_of(modules: tuple[str, ...]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from megarl.config.formulas import either, taking
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 from megarl.platform import transformer_engine
-from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before it splits it."""
@@ -238,7 +238,24 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.router_replay = True: replays what an engine chose in rl for a model with experts; leave it out"
     if trainer.router_replay and trainer.recompute == "full":
         yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
+    yield from _dispatcher(recipe, shape)
     yield from _recomputed_modules(recipe, shape)
+
+
+def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Of tokens that reach their experts by DeepEP."""
+    trainer = recipe.trainer
+    if trainer.moe_dispatcher != "flex":
+        return
+    chosen = "trainer.moe_dispatcher = flex"
+    if not shape.num_experts:
+        yield f"{chosen}: a {shape.family} model has no experts; leave it out"
+    elif trainer.etp * trainer.ep == 1:
+        yield f"{chosen}: with trainer.ep and trainer.etp 1 all experts are on each rank; leave it out, or raise ep"
+    elif trainer.megatron.get("moe_shared_expert_overlap"):
+        yield f"{chosen}: has no trainer.megatron.moe_shared_expert_overlap; leave one out"
+    elif (fault := deep_ep_fault()) is not None:
+        yield f"{chosen}: DeepEP cannot be used ({fault}); install its package deep_ep, or set it to alltoall"
 
 
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import get_process_group_ranks
 
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.parallel import ParallelConfig
@@ -129,6 +131,10 @@ class TrainingEngine(ModelShard):
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.config.finalize_model_grads_func = _sum_gradients
+        if self.overlaps_reduction:
+            # Megatron's schedules reduce nothing within it: gradients of all microbatches but the last are only summed.
+            contexts = [model.no_sync for model in self.models]
+            self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
         self.skipped_in_a_row = 0
         self._merged = MergedWeights(self.chunks, self.parameters)
         self._offloadable = {
@@ -164,10 +170,21 @@ class TrainingEngine(ModelShard):
     def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
+            overlap_grad_reduce=self.overlaps_reduction,
             use_distributed_optimizer=self.recipe.trainer.distributed_optimizer,
         )
         return DistributedDataParallel(self.config, settings, chunk, disable_bucketing=index > 0)
+
+    @property
+    def overlaps_reduction(self) -> bool:
+        """Whether gradients are reduced during the backward pass: as the recipe says, else where they cross nodes."""
+        if (given := self.recipe.trainer.overlap_grad_reduce) is not None:
+            return given
+        groups = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
+        if self.shape.num_experts:
+            groups.append(parallel_state.get_expert_data_parallel_group())
+        size = self.recipe.cluster.ranks_per_node
+        return any(len({rank // size for rank in get_process_group_ranks(group)}) > 1 for group in groups)
 
     def offload(self, *, but: Collection[str] = ()) -> None:
         """Give the engine what memory `trainer.offload` names, all `but` some of it."""

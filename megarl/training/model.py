@@ -68,6 +68,7 @@ class ModelShard:
             recompute=recipe.trainer.recompute,
             recompute_modules=recipe.trainer.recompute_modules,
             router_replay=router_replay,
+            moe_dispatcher=recipe.trainer.moe_dispatcher,
             overrides=recipe.trainer.megatron,
         )
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]

@@ -178,6 +178,31 @@ SOURCES = (
         "param_update_in_fp32=True,", "main weights are float32 wherever the optimizer works",
     ),
     Source(
+        "megatron", "core/pipeline_parallel/schedules.py", "forward_backward_no_pipelining",
+        "with no_sync_func():", "trainer.overlap_grad_reduce: nothing is reduced before the last microbatch",
+    ),
+    Source(
+        "megatron", "core/pipeline_parallel/schedules.py", "forward_backward_pipelining_with_interleaving",
+        "if isinstance(no_sync_func, list):", "each chunk has a context of its own",
+    ),
+    Source(
+        "megatron", "core/distributed/param_and_grad_buffer.py", "_ParamAndGradBucketGroup.reset",
+        "assert len(self.per_param_grad_ready_counts) == len(self.params)",
+        "under trainer.overlap_grad_reduce every parameter has a gradient in an update's last microbatch",
+    ),
+    Source(
+        "megatron", "core/transformer/moe/fused_a2a.py", "", "from deep_ep import Buffer",
+        "trainer.moe_dispatcher flex needs the package of that name",
+    ),
+    Source(
+        "megatron", "core/transformer/moe/token_dispatcher.py", "MoEFlexTokenDispatcher.__init__",
+        'assert self.tp_size * self.ep_size > 1', "experts that are all on one rank have the other dispatcher",
+    ),
+    Source(
+        "megatron", "core/transformer/transformer_config.py", "TransformerConfig.__post_init__",
+        '"moe_enable_deepep is deprecated."', "DeepEP is chosen by moe_flex_dispatcher_backend",
+    ),
+    Source(
         "megatron", "core/tensor_parallel/layers.py", "", "import fused_weight_gradient_mlp_cuda",
         "Megatron's own fused accumulation is apex's: models.configuration asks `_grad_accum_fusion_available`",
     ),
@@ -244,6 +269,13 @@ SIGNATURES = (
     ),
     Signature("megatron", "core/optimizer/clip_grads.py", "clip_grad_by_total_norm_fp32",
         ("parameters", "max_norm", "total_norm", "use_decoupled_grad"),
+    ),
+    Signature(
+        "megatron", "core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig",
+        ("grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer", "bucket_size"),
+    ),
+    Signature("megatron", "core/transformer/transformer_config.py", "TransformerConfig",
+        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"),
     ),
     Signature("megatron", "core/parallel_state.py", "initialize_model_parallel", (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",

@@ -72,6 +72,20 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     assert {*_expert_settings(experts, layout), "moe_enable_routing_replay"} == EXPERT_FIELDS.keys()
 
 
+@pytest.mark.parametrize(("ep", "expected"), [(1, "alltoall"), (2, "flex")])
+def test_tokens_reach_other_ranks_by_deep_ep(tiny_model: Callable[..., Path], ep: int, expected: str) -> None:
+    layout, settings = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, ep=ep), {"dtype": torch.bfloat16}
+    for family in ("qwen3_moe", "qwen3"):
+        shape = read_model_shape(tiny_model(family=family, num_layers=2, num_kv_heads=2))
+        if ep > 1 and not shape.num_experts:
+            continue
+        made = transformer_config(
+            shape, layout, **settings, sequence_parallel=False, moe_dispatcher="flex", overrides={}
+        )
+        assert made.moe_token_dispatcher_type == (expected if shape.num_experts else "alltoall")
+        assert made.moe_flex_dispatcher_backend == "deepep"
+
+
 def test_an_unknown_override_names_the_nearest(config: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.megatron\.recompute_granularty: .* mean recompute_granularity\?"):
         config(recompute_granularty="full")

@@ -25,6 +25,19 @@ def test_each_module_is_tried_and_a_crash_is_told(tmp_path: Path, monkeypatch: p
     }
 
 
+def test_deep_ep_is_tried_where_it_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda_extensions, "runs_on_cpu", lambda: True)
+    assert cuda_extensions.deep_ep_fault() == "this environment is one for CPUs"
+    monkeypatch.setattr(cuda_extensions, "runs_on_cpu", lambda: False)
+    assert cuda_extensions.deep_ep_fault() == "it is not installed"
+    (tmp_path / "deep_ep.py").write_text("raise OSError('libnvshmem_host.so.3: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(cuda_extensions, "has_driver", lambda: False)
+    assert cuda_extensions.deep_ep_fault() is None, "a login node cannot tell"
+    monkeypatch.setattr(cuda_extensions, "has_driver", lambda: True)
+    assert cuda_extensions.deep_ep_fault() == "OSError: libnvshmem_host.so.3: cannot open"
+
+
 def test_without_a_driver_or_on_the_cpu_only_transformer_engine_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_extensions, "has_driver", lambda: False)
     monkeypatch.setattr(cuda_extensions.transformer_engine, "import_fault", lambda: "OSError: libcudnn.so")

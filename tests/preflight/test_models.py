@@ -172,6 +172,26 @@ def test_head_sizes_of_attention_on_cpu(recipe: Callable[..., Recipe], tiny_mode
     assert 128 in supported_head_sizes()
 
 
+@pytest.mark.parametrize("fault", [None, "it is not installed"])
+def test_tokens_reach_other_ranks_by_deep_ep_where_it_can_be_used(
+    recipe: Callable[..., Recipe],
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str | None,
+) -> None:
+    monkeypatch.setattr("megarl.preflight.sizes.deep_ep_fault", lambda: fault)
+    model = {"path": str(tiny_model(family="qwen3_moe", num_heads=4, num_kv_heads=2, head_dim=32))}
+    ranks: Any = {"model": model, "cluster": {"ranks_per_node": 2}}
+    made = recipe(**ranks, trainer={"moe_dispatcher": "flex", "ep": 2})
+    if fault is None:
+        check(made)
+    else:
+        with pytest.raises(ConfigError, match=r"moe_dispatcher = flex: DeepEP cannot be used \(it is not installed\)"):
+            check(made)
+    with pytest.raises(ConfigError, match=r"moe_dispatcher = flex: with trainer.ep and trainer.etp 1 all experts are"):
+        check(recipe(**ranks, trainer={"moe_dispatcher": "flex"}))
+
+
 @pytest.mark.parametrize(("is_cpu", "has_engine"), [(True, True), (False, False), (False, True)])
 def test_activations_of_experts_are_computed_anew_by_transformer_engine(
     recipe: Callable[..., Recipe],

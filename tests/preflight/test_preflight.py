@@ -401,6 +401,11 @@ WRONG = [
         {"loop": "reward_model", "lora": {"rank": 8}}, ["lora.rank = 8", "set lora.rank=0"], id="adapters under a head"
     ),
     pytest.param({"optimizer": {"name": "sgd"}}, ["trainer.distributed_optimizer=false"], id="sgd"),
+    pytest.param(
+        {"trainer": {"moe_dispatcher": "flex"}},
+        ["trainer.moe_dispatcher = flex", "a qwen3 model has no experts; leave it out"],
+        id="a dispatcher without experts",
+    ),
     *(
         pytest.param(
             {"model": {"dtype": "bfloat16"}, "trainer": {"optimizer_offload_fraction": 0.5}, **fields},
