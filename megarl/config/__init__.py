@@ -125,6 +125,10 @@ class TrainerConfig(Section):
     are part of the linear layers behind them, so that a dense model saves nothing by it), mlp (of dense layers, most of
     their activations), moe (routing and experts), moe_act (the experts' activation; needs Transformer Engine),
     shared_experts."""
+    fp8: Literal["none", "blockwise"] = "none"
+    """Matrix products of the layers in FP8 (E4M3), with a scale for each block of 128 or 128 x 128 numbers; weights,
+    gradients, norms, attention and the head stay as they are. Needs Hopper GPUs, Transformer Engine and bfloat16; the
+    engine's products are not in FP8, so watch logprob_gap/. Each layer keeps its weights in FP8 twice."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
     """States moved to host memory while the engine samples; default: none."""
     optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

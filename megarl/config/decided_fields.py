@@ -67,3 +67,6 @@ RECOMPUTE_FIELDS = dict.fromkeys(
     ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"), "trainer.recompute"
 )
 """Of the TransformerConfig where `trainer.recompute` is not `none`."""
+
+FP8_FIELDS = dict.fromkeys(("fp8", "fp8_recipe"), "trainer.fp8")
+"""Of the TransformerConfig where `trainer.fp8` is not `none`."""

@@ -272,6 +272,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "trainer.moe_dispatcher": _ALWAYS,
     "trainer.recompute": _ALWAYS,
     "trainer.recompute_modules": (_one_of("trainer.recompute", "selective"),),
+    "trainer.fp8": _ALWAYS,
     "trainer.offload": _ALWAYS,
     "trainer.optimizer_offload_fraction": _ALWAYS,
     "trainer.max_tokens_per_microbatch": _ALWAYS,

@@ -396,6 +396,11 @@ COUNTERPARTS = (
     Counterpart(("use_distributed_optimizer",), ("trainer.distributed_optimizer",)),
     Counterpart(("overlap_grad_reduce",), ("trainer.overlap_grad_reduce",)),
     Counterpart(
+        ("fp8_recipe", "fp8_cfg", "fp8_cfg.enabled", "fp8_format", "fp8"),
+        ("trainer.fp8",),
+        "blockwise; other recipes by Megatron's own names, trainer.megatron.fp8 and fp8_recipe",
+    ),
+    Counterpart(
         ("overlap_param_gather",),
         note="weights are gathered at the end of each update: the engine wants them before the next forward pass",
     ),

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+FP8_BLOCK = 128
+"""A rank's tokens and hidden channels are multiples of this where products are in FP8, scaled by blocks."""
+
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 """Megatron's own, and the one that makes all stages of a replica neighbours."""
 

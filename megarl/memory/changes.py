@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.config.parallel import FP8_BLOCK
 from megarl.families.shape import ModelShape
 from megarl.memory.devices import GPU
 from megarl.memory.models import Models
@@ -191,7 +192,7 @@ def _fitted_rows(recipe: Recipe, models: Models, gpu_gib: float) -> int | None:
     """The longest rows, shorter than they are, under which training fits; None where they could not hold a sample."""
     layout = models.policy.layout
     multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
-    multiple = math.lcm(multiple, 128)
+    multiple = multiple * FP8_BLOCK if recipe.trainer.fp8 == "blockwise" else math.lcm(multiple, 128)
     least = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
     most = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
 

@@ -230,7 +230,7 @@ class RankMemory:
         uses = [*self._working(name), *self._idle_engine()]
         forward = activations.forward_bytes(built.shape, built.layout, settings)
         logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
-        return [*uses, Use("activations", int(forward)), Use("logits", int(logits))]
+        return [*uses, *self._fp8(built), Use("activations", int(forward)), Use("logits", int(logits))]
 
     def _training(self, name: str) -> list[Use]:
         built = self._built(name)
@@ -242,11 +242,21 @@ class RankMemory:
         return [
             *self._working(name),
             *self._idle_engine(),
+            *self._fp8(built),
             Use("activations", int(kept)),
             Use("pipeline", int(activations.pipeline_bytes(built.shape, built.layout, stage, settings))),
             Use("backward", int(passing)),
             Use("logits", int(logits)),
         ]
+
+    def _fp8(self, built: Built) -> Iterator[Use]:
+        """Copies of the weights in FP8, which the policy keeps until the engine's turn.
+
+        Of activations, fewer are saved than without FP8: that is not counted.
+        """
+        if self.recipe.trainer.fp8 != "none":
+            models = {id(model): model.layouts for model in (built, self.models.policy)}
+            yield Use("weights in FP8", sum(trainer.fp8_bytes(layouts, self.rank) for layouts in models.values()))
 
     def _save(self) -> list[Use]:
         saved = (self.policy + self.critic).saved

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from megarl.config.parallel import FP8_BLOCK
 from megarl.reshard.layouts.megatron import MegatronLayouts, chunk_prefix, parameter_shapes
 
 FLOAT32 = 4
@@ -112,6 +113,14 @@ def parameter_bytes(layouts: MegatronLayouts, rank: int, itemsize: int) -> int:
     """Bytes of a frozen model on a rank."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     return sum(map(math.prod, shapes.values())) * itemsize
+
+
+def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
+    """Bytes of the copies in FP8 of a rank's linear layers: one by rows, one by columns, and their scales."""
+    shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
+    kept = ("word_embeddings.weight", "output_layer.weight", "router.weight")
+    numel = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(kept))
+    return 2 * (numel + numel * FLOAT32 // FP8_BLOCK**2)
 
 
 def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[Parameter], int, int]]:

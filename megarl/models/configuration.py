@@ -43,6 +43,7 @@ def transformer_config(
     recompute_modules: Sequence[str] = ("core_attn",),
     router_replay: bool = False,
     moe_dispatcher: str = "alltoall",
+    fp8: str = "none",
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
     """The TransformerConfig of a rank's model. Experts that lie all on one rank need no dispatcher but `alltoall`.
@@ -72,6 +73,8 @@ def transformer_config(
         # Balancing pulls the policy away from the reward's gradient: it must be asked for.
         defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         defaults |= _fused_expert_kernels(router_replay)
+    if fp8 == "blockwise":
+        settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     overrides = _without_apex(overrides)
     for name in sorted(overrides.keys() & settings.keys()):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")

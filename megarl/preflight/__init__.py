@@ -158,6 +158,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
             wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
             wrong += [
                 *sizes.expert_fit(recipe, shape),
+                *sizes.fp8_fit(recipe, shape),
                 *megatron_fields(recipe, shape),
                 *engine_fit(recipe, shape),
                 *quantisation(recipe, shape),

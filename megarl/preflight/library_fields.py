@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.decided_fields import ENGINE_FIELDS, EXPERT_FIELDS, RECOMPUTE_FIELDS, TRANSFORMER_FIELDS
+from megarl.config.decided_fields import (
+    ENGINE_FIELDS,
+    EXPERT_FIELDS,
+    FP8_FIELDS,
+    RECOMPUTE_FIELDS,
+    TRANSFORMER_FIELDS,
+)
 from megarl.config.secrets import holds_secret
 from megarl.families.shape import ModelShape
 
@@ -28,6 +34,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     decided = dict(TRANSFORMER_FIELDS)
     decided |= RECOMPUTE_FIELDS if recipe.trainer.recompute != "none" else {}
     decided |= EXPERT_FIELDS if shape.num_experts else {}
+    decided |= FP8_FIELDS if recipe.trainer.fp8 != "none" else {}
     known: dict[str, ast.expr] = {}
     for file, name in (
         ("core/model_parallel_config.py", "ModelParallelConfig"),

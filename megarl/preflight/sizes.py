@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from megarl.config import Recipe
 from megarl.config.formulas import either, taking
-from megarl.config.parallel import ParallelConfig
+from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.families.shape import ModelShape
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
@@ -37,9 +37,13 @@ def layout_of(recipe: Recipe) -> ParallelConfig:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """A row's tokens are padded to a multiple of this: two chunks a context rank, equal parts for tensor ranks."""
+    """A row's tokens are padded to a multiple of this: two chunks a context rank, equal parts for tensor ranks.
+
+    Under FP8 each of these parts is made of whole blocks.
+    """
     trainer = recipe.trainer
-    return layout_of(recipe).sequence_multiple * (trainer.tp if trainer.sequence_parallel is not False else 1)
+    block = FP8_BLOCK if trainer.fp8 == "blockwise" else 1
+    return layout_of(recipe).sequence_multiple * (trainer.tp if trainer.sequence_parallel is not False else 1) * block
 
 
 def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> ParallelConfig:
@@ -228,6 +232,33 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
             yield f"{field} = {size}: does not divide the model's {whole} {name}; use {either(_divisors(whole))}"
     if is_sampled and 0 < shape.num_experts < rollout.tp:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
+
+
+def fp8_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Whether this environment and the model's sizes allow products in FP8."""
+    trainer = recipe.trainer
+    if trainer.fp8 == "none":
+        return
+    chosen = f"trainer.fp8 = {trainer.fp8}"
+    if runs_on_cpu() or not transformer_engine.is_installed():
+        yield f"{chosen}: needs GPUs and Transformer Engine, which are not here; leave it out"
+        return
+    if recipe.model.dtype != "bfloat16":
+        yield f"{chosen}: is of bfloat16 weights; set model.dtype=bfloat16"
+    if recipe.lora.rank:
+        yield f"{chosen}: adapters of lora.rank = {recipe.lora.rank} are too narrow for it; leave one out"
+    channels = {
+        "hidden channels": shape.hidden_size,
+        "channels of the queries on a rank": shape.num_heads * shape.head_dim // trainer.tp,
+    }
+    if shape.num_experts:
+        channels["channels of an expert on a rank"] = shape.moe_intermediate_size // trainer.etp
+        channels["channels of the shared expert on a rank"] = shape.shared_intermediate_size // trainer.tp
+    else:
+        channels["channels of the feed-forward layer on a rank"] = shape.intermediate_size // trainer.tp
+    for name, number in channels.items():
+        if number % FP8_BLOCK:
+            yield f"{chosen}: the model's {number} {name} are no multiple of {FP8_BLOCK}; leave it out, or split less"
 
 
 def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -189,6 +189,7 @@ class TrainingEngine(ModelShard):
     def offload(self, *, but: Collection[str] = ()) -> None:
         """Give the engine what memory `trainer.offload` names, all `but` some of it."""
         self.optimizer.zero_grad()
+        self.forget_fp8_weights()
         for name in self.recipe.trainer.offload:
             if name not in but:
                 self._offloadable[name].offload()

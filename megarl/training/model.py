@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelConfig
+from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.families.shape import ModelShape
 from megarl.models.configuration import transformer_config
@@ -69,6 +69,7 @@ class ModelShard:
             recompute_modules=recipe.trainer.recompute_modules,
             router_replay=router_replay,
             moe_dispatcher=recipe.trainer.moe_dispatcher,
+            fp8=recipe.trainer.fp8,
             overrides=recipe.trainer.megatron,
         )
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
@@ -151,9 +152,22 @@ class ModelShard:
         return rows
 
     @property
-    def _multiple(self) -> int:
-        """A rank's tokens of a row are a multiple of this."""
+    def _parts(self) -> int:
+        """Tensor-parallel ranks that the tokens of a row are split over."""
         return self.layout.tp if self.sequence_parallel else 1
+
+    @property
+    def _multiple(self) -> int:
+        """A context-parallel rank's tokens of a row are a multiple of this."""
+        return self._parts * (FP8_BLOCK if self.recipe.trainer.fp8 == "blockwise" else 1)
+
+    def forget_fp8_weights(self) -> None:
+        """Free the weights' copies in FP8 that Transformer Engine's layers keep; the next pass makes them anew."""
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                copies: Any = getattr(module, "_fp8_workspaces", None)
+                if copies is not None:
+                    copies.clear()
 
     @property
     def expert_layers(self) -> list[int]:
@@ -168,7 +182,7 @@ class ModelShard:
         """
         if self.expert_exchange is None or rows[0].experts is None:
             return [None] * len(rows)
-        parts = self._multiple
+        parts = self._parts
         part = parallel_state.get_tensor_model_parallel_rank() % parts
         own = []
         for row, batch in zip(rows, batches, strict=True):
@@ -286,6 +300,7 @@ class FrozenModel(ModelShard):
             if is_changed:
                 values.copy_(parameter.data)
             parameter.data = values
+        self.forget_fp8_weights()
         for chunk in self.chunks:
             chunk.cpu()
 

@@ -207,3 +207,51 @@ def test_fp8_weights_are_what_vllms_loader_makes(
     folder = tiny_model(family=family, num_layers=2, **sizes)
     with RankPool(1) as pool:
         assert pool.run(fp8_against_the_loader, str(folder), quantization, vllm) == [[]]
+
+
+def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
+    """One rank: log-probs and gradient norms of a model with and without FP8, and a checkpoint that goes on."""
+    from megarl.config import Recipe
+    from megarl.config.parallel import ParallelConfig
+    from megarl.training import checkpoint
+    from tests.training.test_checkpoint import build, update
+
+    layout, found = ParallelConfig(1, 1, 1, 1), {}
+    for fp8 in ("none", "blockwise"):
+        recipe = Recipe.model_validate(
+            {
+                "name": "fp8", "loop": "sft", "model": {"path": str(model)}, "data": {"train": "unused"},
+                "trainer": {"max_tokens_per_microbatch": 256, "fp8": fp8}, "optimizer": {"learning_rate": 1e-3},
+            }
+        )  # fmt: skip
+        engine = build(recipe, layout)
+        norms = [update(engine, layout, step)["train/grad_norm"].number for step in range(3)]
+        found[fp8] = {"norms": norms}
+        if fp8 == "blockwise":
+            save = checkpoint.stage(folder, {"": engine}, "one")
+            save.write(asynchronous=False)
+            save.finish()
+            found[fp8]["next"] = update(engine, layout, 3)["train/grad_norm"].number
+            other = build(recipe, layout)
+            checkpoint.restore(folder, {"": other}, "one")
+            found[fp8]["resumed"] = update(other, layout, 3)["train/grad_norm"].number
+            other.forget_fp8_weights()
+            copies = [getattr(m, "_fp8_workspaces", {}) for chunk in other.chunks for m in chunk.modules()]
+            found[fp8]["copies"] = sum(map(len, copies))
+    return found
+
+
+def test_training_in_fp8_is_training(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Gradients are those of bfloat16 up to FP8's rounding; a checkpoint has no pickle that would be loaded."""
+    pytest.importorskip("transformer_engine.pytorch")
+    from megarl.checkpoint.torch_dist_reader import check_harmless
+    from megarl.testing import RankPool
+
+    model = tiny_model(num_layers=2, hidden_size=256, intermediate_size=512, num_heads=4, head_dim=64)
+    with RankPool(1) as ranks:
+        [found] = ranks.run(learnt_in_fp8, model, tmp_path)
+    check_harmless(tmp_path)
+    plain, fp8 = found["none"], found["blockwise"]
+    assert fp8["norms"] != plain["norms"], "nothing was in FP8"
+    assert fp8["norms"] == pytest.approx(plain["norms"], rel=0.1)
+    assert fp8["resumed"] == pytest.approx(fp8["next"], rel=1e-3) and fp8["copies"] == 0

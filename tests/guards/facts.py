@@ -135,6 +135,15 @@ SOURCES = (
         "if state.numel() == 0: return # Default format: byte tensor with pickled data state = pickle.loads(",
         "an empty tensor is not unpickled: training.checkpoint.without_pickles",
     ),
+    Source(
+        "transformer_engine", "pytorch/tensor/float8_blockwise_tensor.py", "Float8BlockQuantizer.is_quantizable",
+        "if math.prod(inp.shape[:-1]) % self.block_len != 0: return False",
+        "what is gathered in FP8 is made of whole blocks: config.parallel.FP8_BLOCK",
+    ),
+    Source(
+        "transformer_engine", "pytorch/module/base.py", "TransformerEngineBaseModule.get_weight_workspace",
+        "self._fp8_workspaces", "copies of the weights in FP8 are freed by this name: training.model",
+    ),
     # Megatron-Core
     Source(
         "megatron", "core/transformer/moe/moe_utils.py", "topk_routing_with_score_function",
@@ -201,6 +210,12 @@ SOURCES = (
     Source(
         "megatron", "core/transformer/transformer_config.py", "TransformerConfig.__post_init__",
         '"moe_enable_deepep is deprecated."', "DeepEP is chosen by moe_flex_dispatcher_backend",
+    ),
+    Source(
+        "megatron", "core/fp8_utils.py", "",
+        'elif config.fp8_recipe == Fp8Recipe.blockwise and is_te_min_version("2.3.0.dev0"): '
+        "fp8_recipe = transformer_engine.common.recipe.Float8BlockScaling(",
+        "trainer.fp8 blockwise",
     ),
     Source(
         "megatron", "core/tensor_parallel/layers.py", "", "import fused_weight_gradient_mlp_cuda",

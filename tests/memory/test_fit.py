@@ -82,6 +82,17 @@ def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..
     assert train.of("optimizer on the host").host_bytes > 16 * 14e9
 
 
+def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
+    """Qwen3-14B at tp 4: 12.4e9 of its weights are of linear layers, two bytes more of each; none while it samples."""
+    recipe = changed(large("qwen3_14b_dapo"), {"trainer.fp8": "blockwise"})
+    phases = {p.name: p for p in memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).phases}
+    layer = 5120 * (40 * 128 * 2 + 8 * 128 * 2) + 3 * 5120 * 17408
+    for name in ("train", "logprobs"):
+        found = phases[name].of("weights in FP8").device_bytes
+        assert found == pytest.approx(2 * 40 * layer / 4 * (1 + 4 / 128**2), rel=1e-3)
+    assert phases["rollout"].of("weights in FP8").device_bytes == 0
+
+
 def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo")
     shared = changed(recipe, {"rollout.gpu_memory_utilization": 0.98})

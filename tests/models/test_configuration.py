@@ -72,6 +72,16 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     assert {*_expert_settings(experts, layout), "moe_enable_routing_replay"} == EXPERT_FIELDS.keys()
 
 
+def test_products_in_fp8_are_scaled_by_blocks(tiny_model: Callable[..., Path]) -> None:
+    shape, layout = read_model_shape(tiny_model(num_layers=2)), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "sequence_parallel": False}
+    made = transformer_config(shape, layout, **settings, fp8="blockwise", overrides={})
+    assert (made.fp8, made.fp8_recipe, made.fp8_param) == ("e4m3", "blockwise", False)
+    assert transformer_config(shape, layout, **settings, overrides={}).fp8 is None
+    with pytest.raises(ConfigError, match=r"trainer\.megatron\.fp8: .* remove it"):
+        transformer_config(shape, layout, **settings, fp8="blockwise", overrides={"fp8": "hybrid"})
+
+
 @pytest.mark.parametrize(("ep", "expected"), [(1, "alltoall"), (2, "flex")])
 def test_tokens_reach_other_ranks_by_deep_ep(tiny_model: Callable[..., Path], ep: int, expected: str) -> None:
     layout, settings = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, ep=ep), {"dtype": torch.bfloat16}

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.preflight import check
+from megarl.preflight import check, row_multiple
 from megarl.preflight.library_fields import supported_head_sizes
 from megarl.types import ConfigError, DataError
 
@@ -170,6 +170,27 @@ def test_head_sizes_of_attention_on_cpu(recipe: Callable[..., Recipe], tiny_mode
     with pytest.raises(ConfigError, match=r"model.path = .*: its attention heads have 24 channels, .* takes 32, 64"):
         check(recipe(model={"path": model}))
     assert 128 in supported_head_sizes()
+
+
+def test_products_in_fp8_need_whole_blocks(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.preflight.sizes.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.platform.transformer_engine.is_installed", lambda: True)
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "num_layers": 2}
+    ranks: Any = {"cluster": {"ranks_per_node": 2}, "trainer": {"fp8": "blockwise", "tp": 2}}
+    check(made := recipe(model={"path": str(tiny_model(**sizes, intermediate_size=512))}, **ranks))
+    # A row is cut into two parts, each made of whole blocks.
+    assert row_multiple(made) == 2 * 128
+    narrow = {"path": str(tiny_model(**sizes, intermediate_size=384))}
+    with pytest.raises(ConfigError, match=r"fp8 = blockwise: the model's 192 channels of the feed-forward layer on a "):
+        check(recipe(model=narrow, **ranks))
+    whole = {"path": str(tiny_model(**sizes, intermediate_size=512)), "dtype": "float32"}
+    with pytest.raises(ConfigError, match=r"fp8 = blockwise: is of bfloat16 weights; set model.dtype=bfloat16"):
+        check(recipe(model=whole, **ranks))
+    given = ranks["trainer"] | {"megatron": {"fp8_recipe": "tensorwise"}}
+    with pytest.raises(ConfigError, match=r"trainer.megatron.fp8_recipe = 'tensorwise': follows from trainer.fp8"):
+        check(recipe(model=made.model.model_dump(), cluster=ranks["cluster"], trainer=given))
 
 
 @pytest.mark.parametrize("fault", [None, "it is not installed"])

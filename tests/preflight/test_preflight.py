@@ -402,6 +402,11 @@ WRONG = [
     ),
     pytest.param({"optimizer": {"name": "sgd"}}, ["trainer.distributed_optimizer=false"], id="sgd"),
     pytest.param(
+        {"trainer": {"fp8": "blockwise"}},
+        ["trainer.fp8 = blockwise", "needs GPUs and Transformer Engine, which are not here; leave it out"],
+        id="FP8 on a CPU",
+    ),
+    pytest.param(
         {"trainer": {"moe_dispatcher": "flex"}},
         ["trainer.moe_dispatcher = flex", "a qwen3 model has no experts; leave it out"],
         id="a dispatcher without experts",
