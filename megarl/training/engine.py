@@ -133,7 +133,7 @@ class TrainingEngine(ModelShard):
         self.config.finalize_model_grads_func = _sum_gradients
         if self.overlaps_reduction:
             # Megatron's schedules reduce nothing within it: gradients of all microbatches but the last are only summed.
-            contexts = [model.no_sync for model in self.models]
+            contexts: Any = [model.no_sync for model in self.models]
             self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
         self.skipped_in_a_row = 0
         self._merged = MergedWeights(self.chunks, self.parameters)
@@ -180,7 +180,7 @@ class TrainingEngine(ModelShard):
         """Whether gradients are reduced during the backward pass: as the recipe says, else where they cross nodes."""
         if (given := self.recipe.trainer.overlap_grad_reduce) is not None:
             return given
-        groups = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
+        groups: list[Any] = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
         if self.shape.num_experts:
             groups.append(parallel_state.get_expert_data_parallel_group())
         size = self.recipe.cluster.ranks_per_node

@@ -84,14 +84,13 @@ def test_products_in_fp8_are_scaled_by_blocks(tiny_model: Callable[..., Path]) -
 
 @pytest.mark.parametrize(("ep", "expected"), [(1, "alltoall"), (2, "flex")])
 def test_tokens_reach_other_ranks_by_deep_ep(tiny_model: Callable[..., Path], ep: int, expected: str) -> None:
-    layout, settings = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, ep=ep), {"dtype": torch.bfloat16}
+    layout = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, ep=ep)
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "sequence_parallel": False}
     for family in ("qwen3_moe", "qwen3"):
         shape = read_model_shape(tiny_model(family=family, num_layers=2, num_kv_heads=2))
         if ep > 1 and not shape.num_experts:
             continue
-        made = transformer_config(
-            shape, layout, **settings, sequence_parallel=False, moe_dispatcher="flex", overrides={}
-        )
+        made = transformer_config(shape, layout, **settings, moe_dispatcher="flex", overrides={})
         assert made.moe_token_dispatcher_type == (expected if shape.num_experts else "alltoall")
         assert made.moe_flex_dispatcher_backend == "deepep"
 

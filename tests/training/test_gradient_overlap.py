@@ -72,7 +72,8 @@ def test_gradients_are_bit_equal(
 ) -> None:
     layout = LAYOUTS[name]
     family = "qwen3_moe" if layout.ep > 1 else "qwen3"
-    model = tiny_model(family=family, num_layers=layout.pp * layout.vpp, vocab_size=512)
+    # Most of so many experts have no token in a row.
+    model = tiny_model(family=family, num_layers=layout.pp * layout.vpp, vocab_size=512, num_experts=64)
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ep")}
     # Rows of few tokens: there are several microbatches.
     settings = {"max_tokens_per_microbatch": 32, "distributed_optimizer": is_scattered, **sizes}
