@@ -26,7 +26,7 @@ _SETTINGS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""What it keeps in its groups of parameters beside Adam's own settings."""
+"""Settings of its own in its groups of parameters, beside those of Adam."""
 
 
 def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
@@ -85,7 +85,7 @@ def without_settings(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def host_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """What lies in host memory all the time: main weights, moments, gradients."""
+    """The tensors that are in host memory all the time: main weights, moments, gradients."""
     inner = optimizer.optimizer
     for part in inner.cpu_optimizers:
         yield from _parameters(part)

@@ -29,7 +29,7 @@ from megarl.types import Completion, Problem, Request, Reward, SamplingSettings,
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the engine of a benchmark is made with; `context_tokens` is its longest sequence."""
+    """Settings of a benchmark's engine; `context_tokens` is its longest sequence."""
 
     model_path: str
     num_slots: int

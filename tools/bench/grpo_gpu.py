@@ -35,7 +35,7 @@ from shapes import SHAPES, config_of, stop_tokens, write_model
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 256
 END_SECONDS = 20.0
-"""What a run may take to end when it is told to; the budget has room for it."""
+"""Longest time that a run may take to end when it is told to; the budget has room for it."""
 MOST_STEPS = 10_000
 PHASE = re.compile(r"time/[a-z]+_seconds")
 """Parts of phases, such as time/reshard_wire_seconds, are not of these."""
@@ -50,12 +50,12 @@ LINE_OF = {
     "completion_tokens": "rollout/completion_tokens/mean",
     "logprob_gap": "logprob_gap/mean",
 }
-"""What a step's line has, by the run's metrics; null where the run has none, such as a CPU's MFU."""
+"""Fields of a step's line, by the metrics of the run; null where the run has none, such as a CPU's MFU."""
 MEDIANS = {
     "step_seconds": "s", "mfu": "of the device's peak", "tokens_per_second": "tokens/s",
     "train_tokens_per_second": "tokens/s", "rollout_tokens_per_second": "tokens/s", "idle": "share of time",
 }  # fmt: skip
-"""Units of what the last lines tell."""
+"""Units of the last lines' metrics."""
 
 
 def recipe_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> Path:
 
 
 def step_line(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What is told of a step, from its line of metrics.jsonl."""
+    """The line of a step, from its line of metrics.jsonl."""
     phases = {
         name.removeprefix("time/").removesuffix("_seconds"): round(value, 3)
         for name, value in row.items()

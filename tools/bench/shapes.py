@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         vocab_size=997, num_key_value_heads=2, head_dim=32,
     ),
 }  # fmt: skip
-"""What config.json says of them beside `_COMMON`."""
+"""Fields of their config.json beside `_COMMON`."""
 _COMMON: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8,
     "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
