@@ -206,11 +206,12 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     import torch
     import torch.distributed as dist
 
+    from megarl.reshard.live import Reshard
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine and worker.weights
+    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
     live = dict(worker.engine.model.named_parameters())
     said = []
     for name in ("mlp.gate_up_proj.weight", "self_attn.o_proj.weight_scale_inv", "input_layernorm.weight", None):
