@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config import BudgetConfig, Recipe
+from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.config.rollout import BudgetConfig
 from megarl.data.batch import TokenBatch
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Start, Step, Turn

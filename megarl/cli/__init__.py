@@ -340,7 +340,8 @@ def serve(
     kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one rank in GiB.")] = 1.0,
 ) -> None:
     """Serve a trained model as OpenAI's API does, until SIGINT or SIGTERM."""
-    from megarl.config import LOOPBACK, EndpointConfig, RolloutConfig
+    from megarl.config import RolloutConfig
+    from megarl.config.rollout import LOOPBACK, EndpointConfig
     from megarl.serving.local_model import serve
 
     token = os.environ.get(token_variable) or None

@@ -10,8 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megarl.config import Recipe, RewardFunctionConfig
+from megarl.config import Recipe
 from megarl.config.recipe import error_page
+from megarl.config.rewards import RewardFunctionConfig
 from megarl.data.formats import value_at
 from megarl.data.problems import num_made
 from megarl.data.records import Record, read_records

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 from pydantic import ValidationError
 
-from megarl.config import RewardFunctionConfig
+from megarl.config.rewards import RewardFunctionConfig
 from megarl.config.served import ServedConfig
 from megarl.rewards import SERVED, metric_name, served_kind
 from megarl.rewards.calling import Sample

@@ -13,7 +13,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.config import RewardConfig, RewardFunctionConfig, SandboxConfig
+from megarl.config import RewardConfig, SandboxConfig
+from megarl.config.rewards import RewardFunctionConfig
 from megarl.platform.frames import FrameError, UnsendableError, receive, receive_answer, send, within
 from megarl.platform.killable import KillableProcess
 from megarl.platform.processes import cpu_seconds_below

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any, Literal
 
-from megarl.config import BudgetConfig
+from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
 from megarl.environments.process_pool import EnvironmentPool

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.config import EndpointConfig
+from megarl.config.rollout import EndpointConfig
 from megarl.platform.processes import allow_open_files
 from megarl.serving.protocol import Asked, Reply, model, models, read_conversation, read_prompt
 from megarl.serving.refusal import RequestError

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.local import LocalGroup
-from megarl.config import EndpointConfig, RolloutConfig
+from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
+from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.files.model_folder import read_object, weight_files
 from megarl.platform import device

@@ -16,9 +16,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.config import RecomputedModule
 from megarl.config.decided_fields import EXPERT_FIELDS, TRANSFORMER_FIELDS
 from megarl.config.parallel import ParallelConfig
+from megarl.config.trainer import RecomputedModule
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.models import configuration
 from megarl.models.attention import PackedRow

@@ -6,7 +6,8 @@ import contextlib
 import pytest
 from aiohttp import web
 
-from megarl.config import RewardConfig, RewardFunctionConfig
+from megarl.config import RewardConfig
+from megarl.config.rewards import RewardFunctionConfig
 from megarl.rewards.calling import Sample
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.served import COUNTED_FOR, served_reward

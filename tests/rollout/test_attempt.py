@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config import BudgetConfig
 from megarl.config.parallel import ParallelConfig
+from megarl.config.rollout import BudgetConfig
 from megarl.data.chat import encode, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn

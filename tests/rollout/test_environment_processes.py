@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import BudgetConfig
+from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import num_processes
 from megarl.environments.process import process_settings

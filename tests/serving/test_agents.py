@@ -16,8 +16,8 @@ import pytest
 from openai import OpenAI
 
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config import AgentConfig, EndpointConfig
 from megarl.config.parallel import ParallelConfig
+from megarl.config.rollout import AgentConfig, EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
