@@ -1,4 +1,4 @@
-"""What is checked of a recipe before any command starts or submits a run."""
+"""Checks of a recipe before any command starts or submits a run."""
 
 from __future__ import annotations
 

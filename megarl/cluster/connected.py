@@ -96,7 +96,7 @@ class ConnectedGroup(WorkerGroup):
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
-        """What processes of this start prove to know: one of an earlier start, that is late, does not come in."""
+        """Processes of this start prove that they know it: one of an earlier start, that is late, does not come in."""
         self.most_direct = 64
         """Up to so many ranks are reached directly, more through one relay on each node that has several of them."""
 

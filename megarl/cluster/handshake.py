@@ -1,4 +1,4 @@
-"""The handshake by which a process and the driver prove to each other that they know the run's key.
+"""The handshake by which a process and the driver prove to each other that they know a key, that of a group's start.
 
 Each sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each; nothing is
 unpickled before. Later messages on the connection are neither encrypted nor signed: they are as safe as the network
@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 20
 
 
 class StrangerError(Exception):
-    """The other end of a connection does not know the run's key."""
+    """The other end of a connection does not know the key."""
 
 
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
     challenge, number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
     connected.sendall(number + _proof(key, b"process", challenge, number))
     if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, number)):
-        raise StrangerError("what answered at the driver's address does not know the run's key")
+        raise StrangerError("what answered at the driver's address does not know the key of this start")
     send_json(connected, message)
 
 

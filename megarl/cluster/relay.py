@@ -1,10 +1,11 @@
 """The relay of a node: one connection to the driver for all ranks of the node, so that the driver speaks to nodes.
 
-A process of its own that unpickles nothing. It proves the run's key to the driver, and the ranks prove it to the relay,
-by the same handshake. What the driver sends of a call comes as one batch: messages, each with the ranks that it is for.
-Their answers go back together when all have come, or after a moment those that have: a rank that fails, or that is
-awaited in vain, must not hide what the others said. Their order per rank stays. An empty answer says that the rank
-ended. The ranks keep their connections to the driver, which reaches them there when they are to show their stacks.
+A process of its own that unpickles nothing. It proves the key of the group's start to the driver, and the ranks prove
+it to the relay, by the same handshake. What the driver sends of a call comes as one batch: messages, each with the
+ranks that it is for. Their answers go back together when all have come, or after a moment those that have: a rank that
+fails, or that is awaited in vain, must not hide what the others said. Their order per rank stays. An empty answer says
+that the rank ended. The ranks keep their connections to the driver, which reaches them there when they are to show
+their stacks.
 """
 
 from __future__ import annotations

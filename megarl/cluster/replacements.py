@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from megarl.cluster.stacks import ranks_named
+from megarl.cluster.stacks import engine_named
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.types import MegarlError
 
@@ -63,4 +63,4 @@ class Replacements:
         self._tell(f"{self._name(lost)} stays lost: it is not started again")
 
     def _name(self, group: WorkerGroup) -> str:
-        return f"the engine of {ranks_named(list(group.part.ranks(group.world_size)))}"
+        return engine_named(group.part.ranks(group.world_size))

@@ -52,6 +52,11 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(told)}"
 
 
+def engine_named(ranks: Sequence[int]) -> str:
+    """A separate engine replica, in words."""
+    return f"the engine of {ranks_named(ranks)}"
+
+
 def waits_in_collective(stacks: str) -> bool:
     """Whether the main thread is in a call that waits for other ranks.
 

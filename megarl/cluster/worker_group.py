@@ -57,7 +57,8 @@ class RankLostError(RankFailedError, types.PeerLostError):
 class PartOfRun:
     """A group's place in a run of several groups: its ranks are `first_rank` and on of `num_ranks`, all with one key.
 
-    Logs and messages have these numbers; calls, and the ranks themselves, number a group's ranks from 0.
+    Logs and messages have these numbers; calls, and the ranks themselves, number a group's ranks from 0. With the key
+    they sign what they send each other; what they prove to the driver is a key of the group's start.
     """
 
     first_rank: int

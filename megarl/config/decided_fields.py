@@ -42,7 +42,9 @@ TRANSFORMER_FIELDS = {
     "sequence_parallel": "trainer.sequence_parallel",
     "use_cpu_initialization": "the device",
     "variable_seq_lengths": "trainer.pp",
-    "moe_token_dispatcher_type": "trainer.moe_dispatcher",
+    **dict.fromkeys(
+        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"), "trainer.moe_dispatcher"
+    ),
     "deallocate_pipeline_outputs": "trainer.pp",
     "calculate_per_token_loss": "the token weights of the loss",
 }  # fmt: skip
@@ -68,5 +70,5 @@ RECOMPUTE_FIELDS = dict.fromkeys(
 )
 """Of the TransformerConfig where `trainer.recompute` is not `none`."""
 
-FP8_FIELDS = dict.fromkeys(("fp8", "fp8_recipe"), "trainer.fp8")
+FP8_FIELDS = dict.fromkeys(("fp8", "fp8_recipe", "fp8_param"), "trainer.fp8")
 """Of the TransformerConfig where `trainer.fp8` is not `none`."""

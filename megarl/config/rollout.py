@@ -181,6 +181,11 @@ class RolloutConfig(Section):
     """Further fields of vLLM's EngineArgs, by their own names."""
 
     @property
+    def turns_of_attempt(self) -> int:
+        """Turns that an attempt may take."""
+        return 1 if self.environment == "single_turn" else self.max_turns
+
+    @property
     def staleness_bound(self) -> int:
         """Versions at most between the weights that sampled a group's oldest token and those that it trains."""
         if self.max_staleness is None:

@@ -57,13 +57,15 @@ class TrainerConfig(Section):
     fp8: Literal["none", "blockwise"] = "none"
     """Matrix products of the layers in FP8 (E4M3), with a scale for each block of 128 or 128 x 128 numbers; weights,
     gradients, norms, attention and the head stay as they are. Needs Hopper GPUs, Transformer Engine and bfloat16; the
-    engine's products are not in FP8, so watch logprob_gap/. Each layer keeps its weights in FP8 twice."""
+    engine's products are not in FP8, so watch logprob_gap/. Each layer keeps its weights in FP8 twice. Critic,
+    reference, reward model and teachers compute like the policy."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
     """States moved to host memory while the engine samples; default: none."""
     optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Fraction of the parameters whose main weights and moments are in host memory all the time, where Adam steps on
-    the CPU: 12 bytes a parameter less on the GPU, 16 more in host memory (with the gradients). A step of the optimizer
-    then takes seconds a billion parameters and rank. With Adam, bfloat16 and the distributed optimizer, without LoRA.
+    the CPU: 12 bytes a parameter of the rank's share less on the GPU, 16 more in host memory (with the gradients), and
+    2 there for each parameter of the rank, whosever share it is: copies on their way back. A step of the optimizer then
+    takes seconds a billion parameters and rank. With Adam, bfloat16 and the distributed optimizer, without LoRA.
     Checkpoints are those of any other fraction."""
     max_tokens_per_microbatch: PositiveInt = 8192
     """Largest number of tokens, padding included, of one packed microbatch of a data-parallel rank."""

@@ -202,7 +202,10 @@ class RolloutEngine:
             return
         # Requests that begin later have another salt, which parts them from what the cache holds.
         for running in self._running.values():
-            running.versions.append((len(self._tokens_so_far(running)), self.weight_version))
+            if self._has_begun(running):
+                running.versions.append((len(self._tokens_so_far(running)), self.weight_version))
+            else:
+                running.versions[:] = [(0, self.weight_version)]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached keys and values; those of unfinished requests are computed anew when they go on."""
@@ -292,7 +295,7 @@ class RolloutEngine:
             raise ValueError(f"request {request.request_id} is running already")
         prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids.tolist()}
         if self._keeps_kv:
-            prompt["cache_salt"] = f"version {self.weight_version}"
+            prompt["cache_salt"] = self._cache_salt
         try:
             internal_id = engine.add_request(request.request_id, prompt, self._recorded(sampling_params(request)))
         except VLLMClientError as error:
@@ -327,6 +330,23 @@ class RolloutEngine:
         kept = kept_sets(token_ids, [chunk.token_ids for chunk in state.sampling_mask_chunks], self._vocab_size)
         engine.abort_request([internal_id], internal=True)
         return _completion(request_id, token_ids, logprobs, "abort", running.versions, kept)
+
+    @property
+    def _cache_salt(self) -> str:
+        """Parts what is computed under these weights from what the prefix cache holds of others."""
+        return f"version {self.weight_version}"
+
+    def _has_begun(self, running: _Running) -> bool:
+        """Whether keys and values of a request were computed; one that still waits in vLLM gets the salt of now."""
+        assert self._engine is not None
+        scheduler = cast(Any, self._engine.engine_core).engine_core.scheduler
+        request = scheduler.requests[running.internal_id]
+        if request.num_computed_tokens > 0 or request.num_output_tokens > 0:
+            return True
+        request.cache_salt = self._cache_salt
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        return False
 
     def _tokens_so_far(self, running: _Running) -> Sequence[int]:
         assert self._engine is not None

@@ -10,7 +10,7 @@ from megarl.data.sampler import DataOrder
 from megarl.loops.balance import Balance
 from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
-from megarl.preflight import kept_kv, read_conversations, uncorrected
+from megarl.preflight import kept_kv, read_conversations, uncorrected, uncorrected_fp8
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
 from megarl.rollout.ages import metrics_by_age
 from megarl.rollout.batch import RLBatch
@@ -41,7 +41,7 @@ async def train(session: Session) -> None:
     conversations_of = _conversations(session)
     forward = policy.forward if algorithm.entropy_top_share is None else policy.forward_with_entropies
     balance = _balance(session)
-    for warning in (*uncorrected(recipe), *kept_kv(recipe)):
+    for warning in (*uncorrected(recipe), *uncorrected_fp8(recipe), *kept_kv(recipe)):
         session.tracker.notice(warning)
 
     async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:

@@ -140,7 +140,7 @@ async def make_source(
     """
     recipe = given.recipe
     rollout = recipe.rollout
-    has_turns = rollout.environment != "single_turn" and rollout.max_turns > 1
+    has_turns = rollout.turns_of_attempt > 1
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
         screen.notice(history_notice(history_faults(tokenizer), rollout.history))
     sampling = sampling_settings(rollout.sampling)
@@ -154,7 +154,7 @@ async def make_source(
         environment=given.name,
         make_environment=environment_maker(rollout.environment, _settings(recipe)) if agent is None else None,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
-        max_turns=rollout.max_turns,
+        max_turns=rollout.turns_of_attempt,
         truncated_turn=rollout.truncated_turn,
         history="render" if rollout.history == "render" else "append",
         budget=rollout.budget,

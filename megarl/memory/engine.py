@@ -14,9 +14,11 @@ BATCHED_TOKENS = {"cpu": 8192, "cuda": 16384}
 """Tokens that a step computes at most: vLLM's default for a GPU of 70 GiB or more, megarl's on a CPU."""
 
 
-FP8_BLOCK = 128
+QUANTISED_BLOCK = 128
 """Rows and columns that share a scale under `rollout.quantization: fp8`."""
 _SCALE_BYTES = 4
+_QUANTISING_BYTES = 8
+"""Bytes a number that vLLM holds while it quantises a linear layer of 16 bits a number in blocks."""
 
 
 def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization: str = "none") -> int:
@@ -39,7 +41,8 @@ def waiting_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_byte
 
     The weights that are not yet complete (`reshard.quantised`): the plan goes through the layers of the trainer's
     pipeline `stages` side by side, and has three buckets under way; then the largest module, as it was loaded with its
-    rows padded, and as FP8.
+    rows padded, and what it is quantised with: FP8, experts one after the other; of a linear layer vLLM holds a padded
+    copy, its absolute values and both in float32.
     """
     modules: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
@@ -50,7 +53,8 @@ def waiting_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_byte
     layer = sum(modules.values())
     whole = layer * layouts.model.num_layers
     waiting = min(whole * itemsize, 2 * stages * layer * itemsize + 3 * bucket_bytes)
-    return waiting + max(modules.values()) * (itemsize + 1)
+    beside = max(numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in modules.items())
+    return waiting + max(modules.values()) * itemsize + beside
 
 
 def _is_quantised(stack: Stack) -> bool:
@@ -71,11 +75,11 @@ def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> i
     if not in_blocks:
         return prod(shape) + shape[0] * _SCALE_BYTES
     rows, columns = _padded(stack, shape)
-    return rows * columns + _rounded(rows) // FP8_BLOCK * (_rounded(columns) // FP8_BLOCK) * _SCALE_BYTES
+    return rows * columns + _rounded(rows) // QUANTISED_BLOCK * (_rounded(columns) // QUANTISED_BLOCK) * _SCALE_BYTES
 
 
 def _rounded(size: int) -> int:
-    return -(-size // FP8_BLOCK) * FP8_BLOCK
+    return -(-size // QUANTISED_BLOCK) * QUANTISED_BLOCK
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int) -> int:

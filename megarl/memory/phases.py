@@ -110,7 +110,7 @@ class RankMemory:
 
     @cached_property
     def waiting(self) -> int:
-        """What an engine with FP8 weights needs in a reshard to make them."""
+        """Memory in which an engine makes its FP8 weights during a reshard."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
         return engine.waiting_bytes(
@@ -203,7 +203,8 @@ class RankMemory:
         began = replace(self.policy, moments=0)
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._waiting()]
         if built := max(self.policy.built, self.critic.built):
-            building.append(Use("optimizer being built", built))
+            on_host = max(self.policy.built_on_host, self.critic.built_on_host)
+            building.append(Use("optimizer being built", built, on_host))
         moments = [building]
         if self.recipe.has_engine:
             moments += [self._awake_engine(), self._reshard(began), self._rollout(began)]

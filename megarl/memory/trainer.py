@@ -48,6 +48,8 @@ class TrainerStates:
     """Host memory of the part of the optimizer that works there: main weights, moments, gradients, pinned copies."""
     built: int = 0
     """Bytes of the device that an optimizer with a part on the host takes while it is built, and gives back."""
+    built_on_host: int = 0
+    """The same of the host."""
 
     @property
     def optimizer(self) -> int:
@@ -206,6 +208,7 @@ def _buffer_states(
         + is_pinned * sum(_pinned(part * itemsize, True) for part in copied),
         # Megatron first builds it of whole parameters, then of this rank's parts.
         built=(numel - sum(copied)) * FLOAT32 * has_main if moved else 0,
+        built_on_host=sum(copied) * FLOAT32,
     )
 
 

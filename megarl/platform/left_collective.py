@@ -33,7 +33,7 @@ def in_own_world() -> Iterator[None]:
 
 
 def told_of_bridge(error: Exception) -> dict[str, Any]:
-    """What a rank answers that leaves a bridge because another has: `lost`, why, and which ranks were `missing` there.
+    """A rank's answer when it leaves a bridge because another has: `lost`, why, and which ranks were `missing` there.
 
     Raises errors of other kinds, those of its own world among them, again.
     """

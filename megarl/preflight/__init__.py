@@ -34,7 +34,7 @@ from megarl.preflight.files import (
     with_steps,
 )
 from megarl.preflight.keywords import keywords
-from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected
+from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.memory import memory_faults, predicted_memory, table_of
 from megarl.preflight.quantisation import quantisation
@@ -65,6 +65,7 @@ __all__ = [
     "table_of",
     "told_formats",
     "uncorrected",
+    "uncorrected_fp8",
     "with_steps",
 ]
 
@@ -204,6 +205,7 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         fit = (*sizes.model_fit(recipe, shape, is_sampled=False), *sizes.positions(recipe, shape))
         if is_teacher:
             fit = (*distillation.layout_fit(recipe, shape), *sizes.positions(recipe, shape, is_evaluated=False))
+        fit += tuple(sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
             if _tokens(folder) != _tokens(recipe.model.folder):

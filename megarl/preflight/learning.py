@@ -287,6 +287,18 @@ def uncorrected(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
+    """A warning where an engine samples in FP8 and nothing corrects for it."""
+    plain = {"quantization": "none", "kv_cache_dtype": "auto"}
+    given = {name: getattr(recipe.rollout, name) for name in plain}
+    chosen = [f"rollout.{name} = {value}" for name, value in given.items() if value != plain[name]]
+    if recipe.has_engine and chosen and _nothing_corrects(recipe):
+        yield (
+            f"{', '.join(chosen)}: the engine samples from another distribution than the trainer trains, and nothing "
+            "corrects for it; algorithm.importance_sampling=tis would; logprob_gap/ has how far they are apart"
+        )
+
+
 def kept_kv(recipe: Recipe) -> Iterator[str]:
     """A warning where the log-probs of some tokens are no weight version's."""
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
@@ -297,10 +309,15 @@ def kept_kv(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_uncorrected(recipe: Recipe) -> bool:
-    """Whether stale tokens are trained on and no weight and no clipped ratio corrects for their age."""
+    """Whether stale tokens are trained on and nothing corrects for their age."""
+    return recipe.rollout.staleness_bound > 0 and _nothing_corrects(recipe)
+
+
+def _nothing_corrects(recipe: Recipe) -> bool:
+    """Whether neither a weight nor a clipped ratio tells the policy that sampled from the one that is trained."""
     algorithm = recipe.algorithm
     is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
-    return recipe.rollout.staleness_bound > 0 and algorithm.importance_sampling is None and not is_clipped
+    return algorithm.importance_sampling is None and not is_clipped
 
 
 def _reward_order(recipe: Recipe) -> Iterator[str]:

@@ -10,7 +10,7 @@ from megarl.families import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
 
-EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm", "cutlass")
+EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm")
 """Values of vLLM's `moe_backend` that may lead to a backend of `layouts.vllm_quantised.EXPERT_BACKENDS`."""
 LINEAR_BACKENDS = ("auto", "triton", "cutlass", "deep_gemm", "flashinfer_cutlass", "torch")
 """Values of vLLM's `linear_backend` that may lead to a kernel of `layouts.vllm_quantised.LINEAR_KERNELS`.

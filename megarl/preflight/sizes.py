@@ -247,6 +247,14 @@ def fp8_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"{chosen}: is of bfloat16 weights; set model.dtype=bfloat16"
     if recipe.lora.rank:
         yield f"{chosen}: adapters of lora.rank = {recipe.lora.rank} are too narrow for it; leave one out"
+    yield from fp8_channels(recipe, shape)
+
+
+def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Whether a model's channels are whole blocks of `trainer.fp8`; every model of the trainer's layers is to be."""
+    trainer = recipe.trainer
+    if trainer.fp8 == "none":
+        return
     channels = {
         "hidden channels": shape.hidden_size,
         "channels of the queries on a rank": shape.num_heads * shape.head_dim // trainer.tp,
@@ -258,7 +266,10 @@ def fp8_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         channels["channels of the feed-forward layer on a rank"] = shape.intermediate_size // trainer.tp
     for name, number in channels.items():
         if number % FP8_BLOCK:
-            yield f"{chosen}: the model's {number} {name} are no multiple of {FP8_BLOCK}; leave it out, or split less"
+            yield (
+                f"trainer.fp8 = {trainer.fp8}: the model's {number} {name} are no multiple of {FP8_BLOCK}; leave it "
+                "out, or split less"
+            )
 
 
 def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

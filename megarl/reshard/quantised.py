@@ -15,7 +15,7 @@ from megarl.reshard.layouts.vllm_quantised import QuantisedModule
 from megarl.reshard.plan import Plan
 
 Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
-"""What is done with a module's weights, by name, once they are complete."""
+"""Done with a module's weights, by name, once they are complete."""
 
 
 class WaitingRoom:

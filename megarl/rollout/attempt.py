@@ -160,17 +160,19 @@ async def attempt(
     dialogue: Dialogue,
     score: Score,
     history: History = "append",
+    *,
+    is_followed: bool = False,
 ) -> Trajectory:
     """Start, sample, step the environment, observe, until it is done or the budget is spent; then score.
 
     Where the environment raises, hangs or gives what it must not, or the engine refuses a request, the trajectory ended
     with `error`: the tokens until then, no reward, and why in `failure`. It waits for nothing longer than the budget
-    allows, for an environment that ignores its cancellation neither.
+    allows, for an environment that ignores its cancellation neither. `is_followed` as of `TimedPool`.
     """
     now = asyncio.get_running_loop().time
     held_before = pool.seconds_held
     clock = _Clock(budget, now, now(), lambda: pool.seconds_held - held_before)
-    engines = TimedPool(pool)
+    engines = TimedPool(pool, is_followed=is_followed)
     restarts = 0
     while True:
         course = Course(dialogue, history, task.problem.messages, budget.reply_tokens)

@@ -57,13 +57,14 @@ async def sample_groups(
         for number in range(samples_per_prompt)
     ]
     sampler = draws[0].sampler
+    beside = [] if on_sampled is None else [sampling.follow()]
     try:
-        trajectories = await gather_unless_abandoned(sampler.pool, attempts, sampler.is_abandoned)
+        found = await gather_unless_abandoned(sampler.pool, [*attempts, *beside], sampler.is_abandoned)
         # An agent may have ended without its last answer.
         await sampler.pool.drained()
     finally:
         await sampling.followed()
-    return trajectories
+    return [trajectory for trajectory in found if trajectory is not None]
 
 
 class _Sampling:
@@ -71,6 +72,7 @@ class _Sampling:
 
     def __init__(self, count: int, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         self._left, self._then = count, then
+        self._is_over = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
     async def attempt(self, draw: Draw, task: Task) -> Trajectory:
@@ -87,8 +89,14 @@ class _Sampling:
         end()
         return trajectory
 
+    async def follow(self) -> None:
+        """Wait until `then` has ended. Raises its error, at once; cancelling this does not cut `then` short."""
+        await self._is_over.wait()
+        assert self._following is not None
+        await asyncio.shield(self._following)
+
     async def followed(self) -> None:
-        """Wait for what `then` began. Raises its error."""
+        """Wait for what `then` began, if it did. Raises its error."""
         if self._following is not None:
             await self._following
 
@@ -96,6 +104,7 @@ class _Sampling:
         self._left -= 1
         if not self._left and self._then is not None:
             self._following = asyncio.create_task(self._then())
+            self._is_over.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +170,7 @@ class GroupSampler:
             began = monotonic()
             async with self.environment_pool.seat() as seat:
                 waited = monotonic() - began
-                trajectory = await self._played(task, budget, pool, seat.environment, score)
+                trajectory = await self._played(task, budget, pool, seat.environment, score, is_followed=True)
                 killed = {"process_killed": float(seat.num_killed)}
             trajectory = replace(
                 trajectory,
@@ -172,9 +181,18 @@ class GroupSampler:
         return trajectory
 
     async def _played(
-        self, task: Task, budget: Budget, pool: Generates, make_environment: Callable[[], Environment], score: Score
+        self,
+        task: Task,
+        budget: Budget,
+        pool: Generates,
+        make_environment: Callable[[], Environment],
+        score: Score,
+        *,
+        is_followed: bool = False,
     ) -> Trajectory:
-        return await attempt(task, make_environment, pool, budget, self.dialogue, score, self.history)
+        return await attempt(
+            task, make_environment, pool, budget, self.dialogue, score, self.history, is_followed=is_followed
+        )
 
     def _tell(self, trajectory: Trajectory) -> None:
         if trajectory.ended != "error" or trajectory.failure is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from megarl.cluster.stacks import ranks_named
+from megarl.cluster.stacks import engine_named
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.served import COUNTED_FOR
 from megarl.rollout.parts import joined, num_kept, rest_of
@@ -19,7 +19,8 @@ from megarl.types import Completion, PeerLostError, Request
 METRICS = {
     "time/engines_idle": (
         "share",
-        "the engines' time with nothing to sample, but for that in which they are held for training",
+        "the engines' time with nothing to sample, but for that in which they are held: for training, or asleep while "
+        "rewards are awaited (time/rollout_late_rewards_seconds)",
     ),
     "rollout/held_seconds": ("seconds", "how long the engines were held while requests waited"),
     "perf/engines_open_seconds": (
@@ -28,7 +29,8 @@ METRICS = {
     ),
     "rollout/sampled_tokens": (
         "tokens",
-        "tokens that the engines sampled for the step, those of parked attempts included",
+        "tokens that the engines sampled for the step, those of parked attempts included; under rollout.recompute_kv "
+        "false those of completions that ended",
     ),
     "rollout/evaluation_tokens": ("tokens", "tokens that the engines sampled for the step's evaluation"),
     "rollout/beside_evaluation_tokens": (
@@ -112,7 +114,7 @@ class _Replica:
 
     @property
     def name(self) -> str:
-        return f"the engine of {ranks_named(self.ranks)}"
+        return engine_named(self.ranks)
 
     @property
     def load(self) -> int:
@@ -157,6 +159,8 @@ class EnginePool:
         self._waiting: Queue = OrderedDict()
         self._pending: dict[str, _Pending] = {}
         self._homes: dict[str, _Replica] = {}
+        self._open: set[str] = set()
+        """Affinities whose next request may come at any time."""
         self._failure: Exception | None = None
         self._is_held = False
         self._advanced = asyncio.Event()
@@ -187,6 +191,8 @@ class EnginePool:
             raise self._failure
         if request.request_id in self._pending:
             raise ValueError(f"request {request.request_id} is running already")
+        if affinity is not None:
+            (self._open.discard if is_last else self._open.add)(affinity)
         future: asyncio.Future[tuple[Completion, _Replica | None]] = asyncio.get_running_loop().create_future()
         self._pending[request.request_id] = pending = _Pending(request, future, [] if parts is None else parts, is_last)
         self._file(pending, self._queue_for(affinity))
@@ -204,6 +210,7 @@ class EnginePool:
     def forget(self, affinity: str) -> None:
         """Drop the affinity of a trajectory that has ended."""
         self._homes.pop(affinity, None)
+        self._open.discard(affinity)
 
     async def hold(self, *, parks: bool = True) -> None:
         """Bring the pumps to rest between two steps of their engines and park all requests that run.
@@ -424,7 +431,7 @@ class EnginePool:
         Each exchange costs both sides what some sampled tokens cost.
         """
         awaited = [self._pending[name] for name in replica.running if name in self._pending]
-        if not self._waiting and not replica.waiting and all(pending.is_last for pending in awaited):
+        if not self._waiting and not replica.waiting and not self._open and all(one.is_last for one in awaited):
             return None
         return max(1, len(replica.running) // 8)
 

@@ -11,7 +11,7 @@ METRICS = {
     "rollout/slow_replicas": (
         "count",
         "engine replicas whose tokens a second are far below their siblings', in all and for each request, over the "
-        "newest steps",
+        "newest steps; not judged under rollout.recompute_kv false",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -28,7 +28,7 @@ SHARE = 0.5
 
 @dataclass(slots=True)
 class Pace:
-    """What a replica sampled, and how long it took: in seconds, and in seconds of all its requests together."""
+    """Tokens that a replica sampled, and how long it took: in seconds, and in seconds of all its requests together."""
 
     num_tokens: int = 0
     seconds: float = 0.0

@@ -12,11 +12,12 @@ from megarl.types import Completion, Request
 class TimedPool:
     """The engines for one attempt, and how long it waited for them; for several completions at once it waits once.
 
-    `seconds` is that time but for what of it the engines were held, `seconds_by_clock` all of it.
+    `seconds` is that time but for what of it the engines were held, `seconds_by_clock` all of it. `is_followed`:
+    another attempt waits for this one's end, and its requests follow on this one's last.
     """
 
-    def __init__(self, pool: Generates) -> None:
-        self._pool, self._purpose = pool, COUNTED_FOR.get()
+    def __init__(self, pool: Generates, *, is_followed: bool = False) -> None:
+        self._pool, self._purpose, self._is_followed = pool, COUNTED_FOR.get(), is_followed
         self._num_awaited = 0
         self._began = self._held_before = 0.0
         self.seconds = self.seconds_by_clock = 0.0
@@ -29,7 +30,7 @@ class TimedPool:
             self._began, self._held_before = time.monotonic(), self.seconds_held
         self._num_awaited += 1
         try:
-            return await self._pool.generate(request, affinity=affinity, is_last=is_last)
+            return await self._pool.generate(request, affinity=affinity, is_last=is_last and not self._is_followed)
         finally:
             self._num_awaited -= 1
             if not self._num_awaited:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 
@@ -50,6 +51,10 @@ def build_optimizer(
     )
     set_host_fraction(settings, host_fraction)
     optimizer = get_megatron_optimizer(settings, list(models), use_gloo_process_groups=False)
+    if host_fraction:
+        # Megatron has built it of whole parameters first. That one, gigabytes of both memories, is in cycles.
+        gc.collect()
+        torch.cuda.empty_cache()
     return optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
 
 

@@ -8,7 +8,7 @@ import signal
 import torch
 import torch.distributed as dist
 
-from megarl.platform import device, signed
+from megarl.platform import device, rendezvous, signed
 from megarl.platform.bridge import close_bridge, open_bridge, rank_in
 from megarl.platform.left_collective import PeerGoneError
 
@@ -45,6 +45,10 @@ class Bridging:
         signed.gather(None, self.bridge, purpose="test")
         self.version = version
         return {}
+
+    def world(self):
+        """The name of this rank's world, and a key that all of the run have."""
+        return rendezvous.world_name(), rendezvous.derived_key("test")
 
     def place(self):
         """Ranks in world and on its node, and the sum of one over the world."""

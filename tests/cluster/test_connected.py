@@ -32,7 +32,10 @@ connect((host, int(port)), bytes.fromhex(key), Introduction(int(turn), "node", "
 
 
 class SpawnedGroup(ConnectedGroup):
-    """Processes of this machine that connect back as those of a scheduler do, among strangers."""
+    """Processes of this machine that connect back as those of a scheduler do, among strangers.
+
+    Some of these are ranks of another start: they know the run's key, not this start's.
+    """
 
     def __init__(self, world_size: int, strangers: list[bytes]) -> None:
         super().__init__(world_size)
@@ -47,8 +50,9 @@ class SpawnedGroup(ConnectedGroup):
         for words in self.strangers:
             self.connections.append(socket.create_connection(address))
             self.connections[-1].sendall(words)
-        for turn in range(self.world_size):
-            told = address[0], str(address[1]), key.hex(), str(turn), str(os.getpid())
+        of_another_start = [(turn, self.part.key) for turn in range(self.world_size if self.strangers else 0)]
+        for turn, known in [*of_another_start, *((turn, key) for turn in range(self.world_size))]:
+            told = address[0], str(address[1]), known.hex(), str(turn), str(os.getpid())
             self.processes.append(
                 await asyncio.create_subprocess_exec(
                     sys.executable, "-c", _PROCESS, *told, env={**os.environ, **environment}
@@ -117,7 +121,7 @@ def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:
                 connected.recv(64)
                 connected.sendall(bytes(32))
                 assert process.stderr is not None
-                assert "does not know the run's key" in process.stderr.read()
+                assert "does not know the key of this start" in process.stderr.read()
                 assert connected.recv(1) == b""  # it said nothing of itself
 
 

@@ -51,6 +51,21 @@ def test_ranks_are_numbered_through(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_what_one_replica_s_ranks_signed_is_not_its_successor_s(tmp_path: Path) -> None:
+    """One key for the run's messages, another name of the world in each start's: none can be repeated in another."""
+
+    async def play() -> None:
+        worlds = []
+        for _ in range(2):
+            replica = await group(1, 2, tmp_path)
+            worlds += await replica.call("world")
+            await replica.close()
+        (first, key), (second, other_key) = worlds
+        assert first and second and first != second and key == other_key
+
+    asyncio.run(play())
+
+
 def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -> None:
     async def play() -> None:
         async with started(tmp_path) as ranks:

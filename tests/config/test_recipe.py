@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.config import RolloutConfig
 from megarl.config.recipe import load, recipe_changes, to_yaml
 from tests.config.refusals import failure
 
@@ -290,3 +291,8 @@ def test_changes_are_named_field_by_field(small: Path, monkeypatch: pytest.Monke
     }
     assert recipe_changes(yaml.safe_load(to_yaml(now)), now) == []
     assert recipe_changes({**earlier, "seed": 3}, now)[0] == "seed: 3 -> 0"
+
+
+def test_an_attempt_of_a_single_turn_has_one() -> None:
+    assert RolloutConfig().turns_of_attempt == 1
+    assert RolloutConfig(environment="countdown", max_turns=3).turns_of_attempt == 3

@@ -235,9 +235,10 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
             other = build(recipe, layout)
             checkpoint.restore(folder, {"": other}, "one")
             found[fp8]["resumed"] = update(other, layout, 3)["train/grad_norm"].number
-            other.forget_fp8_weights()
             copies = [getattr(m, "_fp8_workspaces", {}) for chunk in other.chunks for m in chunk.modules()]
-            found[fp8]["copies"] = sum(map(len, copies))
+            before = sum(map(len, copies))
+            other.forget_fp8_weights()
+            found[fp8]["copies"] = before, sum(map(len, copies))
     return found
 
 
@@ -254,4 +255,4 @@ def test_training_in_fp8_is_training(tiny_model: Callable[..., Path], tmp_path: 
     plain, fp8 = found["none"], found["blockwise"]
     assert fp8["norms"] != plain["norms"], "nothing was in FP8"
     assert fp8["norms"] == pytest.approx(plain["norms"], rel=0.1)
-    assert fp8["resumed"] == pytest.approx(fp8["next"], rel=1e-3) and fp8["copies"] == 0
+    assert fp8["resumed"] == pytest.approx(fp8["next"], rel=1e-3) and fp8["copies"][0] > 0 == fp8["copies"][1]

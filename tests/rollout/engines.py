@@ -22,10 +22,17 @@ class Engines:
     """The worker of a rank: an engine with a model folder's weights. `log` has all requests it was given.
 
     With a `top_k` completions come with the tokens that it kept, where a request has one. `recompute_kv` as in recipes.
+    It runs `slots` requests at once.
     """
 
     def __init__(
-        self, rank: int, world_size: int, model_path: str, top_k: int | None = None, recompute_kv: bool = True
+        self,
+        rank: int,
+        world_size: int,
+        model_path: str,
+        top_k: int | None = None,
+        recompute_kv: bool = True,
+        slots: int = 32,
     ) -> None:
         from safetensors.torch import load_file
 
@@ -38,7 +45,12 @@ class Engines:
         vllm = {"enable_return_routed_experts": True} if has_experts else {}
         sampling = SamplingConfig(top_k=top_k) if top_k else SamplingConfig()
         config = RolloutConfig(
-            tp=1, kv_cache_gib=0.05, max_concurrent_requests=32, vllm=vllm, sampling=sampling, recompute_kv=recompute_kv
+            tp=1,
+            kv_cache_gib=0.05,
+            max_concurrent_requests=slots,
+            vllm=vllm,
+            sampling=sampling,
+            recompute_kv=recompute_kv,
         )
         self._experts: list[NDArray[np.integer]] = []
         self.engine = RolloutEngine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,29 @@ def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGro
         assert (await gaps(group, first, later)).max() <= 1e-5 and (await gaps(group, first, again)).max() <= 1e-5
 
     runner.run(drive())
+
+
+def test_a_request_that_has_not_begun_is_the_new_weights_own(model_path: str) -> None:
+    """It waits in the engine for its only slot, and has a prompt in common with what runs there."""
+
+    async def drive() -> None:
+        async with engines(model_path, 1, recompute_kv=False, slots=1) as group:
+            await group.call("update", 1.0)
+            [(first, done)] = await whole_ones(group, 1)
+            version = int(done.weight_versions[0])
+            second = replace(first, request_id="second", seed=first.seed + 1)
+            ranks = HeldAfter(group, ONE, STEPS)
+            generating = [asyncio.create_task(ranks.pool.generate(one)) for one in (first, second)]
+            await ranks.at_rest.wait()
+            assert await group.call("unfinished") == [2]
+            await group.call("update", 0.97)
+            ranks.pool.release()
+            interrupted, waited = await asyncio.gather(*generating)
+            assert set(interrupted.weight_versions.tolist()) == {version, version + 1}
+            assert set(waited.weight_versions.tolist()) == {version + 1} and waited.num_cached == 0
+            assert (await gaps(group, second, waited)).max() <= 1e-5
+
+    asyncio.run(drive())
 
 
 def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(model_path: str) -> None:

@@ -125,6 +125,8 @@ class MeasuredEngine:
                     found[output.request_id] = list(output.outputs[0].token_ids)
                     if output.request_id in following:
                         add(following[output.request_id])
+            # What asynchronous scheduling has begun ahead: the driven engine reads it too.
+            self._own._read_begun(self._engine)
         self._last = time.monotonic()
         return found
 

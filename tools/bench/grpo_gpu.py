@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,14 @@ def write_inputs(options: argparse.Namespace, folder: Path) -> Path:
     """Write model, problems, reward and recipe; the recipe's path."""
     started = time.monotonic()
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    write_model(folder / "model", options.shape, dtype=dtype)
+    # In a process of its own: this one would keep a part of the GPU's memory, which the run's numbers would have.
+    writing = get_context("spawn").Process(
+        target=write_model, args=(folder / "model", options.shape), kwargs={"dtype": dtype}
+    )
+    writing.start()
+    writing.join()
+    if writing.exitcode:
+        raise SystemExit(f"the model could not be written: exit code {writing.exitcode}")
     print_line({"model_seconds": round(time.monotonic() - started, 1), "shape": options.shape})
     with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
         for index in range(max(64, options.prompts)):

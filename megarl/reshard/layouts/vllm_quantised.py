@@ -40,13 +40,14 @@ LINEAR_KERNELS = (
 EXPERT_BACKENDS = (
     "TRITON",
     "BATCHED_TRITON",
-    "VLLM_CUTLASS",
-    "BATCHED_VLLM_CUTLASS",
     "DEEPGEMM",
     "BATCHED_DEEPGEMM",
     "CPU",
 )
-"""The same of experts. Others keep more than weights and scales: workspaces, sort orders, factors of their own."""
+"""The same of experts. Others keep more than weights and scales: workspaces, sort orders, factors of their own.
+
+Those of CUTLASS keep strides on the device, in no parameter and no buffer, which a deep sleep would lose.
+"""
 
 _NAN_BITS = 0x7F
 """NaN in e4m3, but for the sign."""
@@ -102,7 +103,7 @@ class QuantisedModule:
             vars(self._module)["_parameters"] = live
 
     def quantised(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What vLLM makes of loaded weights, by the names of `live`; ranks of an engine call it together.
+        """Weights and scales that vLLM makes of loaded weights, by the names of `live`; a collective over the engine.
 
         `weights` are those of `shapes`; padding need not be set. Raises MegarlError where the result is laid out in
         another way than the live one.
@@ -230,7 +231,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
 
 
 def _laid_out(method: Any) -> Any:
-    """What a method of experts does after it has quantised, but for the making of a new kernel."""
+    """The part of a method of experts that comes after quantising, but for the making of a new kernel."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
     from vllm.model_executor.utils import replace_parameter
 
