@@ -141,7 +141,8 @@ def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
 
         os.kill(again[2], signal.SIGSTOP)
         until(driver, folder, lambda: told(folder, "the engine of rank 2 is lost"))
-        assert told(folder, "did not answer `advance` within")
+        # Mostly `advance`; or it was stopped in what comes between two of them.
+        assert told(folder, "did not (?:answer `|come to )")
         assert not is_alive(again[2])
         until(driver, folder, lambda: told(folder, "the engine of rank 2 has started again"))
         reached = step_of(folder)
