@@ -20,7 +20,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,9 +120,12 @@ class Attempts:
     def task(self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings) -> Task:
         return Task("single_turn", problem, group, number, seed, sampling)
 
-    async def attempt(self, task: Task, pool: Generates) -> Trajectory:
+    async def attempt(
+        self, task: Task, pool: Generates, before_score: Callable[[], object] = lambda: None
+    ) -> Trajectory:
         prompt, seed = np.array(task.problem.prompt_token_ids, np.int32), seed_of(task.seed, task.name)
-        completion = await pool.generate(Request(task.name, prompt, task.sampling, seed))
+        completion = await pool.generate(Request(task.name, prompt, task.sampling, seed), is_last=True)
+        before_score()
         reward = Reward(float(seed % 2), True, seed % 2 == 1)
         segments = stitch([ModelCall(prompt, completion)])
         return Trajectory("single_turn", task.problem, task.group, task.number, segments, reward)
