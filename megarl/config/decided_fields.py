@@ -42,9 +42,7 @@ TRANSFORMER_FIELDS = {
     "sequence_parallel": "trainer.sequence_parallel",
     "use_cpu_initialization": "the device",
     "variable_seq_lengths": "trainer.pp",
-    **dict.fromkeys(
-        ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_enable_deepep"), "trainer.moe_dispatcher"
-    ),
+    "moe_token_dispatcher_type": "trainer.moe_dispatcher",
     "deallocate_pipeline_outputs": "trainer.pp",
     "calculate_per_token_loss": "the token weights of the loss",
 }  # fmt: skip
@@ -62,6 +60,7 @@ EXPERT_FIELDS = {
     "expert_model_parallel_size": "trainer.ep",
     "expert_tensor_parallel_size": "trainer.etp",
     "moe_enable_routing_replay": "trainer.router_replay",
+    **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_enable_deepep"), "trainer.moe_dispatcher"),
 }  # fmt: skip
 """Of the TransformerConfig of a mixture of experts."""
 

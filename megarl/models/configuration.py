@@ -69,7 +69,7 @@ def transformer_config(
     if shape.num_experts:
         settings |= _expert_settings(shape, layout) | {"moe_enable_routing_replay": router_replay}
         if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
-            settings |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+            settings |= {"moe_token_dispatcher_type": "flex"}
         # Balancing pulls the policy away from the reward's gradient: it must be asked for.
         defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         defaults |= _fused_expert_kernels(router_replay)
@@ -157,6 +157,9 @@ def _expert_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any
         "moe_shared_expert_intermediate_size": shape.shared_intermediate_size or None,
         "moe_shared_expert_gate": shape.shared_intermediate_size > 0,
         "moe_grouped_gemm": uses_transformer_engine(),
+        # Of the dispatcher `flex`; by its own flag Megatron takes DeepEP no longer.
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_enable_deepep": False,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }

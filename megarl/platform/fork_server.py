@@ -49,6 +49,11 @@ class ForkServer:
     def is_running(self) -> bool:
         return self._process.ended() is None
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether all that it forked has been released."""
+        return self._num_forked == 0
+
     def exit_code(self) -> int:
         """How a server that closed its connections ended; negative: the signal that killed it."""
         code = self._process.ended(_END_SECONDS)
@@ -99,7 +104,7 @@ class ForkServer:
         self.kill()
 
     def _end_unused(self) -> None:
-        if self._is_closed and self._num_forked == 0:
+        if self._is_closed and self.is_unused:
             self.end()
 
 
@@ -183,7 +188,9 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
     return server
 
 
-def end_fork_servers() -> None:
-    """End all fork servers, and what they forked with them."""
-    while _servers:
-        _servers.popitem()[1].end()
+def end_fork_servers(*, is_all: bool = True) -> None:
+    """End all fork servers, and what they forked with them; or only those without a process."""
+    for key, server in list(_servers.items()):
+        if is_all or server.is_unused:
+            del _servers[key]
+            server.end()
