@@ -89,8 +89,6 @@ class _Pending:
     request: Request
     future: asyncio.Future[tuple[Completion, _Replica | None]]
     parts: list[Completion]
-    is_last: bool
-    """No request follows its completion."""
     purpose: str = field(default_factory=COUNTED_FOR.get)
     """Whom its tokens are counted for."""
 
@@ -160,7 +158,7 @@ class EnginePool:
         self._pending: dict[str, _Pending] = {}
         self._homes: dict[str, _Replica] = {}
         self._open: set[str] = set()
-        """Affinities whose next request may come at any time."""
+        """Affinities whose next request may come at any time, and requests without one that others may follow."""
         self._failure: Exception | None = None
         self._is_held = False
         self._advanced = asyncio.Event()
@@ -191,16 +189,18 @@ class EnginePool:
             raise self._failure
         if request.request_id in self._pending:
             raise ValueError(f"request {request.request_id} is running already")
-        if affinity is not None:
-            (self._open.discard if is_last else self._open.add)(affinity)
+        opened = request.request_id if affinity is None else affinity
+        (self._open.discard if is_last else self._open.add)(opened)
         future: asyncio.Future[tuple[Completion, _Replica | None]] = asyncio.get_running_loop().create_future()
-        self._pending[request.request_id] = pending = _Pending(request, future, [] if parts is None else parts, is_last)
+        self._pending[request.request_id] = pending = _Pending(request, future, [] if parts is None else parts)
         self._file(pending, self._queue_for(affinity))
         self._start_pumps()
         try:
             completion, replica = await future
         finally:
             del self._pending[request.request_id]
+            if affinity is None:
+                self._open.discard(opened)
             if future.cancelled() or future.exception():
                 self._withdraw(request)
         if affinity is not None and replica is not None:
@@ -430,10 +430,8 @@ class EnginePool:
 
         Each exchange costs both sides what some sampled tokens cost.
         """
-        awaited = [self._pending[name] for name in replica.running if name in self._pending]
-        if not self._waiting and not replica.waiting and not self._open and all(one.is_last for one in awaited):
-            return None
-        return max(1, len(replica.running) // 8)
+        may_follow = self._waiting or replica.waiting or self._open
+        return max(1, len(replica.running) // 8) if may_follow else None
 
     def _count(self, completions: Iterable[Completion]) -> int:
         """Count what was sampled, by purpose; the number of tokens. Nobody waits for a cancelled one: training's."""

@@ -7,7 +7,6 @@ as without it. What is said here of its inside was read in Megatron-Core 0.16.1,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,15 +81,6 @@ def without_settings(state: dict[str, Any]) -> dict[str, Any]:
         {name: value for name, value in group.items() if name not in _SETTINGS} for group in inner["param_groups"]
     ]
     return {**state, "optimizer": {**inner, "param_groups": groups}}
-
-
-def host_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that are in host memory all the time: main weights, moments, gradients."""
-    inner = optimizer.optimizer
-    for part in inner.cpu_optimizers:
-        yield from _parameters(part)
-        yield from (value for state in part.state.values() for value in state.values() if torch.is_tensor(value))
-    yield from inner.cpu_copy_map_grad.values()
 
 
 def _parameters(part: torch.optim.Optimizer) -> list[Tensor]:

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
 from megarl.testing import RankPool
-from megarl.types import TrainingSequence
+from tests.distributed.updates import update
 
 QWEN3 = {
     "family": "qwen3", "num_layers": 2, "hidden_size": 192, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32,
@@ -56,27 +54,6 @@ def recipe_of(model: Path, layout: ParallelConfig, quantization: str = "fp8", **
             "weights": {"bucket_mib": 1},
         }
     )
-
-
-def update(worker: Any, layout: ParallelConfig) -> None:
-    """One optimizer step on random tokens."""
-    rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
-    trained = np.arange(17) > 0
-    rows = [
-        TokenBatch.from_sequences(
-            [
-                TrainingSequence(
-                    token_ids=rng.integers(0, worker.policy.shape.vocab_size, 17),
-                    loss_mask=trained,
-                    token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
-                    advantages=trained.astype(np.float32),
-                )
-            ]
-        )
-        for _ in range(2)
-    ]
-    worker.policy.onload()
-    worker.policy.update(rows)
 
 
 def bits(tensor: Any) -> Any:

@@ -11,14 +11,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
 from megarl.testing import RankPool
-from megarl.types import TrainingSequence
+from tests.distributed.updates import update
 
 MODELS = {
     "qwen3 kv below tp, tied, odd vocabulary": dict(family="qwen3", num_kv_heads=1, vocab_size=433),
@@ -55,27 +53,6 @@ CASES = [
     pytest.param(ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2, etp=2, vpp=2, rollout_ep=True), "qwen3_moe"),
     pytest.param(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=2, ep=2), "qwen2_moe"),
 ]
-
-
-def update(worker: Any, layout: ParallelConfig) -> None:
-    """One optimizer step on two rows of random tokens, other ones on each data-parallel replica."""
-    rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
-    trained = np.arange(17) > 0
-    rows = [
-        TokenBatch.from_sequences(
-            [
-                TrainingSequence(
-                    token_ids=rng.integers(0, worker.policy.shape.vocab_size, 17),
-                    loss_mask=trained,
-                    token_weights=np.where(trained, 1 / 16, 0).astype(np.float32),
-                    advantages=trained.astype(np.float32),
-                )
-            ]
-        )
-        for _ in range(2)
-    ]
-    worker.policy.onload()
-    worker.policy.update(rows)
 
 
 def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str) -> list[str]:

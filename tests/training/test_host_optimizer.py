@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,16 @@ def test_a_checkpoint_is_that_of_any_fraction(
         assert distance(end, expected) < 0.02 * distance(start, expected)
 
 
+def host_tensors(inner: Any) -> Iterator[torch.Tensor]:
+    """The tensors that are in host memory all the time: main weights, moments, gradients."""
+    for part in inner.cpu_optimizers:
+        yield from (parameter for group in part.param_groups for parameter in group["params"])
+        yield from (value for state in part.state.values() for value in state.values() if torch.is_tensor(value))
+    yield from inner.cpu_copy_map_grad.values()
+
+
 def held(recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, int]:
     """Bytes of one rank's optimizer after a step: on the host, and what is on the device."""
-    from megarl.training.host_optimizer import host_tensors
-
     layout = layout_of(sizes)
     engine = build(recipe, layout)
     update(engine, layout, 0)
@@ -93,7 +99,7 @@ def held(recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, int]:
     part = inner.gpu_optimizer
     main = [p for group in part.param_groups for p in group["params"]] if part else []
     moments = [state[name] for state in part.state.values() for name in ("exp_avg", "exp_avg_sq")] if part else []
-    on_host = size(host_tensors(engine.optimizer.chained_optimizers[0]))
+    on_host = size(host_tensors(inner))
     return {"rank": dist.get_rank(), "on_host": on_host, "main_weights": size(main), "moments": size(moments)}
 
 

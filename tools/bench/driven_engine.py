@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,19 @@ class Used:
     idle: float
     seconds: float = 0.0
     """From the first call's start to the last one's end, of a bare loop its own."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A round of the driver and of the bare engine: what each used, and their sampled tokens by turn, sorted."""
+
+    number: int
+    driven: Used
+    bare: Used
+    first_tokens: list[list[int]]
+    """Of the driver's round that warmed up."""
+    driven_tokens: list[list[int]]
+    bare_tokens: list[list[int]]
 
 
 class MeasuredEngine:
@@ -222,6 +235,20 @@ class Bench:
         [used] = await self.group.call("used")
         return used, found
 
+    async def pairs(self, num_turns: int, rounds: Iterable[int]) -> AsyncIterator[Pair]:
+        """Both ways for each of the rounds, by turns the one and the other first, after a round that warms up."""
+        _, trajectories = await self.driven(num_turns)
+        first, chains = sorted_tokens(trajectories), await self.chains()
+        await self.bare(chains)
+        for number in rounds:
+            if number % 2:
+                ours, trajectories = await self.driven(num_turns)
+                bare, found = await self.bare(chains)
+            else:
+                bare, found = await self.bare(chains)
+                ours, trajectories = await self.driven(num_turns)
+            yield Pair(number, ours, bare, first, sorted_tokens(trajectories), sorted(found.values()))
+
     async def chains(self) -> list[list[Request]]:
         """The requests of the last `driven`, by attempt."""
         [sent] = await self.group.call("sent")
@@ -231,10 +258,11 @@ class Bench:
         return list(found.values())
 
 
-def sampled_tokens(trajectory: Trajectory) -> list[list[int]]:
-    """The sampled token ids of each turn."""
-    return [
+def sorted_tokens(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+    """The sampled token ids of each turn of these trajectories."""
+    return sorted(
         segment.token_ids[segment.turns == turn].tolist()
+        for trajectory in trajectories
         for segment in trajectory.segments
         for turn in np.unique(segment.turns[segment.loss_mask])
-    ]
+    )

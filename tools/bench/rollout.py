@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from driven_engine import Bench, EngineSettings, problems_of, sampled_tokens
+from driven_engine import Bench, EngineSettings, problems_of
 from report import machine, metric_line, print_line, versions
 
 from megarl.cluster.local import LocalGroup
@@ -62,23 +62,12 @@ async def compare(bench: Bench, num_turns: int, repeats: int) -> dict[str, list[
 
     Raises SystemExit where a token differs.
     """
-    _, trajectories = await bench.driven(num_turns)
-    sampled = sorted(token_ids for trajectory in trajectories for token_ids in sampled_tokens(trajectory))
-    chains = await bench.chains()
-    await bench.bare(chains)
     ratios: dict[str, list[float]] = {"engine_steps": [], "cpu_seconds": []}
-    for repeat in range(repeats):
-        if repeat % 2:
-            ours, trajectories = await bench.driven(num_turns)
-            bare, found = await bench.bare(chains)
-        else:
-            bare, found = await bench.bare(chains)
-            ours, trajectories = await bench.driven(num_turns)
-        again = sorted(token_ids for trajectory in trajectories for token_ids in sampled_tokens(trajectory))
-        if not sampled == again == sorted(found.values()):
+    async for pair in bench.pairs(num_turns, range(repeats)):
+        if not pair.first_tokens == pair.driven_tokens == pair.bare_tokens:
             raise SystemExit("the driver's tokens are not those of the bare engine")
-        ratios["engine_steps"].append(bare.steps / ours.steps)
-        ratios["cpu_seconds"].append(bare.cpu_seconds / ours.cpu_seconds)
+        ratios["engine_steps"].append(pair.bare.steps / pair.driven.steps)
+        ratios["cpu_seconds"].append(pair.bare.cpu_seconds / pair.driven.cpu_seconds)
     return ratios
 
 

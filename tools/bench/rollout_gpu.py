@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from budget import Budget, add_budget
-from driven_engine import Bench, EngineSettings, sampled_tokens
+from driven_engine import Bench, EngineSettings
 from report import machine, metric_line, print_line, versions
 from shapes import SHAPES, config_of, stop_tokens, write_model
 
@@ -40,24 +40,14 @@ LEAST = {1: 0.97, 4: 0.90}
 
 async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, told: dict[str, Any]) -> None:
     """The lines of attempts of so many turns."""
-    _, trajectories = await bench.driven(num_turns)
-    first = _sorted_tokens(trajectories)
-    chains = await bench.chains()
-    await bench.bare(chains)
     found: dict[str, list[float]] = {"driven": [], "bare": [], "idle": [], "equal": []}
-    for number in budget.rounds(repeats):
-        if number % 2:
-            ours, trajectories = await bench.driven(num_turns)
-            bare, sampled = await bench.bare(chains)
-        else:
-            bare, sampled = await bench.bare(chains)
-            ours, trajectories = await bench.driven(num_turns)
-        again, others = _sorted_tokens(trajectories), sorted(sampled.values())
-        found["driven"].append(sum(map(len, again)) / ours.seconds)
-        found["bare"].append(sum(map(len, others)) / bare.seconds)
-        found["idle"].append(ours.idle)
-        found["equal"].append(min(_equal_share(first, again), _equal_share(first, others)))
-        print_line({"turns": num_turns, "round": number, **{name: round(of[-1], 4) for name, of in found.items()}})
+    async for pair in bench.pairs(num_turns, budget.rounds(repeats)):
+        again, others = pair.driven_tokens, pair.bare_tokens
+        found["driven"].append(sum(map(len, again)) / pair.driven.seconds)
+        found["bare"].append(sum(map(len, others)) / pair.bare.seconds)
+        found["idle"].append(pair.driven.idle)
+        found["equal"].append(min(_equal_share(pair.first_tokens, again), _equal_share(pair.first_tokens, others)))
+        print_line({"turns": num_turns, "round": pair.number, **{name: round(of[-1], 4) for name, of in found.items()}})
     name = f"rollout_{num_turns}_turns"
     against = "a loop around the same engine"
     ratios = [own / other for own, other in zip(found["driven"], found["bare"], strict=True)]
@@ -69,10 +59,6 @@ async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, to
         ("equal_completions", "equal", "share"),
     ):
         print_line(metric_line(f"{name}_{metric}", found[kind], unit, target=None, against=against, **told))
-
-
-def _sorted_tokens(trajectories: Sequence[Any]) -> list[list[int]]:
-    return sorted(token_ids for trajectory in trajectories for token_ids in sampled_tokens(trajectory))
 
 
 def _equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
