@@ -14,12 +14,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
 from megarl.platform import device, rendezvous
 from megarl.platform.imports import uncollected
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _LOAD_SECONDS = 600.0
 _ENDS_OF_WORLD = (
@@ -119,17 +122,18 @@ class FunctionRunner:
         if self._rank >= world_size:
             return None
         torch.manual_seed(0)
+        store = PrefixStore(f"run{self._num_runs}", self._store)
         dist.init_process_group(
             "gloo",
-            store=PrefixStore(f"run{self._num_runs}", self._store),
+            store=store,
             rank=self._rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
-        dist.barrier()  # a function that ends at once would close connections that others still make
         gc.freeze()  # libraries stay, and need not be gone through below
         with _no_freezing():
             result = self._function(*args)
+        _meet(store, self._rank, world_size)
         for name, verb in _ENDS_OF_WORLD:
             if name in sys.modules:
                 getattr(sys.modules[name], verb)()
@@ -137,6 +141,17 @@ class FunctionRunner:
             dist.destroy_process_group()
         _let_go_of_groups()
         return result
+
+
+def _meet(store: Store, rank: int, world_size: int) -> None:
+    """Wait until all ranks have come here.
+
+    A rank that ended its world at once would close connections that others still make: a group is there for a rank as
+    soon as its peers have dialled, not when they have noticed that they are through. By the store, since a function may
+    have ended its groups itself.
+    """
+    store.set(f"ended on rank {rank}", "")
+    store.wait([f"ended on rank {other}" for other in range(world_size)])
 
 
 @contextmanager

@@ -52,6 +52,26 @@ def sleep_on_last() -> None:
         time.sleep(600)
 
 
+def end_apart(record: str) -> None:
+    """Rank 0 ends at once and notes when its world ends; rank 1 ends later and notes that."""
+    destroy = dist.destroy_process_group
+
+    def note(event: str) -> None:
+        with open(record, "a") as lines:
+            print(event, file=lines)
+
+    def noted() -> None:
+        dist.destroy_process_group = destroy
+        note("rank 0's world has ended")
+        destroy()
+
+    if dist.get_rank() == 0:
+        dist.destroy_process_group = noted
+        return
+    time.sleep(0.3)
+    note("rank 1 is through")
+
+
 def num_threads_and_word() -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["WORD"]
 
@@ -84,6 +104,12 @@ def test_a_pool_names_the_failing_rank_and_starts_anew(pool):
         pool.run(sleep_on_last, timeout_seconds=patience)
     assert "in sleep_on_last" in caught.value.__notes__[0]
     assert pool.run(weighted_sum, Share(-1, 1.0)) == [Share(0, 11.0), Share(1, 11.0)]
+
+
+def test_no_world_ends_before_all_ranks_are_through(pool, tmp_path):
+    record = tmp_path / "record"
+    pool.run(end_apart, str(record))
+    assert record.read_text().splitlines() == ["rank 1 is through", "rank 0's world has ended"]
 
 
 def test_local_functions_are_refused(pool):
