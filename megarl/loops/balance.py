@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 METRICS = {
-    "time/trainer_waited_seconds": ("seconds", "how long the trainer waited for groups, where engines are separate"),
+    "time/rollout_waited_seconds": (
+        "seconds",
+        "of the rollout, how long the trainer waited for groups, where engines are separate",
+    ),
     "rollout/balanced_ranks": (
         "ranks",
         "of the run's ranks those that should be the engines', for both sides to take as long, by the newest steps",
@@ -41,7 +44,7 @@ class Balance:
         """METRICS of a step, from its times so far and the engines' `time/engines_idle`."""
         whole, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(whole, 1e-9))
-        found = {"time/trainer_waited_seconds": waited}
+        found = {"time/rollout_waited_seconds": waited}
         if self._is_first:
             self._is_first = False
             return found

@@ -17,7 +17,7 @@ def test_the_bottleneck_is_told_once_known_and_again_when_it_changes() -> None:
     told: list[str] = []
     balance = Balance(2, 2, told.append)
     first = of_step(balance, 1.0, 0.0)  # the first step's start is no one's fault
-    assert first == {"time/trainer_waited_seconds": 10.0}
+    assert first == {"time/rollout_waited_seconds": 10.0}
     for _ in range(FEWEST):
         assert not told
         found = of_step(balance, 0.5, 0.0)

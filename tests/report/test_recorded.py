@@ -104,6 +104,7 @@ def test_phases_add_up_to_the_step() -> None:
     row = {
         "time/step_seconds": 10.0,
         "time/rollout_seconds": 4.0,
+        "time/rollout_waited_seconds": 4.0,
         "time/train_seconds": 3.0,
         "time/reshard_seconds": 1.0,
         "time/reshard_wire_seconds": 0.5,
