@@ -27,6 +27,7 @@ from typing import Any
 from megarl.cluster import relay
 from megarl.cluster.handshake import introduce, receive_json, send_json
 from megarl.cluster.meeting import STRANGERS, meet
+from megarl.cluster.messages import Inbox
 from megarl.cluster.rank import serve
 from megarl.cluster.rank_handle import Answers, RankHandle, log_tail
 from megarl.cluster.relayed import Relayed
@@ -88,6 +89,8 @@ class _RemoteHandle(RankHandle):
 class ConnectedGroup(WorkerGroup):
     """A `WorkerGroup` of processes that a launcher starts on several nodes."""
 
+    _latest_stacks_seconds = 60.0
+
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         super().__init__(world_size, part)
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
@@ -120,8 +123,8 @@ class ConnectedGroup(WorkerGroup):
         """Do nothing, unless the launcher can reach the processes."""
 
     def _show_busy_stacks(self) -> None:
-        # A byte of urgent data raises SIGURG in a rank that reads nothing, on any node; the rank passes over it when it
-        # reads its next command. A second one before that could become part of the command.
+        # A byte of urgent data raises SIGURG in a rank, on any node; its thread that reads passes over it. A second one
+        # before that, as a stopped rank may get, could become part of a message.
         for handle in self._handles:
             with contextlib.suppress(OSError):
                 handle.socket.send(b"!", socket.MSG_OOB)
@@ -290,6 +293,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
         relay.start(address, key, told["address"], told["relays"])
     if told["is_relayed"]:
         served = _join_relay(receive_json(sock), key, told["rank"])
+        Inbox(sock)  # notices come here, as ever
     folder = PrivateFolder()
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
     try:

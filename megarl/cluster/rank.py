@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megarl.cluster.activity import Activity
+from megarl.cluster.messages import Inbox, pack
 from megarl.files.atomic import disk_full
 from megarl.platform import rendezvous
 from megarl.platform.imports import uncollected
@@ -26,18 +26,9 @@ from megarl.platform.left_collective import is_left
 from megarl.platform.spans import Span, record, span
 from megarl.types import MegarlError
 
-HEAD = struct.Struct("<Q")
-"""The head of a message: the length of its pickle in bytes."""
-
 _asked: str | None = None
 """The last signal to stop that this process received."""
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
-
-
-def pack(content: Any) -> bytes:
-    """A message: head and pickle."""
-    body = pickle.dumps(content, protocol=5)
-    return HEAD.pack(len(body)) + body
 
 
 def _is_lost(error: Exception) -> bool:
@@ -128,15 +119,10 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note_signals()
     host = _Host()
-    with sock, sock.makefile("rwb") as stream:
+    with sock:
         sock.set_inheritable(False)
-        answer = pack((True, store_port, None))
-        while True:
-            stream.write(answer)
-            stream.flush()
-            if not (head := stream.read(HEAD.size)):
-                break
-            command = stream.read(*HEAD.unpack(head))
+        sock.sendall(pack((True, store_port, None)))
+        for command in Inbox(sock):
             try:
                 method, call = host.bound(command)
                 with host.noted(method):
@@ -145,6 +131,7 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
             except Exception as error:
                 answer = pack((False, _report(error), _asked))
             command = call = result = None  # a batch is not held until the next command has come
+            sock.sendall(answer)
     if hasattr(host.worker, "close"):
         host.worker.close()
 

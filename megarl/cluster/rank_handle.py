@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.rank import HEAD
+from megarl.cluster.messages import HEAD
 from megarl.terminal import printable
 
 _REPORT_GRACE_SECONDS = 1.0
@@ -77,6 +77,7 @@ class RankHandle(ABC):
     def __init__(self, rank: int, log: Path) -> None:
         self.rank, self.log = rank, log
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._sending = asyncio.Lock()
 
     async def ask(self, message: bytes) -> Any:
         """Send one command and return the rank's answer.
@@ -84,12 +85,17 @@ class RankHandle(ABC):
         Raises `RankError` if the method raised or the process is gone.
         """
         try:
-            await asyncio.get_running_loop().sock_sendall(self.socket, message)
+            await self._send(message)
             (size,) = HEAD.unpack(await self._read(HEAD.size))
             answer = await self._read(size)
         except (OSError, EOFError):
             raise await self.lost() from None
         return self.content(answer)
+
+    async def notify(self, notice: bytes) -> None:
+        """Send a message that the rank takes at once, also in a call, and does not answer; a dead one gets none."""
+        with contextlib.suppress(OSError):
+            await self._send(notice)
 
     def content(self, answer: bytearray | memoryview) -> Any:
         """The result of the rank's method. Raises `RankError` if it raised."""
@@ -107,6 +113,10 @@ class RankHandle(ABC):
         """Tell the rank, by the end of its stream, to leave."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
+
+    async def _send(self, message: bytes) -> None:
+        async with self._sending:  # a long message is sent in parts
+            await asyncio.get_running_loop().sock_sendall(self.socket, message)
 
     async def _read(self, size: int) -> bytearray:
         data = bytearray(size)

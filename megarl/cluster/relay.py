@@ -5,7 +5,7 @@ it to the relay, by the same handshake. What the driver sends of a call comes as
 ranks that it is for. Their answers go back together when all have come, or after a moment those that have: a rank that
 fails, or that is awaited in vain, must not hide what the others said. Their order per rank stays. An empty answer says
 that the rank ended. The ranks keep their connections to the driver, which reaches them there when they are to show
-their stacks.
+their stacks, and with notices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from megarl.cluster.handshake import introduce
 from megarl.cluster.meeting import meet
-from megarl.cluster.rank import HEAD
+from megarl.cluster.messages import HEAD
 
 BATCH = struct.Struct("<I")
 """The head of a batch: how many parts follow."""

@@ -6,7 +6,7 @@ A group is a domain of failure and has one world of `torch.distributed`; ranks o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ _CAUSE_SECONDS = 2.0
 """After a failure the other groups have so long to tell of an earlier one."""
 
 _MOST_BRIDGES = 3
+_LEAVE_SECONDS = 5.0
+"""A rank that waits on a bridge has left it so long after it was broken off."""
 _MEET_SECONDS = 60.0
 """A rank that has not come to a bridge so long after the others is missing."""
 
@@ -35,6 +37,8 @@ class RunRanks:
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
         """Hears of a replica's group that ended while others go on; without it the end of one is the run's."""
         self._num_bridges = 0
+        self._broken = asyncio.Event()
+        """Set where the bridge that was made last is broken off."""
         self._bridged: list[WorkerGroup] = []
 
     @property
@@ -111,7 +115,8 @@ class RunRanks:
             # Who waits for a stopped rank is given the time to learn that it is gone.
             limit = self.trainers.deadlines.of(method).seconds
             if method == "reshard":
-                calls = [g.scatter("reshard", [verify] * g.world_size, version, slack_seconds=limit) for g in groups]
+                further: dict[str, Any] = {"slack_seconds": limit, "heard": self._break_off_if_left}
+                calls = [g.scatter("reshard", [verify] * g.world_size, version, **further) for g in groups]
             else:
                 calls = self._joining(groups, version, limit)
             self._bridged = []
@@ -160,12 +165,22 @@ class RunRanks:
 
     @asynccontextmanager
     async def _watched(self, method: str, seconds: float) -> AsyncIterator[None]:
-        """Within, a replica that is stopped is ended after so many seconds; the others only wait for it."""
+        """Within, a replica that is stopped is ended after so many seconds; the others only wait for it.
+
+        Where the bridge is broken off, nobody waits: a group that is stopped is ended soon.
+        """
 
         async def watch() -> None:
-            await asyncio.sleep(seconds)
+            what, groups = f"did not answer `{method}` within {seconds:g} s", self.replicas
+            try:
+                await asyncio.wait_for(self._broken.wait(), seconds)
+            except TimeoutError:
+                pass
+            else:
+                await asyncio.sleep(_LEAVE_SECONDS)
+                what, groups = f"did not leave `{method}` over a broken bridge", self.groups
             if self.on_lost is not None:
-                await asyncio.gather(*(group.end_if_stopped(method, seconds) for group in self.replicas))
+                await asyncio.gather(*(group.end_if_stopped(what, seconds / 2) for group in groups))
 
         watching = asyncio.create_task(watch())
         try:
@@ -179,15 +194,40 @@ class RunRanks:
     ) -> list[Coroutine[Any, Any, list[Any]]]:
         """The calls by which the groups meet on a new bridge."""
         self._num_bridges += 1
-        name, topology = f"bridge_{self._num_bridges}", [place for group in groups for place in group.topology]
+        self._broken.clear()
+        name, topology = self._bridge, [place for group in groups for place in group.topology]
         firsts = [sum(group.world_size for group in groups[:index]) for index in range(len(groups))]
         assert self.trainers.meeting is not None
         within = min(_MEET_SECONDS, seconds)
         meetings = [Meeting(self.trainers.meeting, name, first, len(topology), within) for first in firsts]
         return [
-            group.scatter("join", [meeting] * group.world_size, topology, version, slack_seconds=seconds)
+            group.scatter(
+                "join",
+                [meeting] * group.world_size,
+                topology,
+                version,
+                slack_seconds=seconds,
+                heard=self._break_off_if_left,
+            )
             for group, meeting in zip(groups, meetings, strict=True)
         ]
+
+    @property
+    def _bridge(self) -> str:
+        """The name of the bridge that was made last."""
+        return f"bridge_{self._num_bridges}"
+
+    def _break_off(self, reason: str) -> None:
+        """Have all ranks leave the bridge, for one of them is lost."""
+        if not self._broken.is_set():
+            self._broken.set()
+            for group in self.groups:
+                group.break_off(self._bridge, reason)
+
+    def _break_off_if_left(self, report: Mapping[str, Any]) -> None:
+        # Those that wait for who is missing tell of it themselves.
+        if "lost" in report and not report.get("missing"):
+            self._break_off(report["lost"])
 
     async def _unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """A replica's answers; none where its loss leaves others."""
@@ -203,6 +243,7 @@ class RunRanks:
             raise error
         if group in self.replicas:
             self.replicas.remove(group)
+            self._break_off(str(error))
             self.on_lost(group, error)
 
     def show_stacks(self) -> None:

@@ -11,6 +11,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
+_WAITING_FILES = ("/torch/distributed/", "/megarl/platform/bridge.py")
 _OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
 _MOST_FRAMES = 12
 _MOST_STACKS = 8
@@ -66,7 +67,7 @@ def waits_in_collective(stacks: str) -> bool:
     innermost = _FRAME.search(main_thread)
     if not heading or innermost is None:
         return False
-    if "/torch/distributed/" in innermost["file"]:
+    if any(part in innermost["file"] for part in _WAITING_FILES):
         return True
     # Calls into C leave no frame: the line that made the call tells.
     return _WAIT.search(linecache.getline(innermost["file"], int(innermost["line"]))) is not None

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from megarl import types
 from megarl.cluster.deadlines import Deadlines, Limit
-from megarl.cluster.rank import pack
+from megarl.cluster.messages import pack, pack_broken
 from megarl.cluster.rank_handle import Answers, RankError, RankHandle, log_since, log_size
 from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
@@ -29,7 +29,6 @@ _REPORT_GRACE_SECONDS = 1.0
 _LEAVE_SECONDS = 10.0
 _KILL_SECONDS = 10.0
 _STACKS_SECONDS = 5.0
-_LATE_STACKS_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 
 
@@ -94,6 +93,11 @@ class _Call:
         return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
 
+def _hand_over(heard: Callable[[Any], object], answer: asyncio.Future[Any]) -> None:
+    if not answer.cancelled() and answer.exception() is None:
+        heard(answer.result())
+
+
 def _ranks(handles: Sequence[RankHandle]) -> str:
     return ranks_named([handle.rank for handle in handles])
 
@@ -121,6 +125,9 @@ class WorkerGroup(ABC):
     how others reach its node, `topology` which node that is and which switches are above it, nearest first.
     """
 
+    _latest_stacks_seconds = _STACKS_SECONDS
+    """The most that is given stacks to come: those of ranks on other nodes come through a shared file system."""
+
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         """`part` is the group's place in the run; left out, it is all of it."""
         self.world_size = world_size
@@ -134,6 +141,7 @@ class WorkerGroup(ABC):
         self._handles: list[RankHandle] = []
         self._queues = RankQueues(world_size)
         self._calls: set[_Call] = set()
+        self._notices: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[Exception] | None = None
         self.on_asked: Callable[[str], object] = lambda signal_name: None
 
@@ -186,17 +194,19 @@ class WorkerGroup(ABC):
         *args: Any,
         budget_seconds: float = 0.0,
         slack_seconds: float = 0.0,
+        heard: Callable[[Any], object] | None = None,
     ) -> list[Any]:
         """Call the worker's method with `per_rank[rank]` as first argument on every rank; answers by rank.
 
         `budget_seconds`: see `ask`. `slack_seconds` later is its deadline too, but that is no time it works for.
+        `heard` is called with each answer as it comes.
         """
         if len(per_rank) != self.world_size:
             raise ValueError(
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
         messages = _packed(method, per_rank, args)
-        return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds)
+        return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds, heard)
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
@@ -219,17 +229,21 @@ class WorkerGroup(ABC):
     def show_stacks(self) -> None:
         """Have the ranks write to their logs where each of their threads is, and go on, if they can be reached."""
 
-    async def end_if_stopped(self, method: str, seconds: float) -> None:
-        """End the group where a rank, `method` under way for so long, shows no sign of life; else it goes on.
+    def break_off(self, bridge: str, reason: str) -> None:
+        """Tell the ranks, whatever they do, that nobody is to wait on this bridge: see `platform.broken_bridges`."""
+        notice = pack_broken(bridge, reason)
+        self._notices = [notified for notified in self._notices if not notified.done()]
+        self._notices += [asyncio.create_task(handle.notify(notice)) for handle in self._handles]
+
+    async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
+        """End the group where a rank shows no sign of life for so long, because of `what` it did; else it goes on.
 
         At most once in a call.
         """
         if self._ending is not None:
             return
-        # A log on a file system of several nodes is late.
-        stacks = await self._stacks(max(_STACKS_SECONDS, min(_LATE_STACKS_SECONDS, seconds / 2)))
+        stacks = await self._stacks(max(_STACKS_SECONDS, min(self._latest_stacks_seconds, patience_seconds)))
         if stopped := [handle for handle in self._handles if not is_whole(stacks[handle.rank])]:
-            what = f"did not answer `{method}` within {seconds:g} s"
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
@@ -260,6 +274,7 @@ class WorkerGroup(ABC):
         messages: Sequence[bytes],
         budget_seconds: float = 0.0,
         slack_seconds: float = 0.0,
+        heard: Callable[[Any], object] | None = None,
     ) -> list[Any]:
         """Send each rank its message when the turn of all has come; the answers in the order of `ranks`."""
         async with self._queues.turn(ranks):
@@ -267,6 +282,8 @@ class WorkerGroup(ABC):
                 raise await asyncio.shield(self._ending)
             handles = [self._handles[rank] for rank in ranks]
             answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
+            for answer in answers.values() if heard else ():
+                answer.add_done_callback(partial(_hand_over, heard))
             limit = self.deadlines.of(method)
             seconds = limit.seconds + budget_seconds + slack_seconds
             call = _Call(method, limit._replace(seconds=seconds), answers, awaited)
@@ -398,7 +415,8 @@ class WorkerGroup(ABC):
     async def _end(self) -> None:
         """Kill all remaining processes and release all resources."""
         handles, self._handles = self._handles, []
-        if pending := {future for call in self._calls for future in (*call.answers.values(), *call.awaited)}:
+        under_way = [future for call in self._calls for future in (*call.answers.values(), *call.awaited)]
+        if pending := {*under_way, *self._notices}:
             for future in pending:
                 future.cancel()
             await asyncio.wait(pending)  # none reads a connection that is closed under it

@@ -101,11 +101,12 @@ def gather(
     message = conversation.seal(value, own)
     device = _device(group)
     longest = torch.tensor(len(message), device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group)
+    is_bridge = bool(name)
+    bridge.finish(dist.all_reduce(longest, dist.ReduceOp.MAX, group, async_op=is_bridge), group)
     block = torch.frombuffer(bytearray(message.ljust(int(longest))), dtype=torch.uint8).to(device)
     blocks = [torch.empty_like(block) for _ in members] if is_receiver else []
     if to is None:
-        dist.all_gather(blocks, block, group)
+        bridge.finish(dist.all_gather(blocks, block, group, async_op=is_bridge), group)
     else:
         dist.gather(block, blocks or None, dst=to, group=group)
     return [

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.platform import signed
+from megarl.platform import bridge, signed
 from megarl.platform.left_collective import PeerGoneError
 from megarl.reshard.plan import RankBucket, RankPlan
 
@@ -54,11 +54,10 @@ class OwnSlots:
         sent, received = self._splits[exchange]
         outgoing, incoming = self._parts(exchange)
         work = dist.all_to_all_single(incoming, outgoing, received, sent, self._group, async_op=True)
-        assert work is not None
-        self._travelling.append(work)
+        self._travelling.append(bridge.begun(work, self._group))
 
     def arrive(self) -> None:
-        self._travelling.popleft().wait()
+        bridge.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)
 
     def release(self) -> None:
         """Nothing to tell: the slot is private."""
@@ -80,7 +79,7 @@ class SharedSlots:
     _PATIENCE_SECONDS = 1800.0
 
     def __init__(self, plan: RankPlan, dtype: torch.dtype, group: dist.ProcessGroup | None) -> None:
-        self._rank = plan.rank
+        self._rank, self._group = plan.rank, group
         exchanged = [bucket for bucket in plan.buckets if bucket.is_exchanged]
         self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
         numel = max(map(sum, self._sent))
@@ -153,6 +152,7 @@ class SharedSlots:
                 nap = 5e-5
                 if self._ended.poll(0):
                     raise PeerGoneError("a rank of the reshard has ended")
+                bridge.check(self._group)
                 if time.monotonic() - start > self._PATIENCE_SECONDS:
                     raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")
 

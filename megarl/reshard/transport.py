@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.platform import device
+from megarl.platform import bridge, device
 from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
 
@@ -102,7 +102,7 @@ class Transport:
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
             raise ValueError(f"the plan is for {plan.num_ranks} ranks, the group has {dist.get_world_size(group)}")
-        self._arrived = arrived
+        self._arrived, self._group = arrived, group
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
@@ -139,7 +139,9 @@ class Transport:
             self._tell_arrived(number - 1, clock)
         self._unpack(travelling, clock)
         self._tell_arrived(len(self._steps) - 1, clock)
-        return clock.seconds() | self._bytes
+        seconds = clock.seconds()
+        bridge.check(self._group)
+        return seconds | self._bytes
 
     def _tell_arrived(self, bucket: int, clock: _Clock) -> None:
         if self._arrived is not None:

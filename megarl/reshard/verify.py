@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.platform import signed
+from megarl.platform import bridge, signed
 from megarl.reshard.plan import RankPlan, Transfer
 from megarl.reshard.transport import device_of, strided_view
 from megarl.types import MegarlError
@@ -123,7 +123,8 @@ def _exchange(
         counts[1][t.source_rank] += 1
     # A rank without copies takes part too, and its empty tensors decide which backend it takes part in.
     incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
-    dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group)
+    work = dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group, async_op=True)
+    bridge.wait(bridge.begun(work, group), group, is_on_host=incoming.is_cpu)
     return incoming
 
 

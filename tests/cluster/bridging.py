@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
 
-from megarl.platform import device, rendezvous, signed
+from megarl.platform import bridge, device, rendezvous, signed
 from megarl.platform.bridge import close_bridge, open_bridge, rank_in
-from megarl.platform.left_collective import PeerGoneError
+from megarl.platform.left_collective import told_of_bridge
+
+_LONG_BYTES = 1 << 27
 
 
 class Bridging:
@@ -21,6 +24,7 @@ class Bridging:
         device.init_world(60.0)
         self.bridge = None
         self.stops = self.is_faulty = False
+        self.fate = "", 0
 
     def join(self, meeting, topology, version):
         if self.bridge is not None:
@@ -29,9 +33,9 @@ class Bridging:
             os.kill(os.getpid(), signal.SIGSTOP)
         try:
             self.bridge = open_bridge(meeting, self.rank, 60.0)
-        except PeerGoneError as error:
+        except Exception as error:
             self.bridge = None
-            return {"lost": str(error), "missing": error.missing}
+            return told_of_bridge(error)
         self.version = version
         return {"lost": "a fault of its own"} if self.is_faulty else {}
 
@@ -41,10 +45,45 @@ class Bridging:
     def leave_every_bridge(self):
         self.is_faulty = True
 
+    def signal_when_all_have_come(self, number):
+        """From now on, this signal ends or stops the rank at a bridge, before the others can connect to it."""
+        await_all = bridge._await_all
+
+        def come(*args):
+            await_all(*args)
+            os.kill(os.getpid(), number)
+
+        bridge._await_all = come
+
+    def signal_in_reshard(self, moment, number):
+        """From now on, this signal ends or stops the rank in a reshard."""
+        self.fate = moment, number
+
     def reshard(self, verify, version):
-        signed.gather(None, self.bridge, purpose="test")
+        try:
+            self._send_much()
+            signed.gather(None, self.bridge, purpose="test")
+        except Exception as error:
+            told = told_of_bridge(error)
+            self.bridge = close_bridge(self.bridge)
+            return told
         self.version = version
         return {}
+
+    def _send_much(self):
+        """Ranks 0 and 2 send each other a long message."""
+        moment, number = self.fate
+        if moment == "before a message":
+            os.kill(os.getpid(), number)
+        size, own = self.bridge.size(), rank_in(self.bridge)
+        lengths = [_LONG_BYTES * ({own, other} == {0, 2}) for other in range(size)]
+        sent, received = (torch.full((sum(lengths),), value, dtype=torch.uint8) for value in (1, 0))
+        work = dist.all_to_all_single(received, sent, lengths, lengths, self.bridge, async_op=True)
+        if moment == "in a message":
+            while not received[_LONG_BYTES // 16]:
+                time.sleep(1e-4)
+            os.kill(os.getpid(), number)
+        bridge.wait(bridge.begun(work, self.bridge), self.bridge)
 
     def world(self):
         """The name of this rank's world, and a key that all of the run have."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import run_ranks
+from megarl.cluster import run_ranks, worker_group
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError, WorkerGroup
@@ -123,6 +123,65 @@ def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
             assert group is absent and isinstance(error, RankLostError) and f"rank 3 of 4 {told}" in str(error)
             assert [version for _, _, version in await ranks.call("exchange")] == [1] * 3
             await absent.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("moments", "told"),
+    [
+        # gloo tells nobody who is in the middle of a message when the connection breaks.
+        (("in a message", ""), ["rank 2 of 4 was killed by SIGKILL (out of memory?) during `reshard`"]),
+        (
+            ("in a message", "before a message"),
+            [
+                "rank 2 of 4 was killed by SIGKILL (out of memory?) during `reshard`",
+                "rank 3 of 4 did not leave `reshard` over a broken bridge",
+            ],
+        ),
+        (
+            ("opening", "opening"),
+            [
+                "rank 2 of 4 was killed by SIGKILL (out of memory?) during `join`",
+                "rank 3 of 4 did not leave `join` over a broken bridge",
+            ],
+        ),
+    ],
+)
+def test_nobody_waits_on_a_bridge_for_a_lost_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[str, str], told: list[str]
+) -> None:
+    """One replica is killed, the other one is stopped; a collective of the bridge gives up after a minute."""
+    monkeypatch.setattr(run_ranks, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(worker_group, "_STACKS_SECONDS", 2.0)
+    monkeypatch.setattr(WorkerGroup, "_latest_stacks_seconds", 2.0)
+
+    async def play() -> None:
+        async with started(tmp_path) as ranks:
+            lost: list[tuple[WorkerGroup, str]] = []
+            ranks.on_lost = lambda group, error: lost.append((group, str(error)))
+            replicas = list(ranks.replicas)
+            if "opening" not in moments:
+                assert await ranks.reshard(False, 1) == [{}] * 4
+            for replica, moment, number in zip(replicas, moments, (signal.SIGKILL, signal.SIGSTOP), strict=True):
+                if moment == "opening":
+                    await replica.call("signal_when_all_have_come", number)
+                elif moment:
+                    await replica.call("signal_in_reshard", moment, number)
+            began = time.monotonic()
+            if len(told) == 1:
+                assert await ranks.reshard(False, 2) == [{}] * 3
+                assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
+            else:
+                with pytest.raises(PeerLostError) as caught:
+                    await ranks.reshard(False, 2)
+                lost.append((replicas[1], str(caught.value)))  # none is left, so it is the run's end
+            assert time.monotonic() - began < 30.0
+            assert [group for group, _ in lost] == replicas[: len(told)]
+            for (_, found), expected in zip(lost, told, strict=True):
+                assert found.startswith(expected)
+            for replica in replicas:
+                await replica.close()
 
     asyncio.run(play())
 
