@@ -32,6 +32,11 @@ class Replacements:
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether there are groups to `take`."""
+        return bool(self._ready)
+
     def take(self) -> list[WorkerGroup]:
         """The groups that have started since the call before."""
         ready, self._ready = self._ready, []

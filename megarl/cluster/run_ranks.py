@@ -6,7 +6,8 @@ A group is a domain of failure and has one world of `torch.distributed`; ranks o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -40,6 +41,7 @@ class RunRanks:
         self._broken = asyncio.Event()
         """Set where the bridge that was made last is broken off."""
         self._bridged: list[WorkerGroup] = []
+        self._is_sending = False
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -143,6 +145,59 @@ class RunRanks:
                 what = f"left the reshard first, at attempt {attempt + 1} of {_MOST_BRIDGES}"
                 await self._end(range(left[0].world_size), left[0], what)
         raise PeerLostError(f"{_MOST_BRIDGES} reshards in a row were broken off: {'; '.join(broken)}")
+
+    @property
+    def is_bridged(self) -> bool:
+        """Whether a reshard needs no new bridge."""
+        return self.groups == self._bridged
+
+    async def send(
+        self, verify: bool, version: int, at_rest: Awaitable[object], on_copied: Callable[[], object]
+    ) -> list[dict[str, float]]:
+        """As `reshard` over the bridge that is there, but from copies of the weights, beside other calls of trainers.
+
+        The engines take part once `at_rest` is done; `on_copied` is called when the trainers have their copies. Returns
+        the engines' reports once they have the weights; `finish_send` has those of the trainers. Where a replica is
+        lost meanwhile the others get the same copies by `reshard`, between two other calls of the trainers.
+        """
+        groups = self.groups
+        assert self.is_bridged
+        limit, began = self.trainers.deadlines.of("reshard").seconds, time.monotonic()
+
+        async def copied() -> list[Any]:
+            await self.trainers.scatter("start_reshard", [verify] * self.trainers.world_size, version)
+            on_copied()
+            return []
+
+        async def taken(group: WorkerGroup) -> list[Any]:
+            await at_rest
+            return await group.scatter(
+                "reshard", [verify] * group.world_size, version, slack_seconds=limit, heard=self._break_off_if_left
+            )
+
+        self._bridged = []
+        engines = [self._unless_lost(group, taken(group)) for group in groups[1:]]
+        async with self._watched("reshard", limit):
+            found = await together([copied(), *engines])
+        reports = [report for reports in found for report in reports]
+        self._is_sending = True
+        if groups == self.groups and not any("lost" in report for report in reports):
+            self.trainers.deadlines.note("reshard", time.monotonic() - began)
+            self._bridged = groups
+            return reports
+        await self.finish_send()
+        return await self.reshard(verify, version)
+
+    async def finish_send(self) -> list[dict[str, float]]:
+        """The trainers' reports of a `send` that ended well, if nobody has asked for them yet."""
+        if not self._is_sending:
+            return []
+        self._is_sending = False
+        reports = await self.trainers.call("finish_reshard")
+        # A trainer may have met the end of an engine that had taken all.
+        if any("lost" in report for report in reports):
+            self._bridged = []
+        return [report for report in reports if "lost" not in report]
 
     async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """The trainers' answers; a replica that did not come to their bridge is ended, for they go on without it."""

@@ -142,6 +142,7 @@ class WorkerGroup(ABC):
         self._queues = RankQueues(world_size)
         self._calls: set[_Call] = set()
         self._notices: list[asyncio.Task[None]] = []
+        self._seconds_in_calls = self._in_calls_since = 0.0
         self._ending: asyncio.Task[Exception] | None = None
         self.on_asked: Callable[[str], object] = lambda signal_name: None
 
@@ -225,6 +226,11 @@ class WorkerGroup(ABC):
             )
         return await self._exchange(method, ranks, _packed(method, per_rank, args), budget_seconds)
 
+    @property
+    def seconds_in_calls(self) -> float:
+        """For how long some of the ranks have been in a call so far, in all."""
+        return self._seconds_in_calls + (time.monotonic() - self._in_calls_since if self._calls else 0.0)
+
     @abstractmethod
     def show_stacks(self) -> None:
         """Have the ranks write to their logs where each of their threads is, and go on, if they can be reached."""
@@ -287,8 +293,10 @@ class WorkerGroup(ABC):
             limit = self.deadlines.of(method)
             seconds = limit.seconds + budget_seconds + slack_seconds
             call = _Call(method, limit._replace(seconds=seconds), answers, awaited)
-            self._calls.add(call)
             begun = time.monotonic()
+            if not self._calls:
+                self._in_calls_since = begun
+            self._calls.add(call)
             try:
                 await asyncio.wait(awaited, timeout=call.limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
                 if not call.is_answered():
@@ -299,6 +307,8 @@ class WorkerGroup(ABC):
                 raise
             finally:
                 self._calls.remove(call)
+                if not self._calls:
+                    self._seconds_in_calls += time.monotonic() - self._in_calls_since
             self.deadlines.note(method, time.monotonic() - begun - budget_seconds)
             if asked := next((handle.asked for handle in handles if handle.asked), None):
                 self.on_asked(asked)

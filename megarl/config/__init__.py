@@ -184,6 +184,12 @@ class EvaluationConfig(Section):
 class WeightsConfig(Section):
     bucket_mib: PositiveInt = 256
     """Size of a reshard bucket in MiB; at most two are in memory."""
+    overlap: bool = False
+    """Send the weights from a copy while the trainer goes on with the next step, where engines sample ahead (placement
+    separate, max_staleness above 0; else the next step needs them first): the trainer waits for the copy alone, and
+    before the next reshard for what is still under way. Engines pause as ever. The copy takes as much memory as the
+    weights of a trainer's rank (`megarl plan`). The trainer waits as ever before an evaluation, after the last step and
+    where a replica has come back. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
     verify_every: NonNegativeInt = 50
     """Compare the engine's weights with the trainer's before training and after each so many steps' reshard: checksums
     of the live parameters, or log-probs of a prompt where the engine converts its weights. 0: only before training."""
@@ -402,6 +408,10 @@ class Recipe(Section):
         """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
         every = self.evaluation.every_steps
         return bool(self.validation_sets) and (step == self.train.steps or (every > 0 and step % every == 0))
+
+    def overlaps_at(self, step: int) -> bool:
+        """Whether a step's reshard goes on beside the next step: `weights.overlap`, where that trains next."""
+        return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
         """Whether a step ends with a reshard: every `rollout.sync_every`, and where it evaluates."""

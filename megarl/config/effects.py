@@ -437,6 +437,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "evaluation.k": _ENGINE,
     "evaluation.sampling": _ENGINE,
     "weights.bucket_mib": _ALWAYS,
+    "weights.overlap": (_RL, _PACED),
     "weights.verify_every": _ENGINE,
     "weights.probe_tolerance": _ENGINE,
     "checkpoint": _ALWAYS,

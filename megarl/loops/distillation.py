@@ -73,7 +73,7 @@ async def train(session: Session) -> None:
 
                 await session.checkpoints.begin(number, state.save)
                 with phase("reshard"):
-                    step.log(await session.reshard(number))
+                    step.log(await session.reshards.run(number))
                 step.log(session.pool.metrics())
                 await session.write_samples(number, buffer.sampled, of_tokens)
                 if session.evaluates_at(number):

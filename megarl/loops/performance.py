@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,7 @@ from megarl.cluster.activity import Activity
 from megarl.cluster.batching import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
-from megarl.tracking.metrics import merge, values
+from megarl.tracking.metrics import Metric, merge, values
 
 METRICS = {
     "perf/tokens_per_second_per_rank": (
@@ -59,10 +60,13 @@ _PHASES = {
     "teach": "train",
     "update": "train",
     "reshard": "reshard",
+    "start_reshard": "reshard",
     "save_checkpoint": "checkpoint",
     "export": "export",
 }
 """The phase that a call of the ranks belongs to, of a model's by its method: `policy.update` by `update`."""
+_OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
+"""Activities of separate engines' ranks, and metrics of all engines, since they were asked before."""
 
 
 class Performance:
@@ -84,6 +88,7 @@ class Performance:
         self._goes_on = recipe.rollout.carries_groups
         self._has_begun = False
         self._first_began: float | None = None
+        self._asked: asyncio.Future[_OfEngines] | None = None
 
     async def begin(self) -> None:
         """A step begins: what was before the first, the start and its evaluation, is no step's."""
@@ -94,6 +99,16 @@ class Performance:
             self._work.take()
             self._first_began = time.monotonic()
 
+    def ask_engines(self) -> asyncio.Future[_OfEngines]:
+        """Ask the engines now for what the next `of_step` tells of them; left out, it does so itself."""
+
+        async def ask() -> _OfEngines:
+            activities = await self._ranks.call_engines("__activity__") if self._ranks.is_separate else []
+            return activities, await self._ranks.call_engines("engine_metrics")
+
+        self._asked = asyncio.ensure_future(ask())
+        return self._asked
+
     async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Of the time since the call before; `seconds` are the step's times and `scalars` its metrics."""
         if self._first_began is not None:
@@ -102,8 +117,11 @@ class Performance:
             seconds = {**seconds, "time/step_seconds": min(own, seconds["time/step_seconds"])}
             self._first_began = None
         await self._ask_for_peak()
-        activities: list[Activity] = await self._ranks.call("__activity__")
-        engines = values(merge(await self._ranks.call_engines("engine_metrics")))
+        activities: list[Activity] = await self._ranks.trainers.call("__activity__")
+        asked, self._asked = self._asked or self.ask_engines(), None
+        of_engines, found = await asked
+        activities += of_engines
+        engines = values(merge(found))
         whole = max(seconds["time/step_seconds"], 1e-9)
         memory = peak_memory(activities)
         metrics = engines | memory | self._planned(memory) | {"time/ranks_idle": idle_share(activities, whole)}

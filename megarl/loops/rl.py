@@ -96,7 +96,7 @@ async def train(session: Session) -> None:
                 await session.checkpoints.begin(number, state.save)
                 if recipe.reshards_at(number):
                     with phase("reshard"):
-                        step.log(await session.reshard(number))
+                        step.log(await session.reshards.begin(number))
                     engine_version = number + 1
                 step.log(session.pool.metrics())
                 if balance is not None:
@@ -132,7 +132,7 @@ async def resume_or_evaluate(session: Session, state: RLState) -> None:
             )
         if session.recipe.trainer.router_replay:
             await session.ranks.trainers.call("load_experts", checkpoint, state.waiting_experts)
-        await session.reshard(step.number)
+        await session.reshards.run(step.number)
         if session.origin.unlogged is None:
             return
         step.log(session.origin.unlogged)

@@ -27,6 +27,7 @@ from megarl.files.import_path import function_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance
+from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
@@ -212,6 +213,9 @@ async def _started(
             for given in recipe.sources
         ]
         models = _models(recipe, layout, ranks.trainers)
+        performance = Performance(recipe, ranks, models, predicted_memory(recipe))
+        reshards = Reshards(recipe, ranks, replacements, pool, performance)
+        stack.push_async_callback(reshards.close)
         session = Session(
             recipe=recipe,
             layout=layout,
@@ -219,14 +223,14 @@ async def _started(
             tracker=tracker,
             tokenizer=tokenizer,
             ranks=ranks,
-            replacements=replacements,
+            reshards=reshards,
             models=models,
             pool=pool,
             sources=sources,
             checkpoints=Checkpoints(recipe, folder, tracker, ranks.trainers, origin.inputs.as_json()),
             origin=origin,
             stop=stop,
-            performance=Performance(recipe, ranks, models, predicted_memory(recipe)),
+            performance=performance,
             dropped=dropped,
         )
         if origin.checkpoint:

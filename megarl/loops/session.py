@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.batching import RankModel
-from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance
 from megarl.loops.profile import profiled
+from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.platform.spans import span
@@ -39,27 +38,9 @@ if TYPE_CHECKING:
 METRICS = {
     "data/dropped": ("count", "records that are left out because they are too long"),
     "rollout/routed_experts_bytes": ("bytes", "size of the routed experts that the ranks held for router replay"),
-    "time/reshard_STAGE_seconds": (
-        "seconds",
-        "a stage of the reshard on the slowest rank: pack, wire, local, unpack, quantise, total, verify",
-    ),
     "kl/reference_moved": (
         "count",
         "1 in steps that move the reference, where algorithm.reference_update_steps is given",
-    ),
-    "perf/engine_pause_seconds": (
-        "seconds",
-        "how long separate engines sampled nothing for a reshard: coming to rest, and receiving the weights",
-    ),
-    "rollout/replicas": ("count", "separate engines that sample after the step's reshard"),
-    "rollout/lost_requests": (
-        "count",
-        "requests of the step whose separate engine was lost, which others took over with the tokens that were kept",
-    ),
-    "reshard/KIND_bytes": ("bytes", "bytes of all ranks that the reshard moved so"),
-    "reshard/probe_gap": (
-        "nats",
-        "distance of log-probs of an engine that converts its weights from the trainer's, where they are compared",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -94,8 +75,7 @@ class Session:
     tokenizer: Tokenizer
     ranks: RunRanks
     """All ranks; those that train are `ranks.trainers`."""
-    replacements: Replacements
-    """Separate engine replicas that were lost and have started again."""
+    reshards: Reshards
     models: Mapping[str, RankModel]
     """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
     pool: EnginePool
@@ -181,6 +161,7 @@ class Session:
         unlogged: Mapping[str, float] | None = None,
     ) -> None:
         """Save a checkpoint out of turn, with the engines asleep."""
+        await self.reshards.finish()
         await self.sleep_engines()
         await self.checkpoints.save(step, save_driver, unlogged)
 
@@ -215,53 +196,6 @@ class Session:
         if is_due:
             await self.ranks.trainers.call("move_reference")
         return {"kl/reference_moved": float(is_due)}
-
-    async def reshard(self, step: int) -> dict[str, float]:
-        """Reshard the trainer's weights into the engines. Returns the slowest rank's seconds and the bytes of all.
-
-        Requests that run in separate engines wait meanwhile, and go on under the new weights. `reshard/probe_gap`: how
-        far the log-probs of engines that convert their weights are, where they are compared.
-        """
-        every = self.recipe.weights.verify_every
-        is_verified = every > 0 and step % every == 0
-        if self.ranks.is_separate:
-            reports, pause = await self._reshard_separate(is_verified, version=step + 1)
-        else:
-            reports, pause = await self.ranks.call("reshard", verify=is_verified, version=step + 1), {}
-        self.pool.release()
-        # Ranks that only sample have a stage that those that only train have not.
-        stages = dict.fromkeys(name for r in reports for name in r if name.endswith("_seconds"))
-        seconds = {f"time/reshard_{name}": max(r.get(name, 0.0) for r in reports) for name in stages}
-        moved = {
-            f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")
-        }
-        gaps = {"reshard/probe_gap": max(r["probe_gap"] for r in reports)} if "probe_gap" in reports[0] else {}
-        return seconds | moved | gaps | pause
-
-    async def _reshard_separate(self, verify: bool, version: int) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Each rank's report of a reshard to engines that are brought to rest for it, and what is measured of those.
-
-        Replicas that have started again sample from then on.
-        """
-        began = time.monotonic()
-        with span("hold engines"):
-            await self.pool.hold(parks=self.recipe.rollout.recompute_kv)
-        # A replica that was lost and one that takes its place are two: what rests in the first goes to the others.
-        self.pool.settle(self._leaders)
-        self.ranks.add(self.replacements.take())
-        reports = await self.ranks.reshard(verify, version)
-        self.pool.settle(self._leaders)
-        metrics = {
-            "perf/engine_pause_seconds": time.monotonic() - began,
-            "rollout/replicas": float(len(self.ranks.replicas)),
-            "rollout/lost_requests": float(self.pool.take_lost()),
-        }
-        return reports, metrics
-
-    @property
-    def _leaders(self) -> set[int]:
-        """The first ranks of the separate engine replicas that are there."""
-        return {group.part.first_rank for group in self.ranks.replicas}
 
     @property
     def steps(self) -> range:

@@ -74,7 +74,7 @@ async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
     evaluated = await _losses(session, held_out)
     if any(source.validation for source in session.sources):
         with session.tracker.phase("reshard"):
-            evaluated |= await session.reshard(step.number)
+            evaluated |= await session.reshards.run(step.number)
         evaluated |= await session.evaluate(step.number)
         await session.sleep_engines()
     step.log(evaluated)

@@ -17,13 +17,13 @@ torch's sources and has not run on GPUs.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from threading import Thread
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +35,7 @@ from megarl.platform.left_collective import PeerGoneError
 from megarl.platform.rendezvous import Meeting
 
 _LOOK_SECONDS = 0.01
+_NAP_SECONDS = 1e-4
 _TURN = timedelta(seconds=0.2)
 """An exchange is waited for so long before the next look whether the bridge holds."""
 
@@ -80,7 +81,7 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         # In a thread of its own: the driver's further messages shall not wait for NCCL.
-        abort = partial(Thread, target=_abort, args=(nccl,), daemon=True)
+        abort = partial(threading.Thread, target=_abort, args=(nccl,), daemon=True)
         broken_bridges.on_broken(meeting.name, lambda: abort().start())
     return group
 
@@ -99,7 +100,7 @@ def _unless_broken(name: str, meet: Callable[[], tuple[Store, dist.Backend]]) ->
         except Exception as error:
             failed.append(error)
 
-    meeting = Thread(target=run, name=f"meeting at {name}", daemon=True)
+    meeting = threading.Thread(target=run, name=f"meeting at {name}", daemon=True)
     meeting.start()
     while meeting.is_alive():
         _check(name)
@@ -133,15 +134,23 @@ def begun(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
 def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
     """Wait for an exchange over a group, from any thread. Raises PeerGoneError where a bridge is broken off meanwhile.
 
-    An exchange of GPU memory is, as ever, waited for by the stream: `check` the bridge when that is synchronised.
+    An exchange of GPU memory is, as ever, waited for by the stream: `check` the bridge when that is synchronised. But
+    beside the main thread the host waits for it too. With CUDA_DEVICE_MAX_CONNECTIONS 1 all streams share one queue to
+    the device: one that waits for other ranks would keep back what the main thread's streams have behind it, for which
+    those ranks may be waiting in turn.
     """
     bridge = None if group is None else _bridges.get(group)
     if bridge is None:
         work.wait()
         return
-    # NCCL aborts an exchange that is given a time to end in.
-    while is_on_host and not _has_ended(work):
-        _check(bridge.name)
+    if is_on_host:
+        while not _has_ended(work):
+            _check(bridge.name)
+    elif threading.current_thread() is not threading.main_thread():
+        # NCCL aborts an exchange that is given a time to end in.
+        while not work.is_completed():
+            _check(bridge.name)
+            time.sleep(_NAP_SECONDS)
     # What is left behind by a failure has ended, too.
     bridge.exchanges.remove(work)
     work.wait()

@@ -6,6 +6,7 @@ about a microsecond, one that is not a fraction of it.
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -33,7 +34,8 @@ class _Recorded:
 
 def span(name: str) -> AbstractContextManager[None]:
     """Record the time of the block, if spans are recorded. Only the main thread's, so that they nest."""
-    return _NOT_RECORDED if _recorded is None else _Recorded(name)
+    is_recorded = _recorded is not None and threading.current_thread() is threading.main_thread()
+    return _Recorded(name) if is_recorded else _NOT_RECORDED
 
 
 def seconds_of_a_span() -> float:

@@ -234,12 +234,17 @@ class EnginePool:
 
     def release(self) -> None:
         """Let the requests go on that wait since `hold`."""
-        if self._is_held:
-            seconds = time.monotonic() - self._held_at
-            self._seconds_held += seconds
-            self._seconds_waited += seconds if self._pending else 0.0
+        self._count_hold()
         self._is_held = False
         self._start_pumps()
+
+    def _count_hold(self) -> None:
+        """Count how long the pool has been held, if it is, up to now."""
+        if self._is_held:
+            now = time.monotonic()
+            seconds, self._held_at = now - self._held_at, now
+            self._seconds_held += seconds
+            self._seconds_waited += seconds if self._pending else 0.0
 
     @property
     def is_held(self) -> bool:
@@ -279,11 +284,12 @@ class EnginePool:
             await self._advanced.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Since the call before, of a pool that is not held.
+        """Since the call before; of a time in which the pool is held up to now.
 
         What an engine has in its prefix cache are the prompts of a group's samples but the first, and of an attempt's
         earlier turns.
         """
+        self._count_hold()
         now = time.monotonic()
         open_seconds = now - self._measured_at - (self._seconds_held - self._held_before)
         seconds = open_seconds * len(self._live)
@@ -378,7 +384,7 @@ class EnginePool:
         except PeerLostError as error:
             self._cut_off(replica, error)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self._tell_advance()
 
@@ -451,7 +457,7 @@ class EnginePool:
         """Give a lost replica's requests to the others, first in the queue; where there is no other, all fail."""
         replica.is_lost = True
         if not self._live:
-            self._fail(error)
+            self.fail(error)
             return
         self._file_again(replica)
         self._homes = {affinity: home for affinity, home in self._homes.items() if home is not replica}
@@ -469,7 +475,8 @@ class EnginePool:
                 self._num_lost += 1
                 self._file(pending, self._waiting, last=False)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Raise this error in all requests, later ones too, unless they failed before."""
         self._failure = self._failure or error
         for pending in self._pending.values():
             if not pending.future.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shap
 from megarl.files.atomic import disk_full_named
 from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.distillation import StudentModel, lesson_bytes
-from megarl.platform import device
+from megarl.platform import beside, device
 from megarl.platform.bridge import close_bridge, open_bridge
 from megarl.platform.left_collective import told_of_bridge
 from megarl.platform.megatron_ranks import RankGroups
@@ -33,6 +34,7 @@ from megarl.training.lessons import HeldLessons, Pupil
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, HeldExperts
+from megarl.training.snapshot import Snapshot
 from megarl.training.teacher import InOwnGroups, Teacher
 from megarl.types import ExpertsHandle
 from megarl.worker.weights import WeightsEnd
@@ -72,6 +74,9 @@ class TrainerWorker:
         self.weight_version = 0
         """The version of the engines' weights."""
         self._bridge: dist.ProcessGroup | None = None
+        self._snapshot: Snapshot | None = None
+        """What the engines get while the policy goes on learning (weights.overlap)."""
+        self._sending: Future[dict[str, float]] | None = None
 
     def _build_models(self, teacher_layout: ParallelConfig | None) -> None:
         recipe, layout = self.recipe, self.layout
@@ -108,13 +113,17 @@ class TrainerWorker:
         that did not come to the meeting in time.
         """
         self._leave_bridge()
+        if self.recipe.weights.overlap:
+            self._snapshot = self._snapshot or Snapshot(self.policy)
+            self._snapshot.take(version)
         try:
             self._bridge = open_bridge(meeting, self.rank, self.recipe.cluster.collective_timeout_seconds)
             self.weights = WeightsEnd(
                 self.recipe,
                 self.layout,
                 topology,
-                policy=self.policy,
+                policy=self.policy if self._snapshot is None else None,
+                snapshot=self._snapshot,
                 transformer_engine=uses_transformer_engine(),
                 group=self._bridge,
             )
@@ -134,6 +143,34 @@ class TrainerWorker:
             return self._lost(error)
         self.weight_version = self.weight_version + 1 if version is None else version
         return report
+
+    def start_reshard(self, verify: bool, version: int) -> None:
+        """Copy the policy's weights and begin to send the copy, of this version, over the bridge; see `reshard`.
+
+        The rank is free for other calls meanwhile, but for those of the bridge: `finish_reshard` comes before them.
+        """
+        assert self.weights is not None and self._snapshot is not None and self._sending is None
+        weights, bridge = self.weights, self._bridge
+        self._snapshot.take(version)
+        self.weight_version = version
+
+        def send() -> dict[str, float]:
+            try:
+                return weights.reshard(verify=verify, version=version)
+            except BaseException:
+                close_bridge(bridge)  # who waits there for this rank shall not
+                raise
+
+        self._sending = beside.begin(send)
+
+    def finish_reshard(self) -> Mapping[str, Any]:
+        """Wait for what `start_reshard` began. Returns `lost` as `join` does."""
+        assert self._sending is not None
+        sending, self._sending = self._sending, None
+        try:
+            return sending.result()
+        except Exception as error:
+            return self._lost(error)
 
     def _lost(self, error: Exception) -> dict[str, Any]:
         """Leave a bridge that another rank has left: who still waits for this one there shall not. Raises others."""
@@ -197,7 +234,7 @@ class TrainerWorker:
 
         `is_resharded`: the engine has these weights already; after a resume it gets them by one more reshard.
         """
-        version = self.weight_version - is_resharded if self.weights else 0
+        version = self.weight_version - is_resharded if self.recipe.has_engine else 0
         with self._everything_saved() as models, checkpoint.moved_in_memory(models):
             self.held_experts.save(folder)
             self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)

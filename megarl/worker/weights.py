@@ -29,15 +29,16 @@ from megarl.types import ConfigError, TrainingSequence
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine
     from megarl.training.engine import TrainingEngine
+    from megarl.training.snapshot import Snapshot
 
 
 class WeightsEnd:
     """The reshard from the trainers' weights into the engines', as one rank carries it out.
 
-    The rank has a `policy`, an `engine` or both. `topology` is that of all ranks of the reshard, which are the world's
-    or those of `group`, trainers first. `version` is that of the weights that are there, the engine's next one unless
-    given. Making one is a collective of all ranks, which plans, moves all weights once and verifies them; raises
-    MegarlError with the first parameter that is not as it should be.
+    The rank has a `policy`, or a `snapshot` of it, an `engine`, or both. `topology` is that of all ranks of the
+    reshard, which are the world's or those of `group`, trainers first. `version` is that of the weights that are there,
+    the engine's next one unless given. Making one is a collective of all ranks, which plans, moves all weights once and
+    verifies them; raises MegarlError with the first parameter that is not as it should be.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class WeightsEnd:
         topology: RankTopology,
         *,
         policy: TrainingEngine | None = None,
+        snapshot: Snapshot | None = None,
         engine: RolloutEngine | None = None,
         transformer_engine: bool | None = None,
         replica: int = 0,
@@ -59,6 +61,7 @@ class WeightsEnd:
         """
         self._recipe, self._layout, self._topology = recipe, layout, topology
         self._policy, self._engine, self._replica, self._group = policy, engine, replica, group
+        self._snapshot = snapshot
         self._shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
         self._transformer_engine = bool(
             next(known for known in gathered(transformer_engine, group) if known is not None)
@@ -104,7 +107,8 @@ class WeightsEnd:
         policy, engine = self._policy, self._engine
         dtype = getattr(torch, self._recipe.model.dtype)
         ends = reshard_ends(self._shape, self._layout, len(self._topology), transformer_engine=self._transformer_engine)
-        parameters = policy.weights if policy is not None else {}
+        source = policy or self._snapshot
+        parameters = source.weights if source is not None else {}
         recorded, refusal = record(engine.model if engine is not None else None, self._shape, dtype, self._group)
         if recorded is None and self._recipe.rollout.quantization != "none":
             raise ConfigError(
@@ -115,6 +119,11 @@ class WeightsEnd:
             raise ConfigError(
                 f"rollout.recompute_kv = false: the engine takes its weights as full tensors, because of {refusal}, "
                 "and these are verified by a prompt that it is given alone; set it to true"
+            )
+        if recorded is None and self._group is not None and self._recipe.weights.overlap:
+            raise ConfigError(
+                f"weights.overlap = true: the engine takes its weights as full tensors, because of {refusal}, and they "
+                "are verified by a forward pass of the trainer, which trains meanwhile; set it to false"
             )
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")

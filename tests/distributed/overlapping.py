@@ -1,0 +1,43 @@
+"""Workers of a run with separate engines, whose weights are sent while the trainers go on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+
+import dying
+from updates import update
+
+from megarl.reshard import transport
+
+
+def _hash(tensors):
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors):
+        digest.update(name.encode() + tensor.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Trainer(dying.Trainer):
+    def learn(self):
+        update(self, self.layout)
+
+    def weights_hash(self):
+        return _hash(self.policy.parameters.items())
+
+
+class Engine(dying.Engine):
+    def wait_in_reshard(self, file):
+        """From now on, each bucket is taken only once this file is there."""
+        for kind in (transport.OwnSlots, transport.SharedSlots):
+
+            def late(slots, arrive=kind.arrive):
+                while not os.path.exists(file):
+                    time.sleep(0.01)
+                return arrive(slots)
+
+            kind.arrive = late
+
+    def weights_hash(self):
+        return _hash(self._engine.model.named_parameters())

@@ -1,0 +1,160 @@
+"""Weights that are sent while trainers learn on: engines get those of their version, and the same is learned."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.cluster.local import LocalGroup
+from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.worker_group import PartOfRun, RankLostError, WorkerGroup
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.platform import device
+
+LAYOUT = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, rollout_ranks=2)
+VERSIONS = (2, 3, 4, 5)
+
+
+def recipe_of(model: Path, *, overlap: bool) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "overlapping",
+            "loop": "rl",
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"train": "unused", "max_prompt_tokens": 32},
+            "cluster": {"ranks_per_node": 4},
+            "trainer": {"max_tokens_per_microbatch": 64},
+            "optimizer": {"learning_rate": 1e-2},
+            "lora": {"rank": 4},
+            "rollout": {
+                "placement": "separate",
+                "ranks": 2,
+                "max_staleness": 1,
+                "kv_cache_gib": 0.05,
+                "sampling": {"max_new_tokens": 16},
+            },
+            # Smaller than the model: several buckets travel.
+            "weights": {"bucket_mib": 1, "overlap": overlap},
+        }
+    )
+
+
+class Run:
+    """Two trainers and two replicas of one rank."""
+
+    def __init__(self, recipe: Recipe, logs: Path, via: str) -> None:
+        self._settings: dict[str, Any] = {"via": via, "recipe": recipe, "layout": LAYOUT}
+        self._logs = logs
+        self.ranks: RunRanks
+
+    async def __aenter__(self) -> Run:
+        trainers, *engines = await asyncio.gather(
+            self._started(2, 0, "overlapping:Trainer"), self.engine(0), self.engine(1)
+        )
+        self.ranks = RunRanks(trainers, engines)
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.ranks.close()
+
+    async def engine(self, replica: int) -> WorkerGroup:
+        return await self._started(1, 2 + replica, "overlapping:Engine", replica=replica)
+
+    async def hashes(self) -> list[str]:
+        """Of the weights of each rank that has an engine."""
+        return [found for group in self.ranks.replicas for found in await group.call("weights_hash")]
+
+    async def _started(self, size: int, first: int, worker: str, **further: Any) -> WorkerGroup:
+        imports = device.forkable_imports("megarl.worker.colocated")
+        made = LocalGroup(size, PartOfRun(first, 4, b"k" * 32), imports=imports)
+        environment = device.rank_environment(4)
+        return await made.start(worker, self._settings | further, log_folder=self._logs, environment=environment)
+
+
+@pytest.fixture(autouse=True)
+def worker_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def in_turn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, str], list[str]]:
+    """Hashes without overlap: of an engine's weights by version, and of the trainers' in the end."""
+
+    async def play() -> tuple[dict[int, str], list[str]]:
+        found = {}
+        async with Run(recipe_of(model, overlap=False), tmp_path_factory.mktemp("logs"), "shared memory") as run:
+            await run.ranks.reshard(verify=True, version=1)
+            for version in VERSIONS:
+                await run.ranks.trainers.call("learn")
+                await run.ranks.reshard(verify=True, version=version)
+                [found[version]] = set(await run.hashes())
+            await run.ranks.trainers.call("learn")
+            return found, await run.ranks.trainers.call("weights_hash")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        return asyncio.run(play())
+
+
+@pytest.mark.parametrize("via", ["shared memory", "gloo"])
+def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
+    via: str, model: Path, in_turn: tuple[dict[int, str], list[str]], tmp_path: Path
+) -> None:
+    expected, learned = in_turn
+    assert len(set(expected.values())) == len(VERSIONS)
+
+    async def play() -> None:
+        async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
+            ranks = run.ranks
+            await ranks.reshard(verify=True, version=1)
+            await ranks.trainers.call("learn")
+            for version in (2, 3):
+                await learn_beside(run, version, tmp_path / f"go {version}")
+                assert ranks.is_bridged and len(await ranks.finish_send()) == 2
+                assert await run.hashes() == [expected[version]] * 2
+
+            lost: list[tuple[WorkerGroup, Exception]] = []
+            ranks.on_lost = lambda group, error: lost.append((group, error))
+            dying, other = ranks.replicas
+            await dying.call("die_in_reshard", signal.SIGKILL)
+            await learn_beside(run, 4, tmp_path / "go 4", [other])
+            assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
+            # The trainers have learned on since then.
+            assert ranks.is_bridged and await ranks.finish_send() == []
+            assert await other.call("version") == [4] and await run.hashes() == [expected[4]]
+
+            await dying.close()
+            ranks.add([await run.engine(0)])
+            assert not ranks.is_bridged
+            await ranks.reshard(verify=True, version=5)
+            assert await run.hashes() == [expected[5]] * 2
+            await ranks.trainers.call("learn")
+            assert await ranks.trainers.call("weights_hash") == learned
+
+    asyncio.run(play())
+
+
+async def learn_beside(run: Run, version: int, go: Path, waiting: list[WorkerGroup] | None = None) -> None:
+    """Send this version, which engines take only once the trainers have learned on."""
+    ranks, copied = run.ranks, asyncio.Event()
+    for group in ranks.replicas if waiting is None else waiting:
+        await group.call("wait_in_reshard", str(go))
+    at_rest = asyncio.get_running_loop().create_future()
+    sending = asyncio.create_task(ranks.send(True, version, at_rest, copied.set))
+    await copied.wait()
+    at_rest.set_result(None)
+    await ranks.trainers.call("learn")
+    assert not sending.done()
+    go.touch()
+    await sending
