@@ -26,6 +26,7 @@ _COSTS = {
     "trainer.recompute": 4.0,
     "trainer.recompute_modules": 2.5,
     "trainer.router_replay": 4.0,
+    "weights.overlap": 0.5,
     "trainer.optimizer_offload_fraction": 6.0,
 }
 """Cost of a change to a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time.
@@ -49,7 +50,7 @@ class Remedy:
 
 
 def remedies(recipe: Recipe, models: Models, gpu_gib: float, *, most: int = 3) -> list[Remedy]:
-    """The cheapest changes of offload, KV cache, row length and recomputation under which the recipe fits.
+    """The cheapest changes of offload, KV cache, overlap, row length and recomputation under which the recipe fits.
 
     Each fits by itself, and no field of it could be left out. Where none fits, the same with the optimizer on the host.
     """
@@ -123,12 +124,14 @@ def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
         ]
     cache: list[Any] = [None, _FITTED] if recipe.has_engine else [None]
     rows: list[Any] = [None, _FITTED] if recipe.is_on_policy else [None]
+    overlap: list[Any] = [None, False] if recipe.weights.overlap and recipe.separate_ranks else [None]
     recomputing, more = _recomputation(recipe, shape)
     recompute: list[Any] = [None] if more is None else [None, more]
     utilization = recipe.rollout.gpu_memory_utilization is not None
     fields = (
         "trainer.offload",
         "rollout.gpu_memory_utilization" if utilization else "rollout.kv_cache_gib",
+        "weights.overlap",
         "trainer.max_tokens_per_microbatch",
         recomputing,
     )
@@ -137,7 +140,7 @@ def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
     choices = [
         {field: value for field, value in zip(fields, values, strict=True) if value is not None}
         | (together if values[-1] == "full" else {})
-        for values in product(offload, cache, rows, recompute)
+        for values in product(offload, cache, overlap, rows, recompute)
     ]
     yield from sorted(filter(None, choices), key=len)
 
@@ -217,7 +220,12 @@ def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
         total += _COSTS[field]
         if field == "trainer.offload":
             total += 0.5 * (len(value) - len(recipe.trainer.offload) - 1)
-        elif field not in ("trainer.recompute", "trainer.recompute_modules", "trainer.router_replay"):
+        elif field not in (
+            "trainer.recompute",
+            "trainer.recompute_modules",
+            "trainer.router_replay",
+            "weights.overlap",
+        ):
             section, _, name = field.partition(".")
             total += 4 * (1 - value / getattr(getattr(recipe, section), name))
     return total

@@ -175,7 +175,7 @@ class RankMemory:
             part = "trainer" if self.has_trainer else "engine"
         moments = self._of_trainer() if self.has_trainer else self._of_engine()
         for name, uses in moments.items():
-            yield Phase(name, self.rank, tuple(self._placed(uses)), part)
+            yield Phase(name, self.rank, tuple(self._placed([*uses, *self._sent_beside(name)])), part)
 
     def _of_engine(self) -> dict[str, list[Use]]:
         """The phases of a rank that only samples."""
@@ -298,6 +298,15 @@ class RankMemory:
         """The critic's states as one kind."""
         uses = [*self._states(self.critic, awake)]
         yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
+
+    def _sent_beside(self, phase: str) -> Iterator[Use]:
+        """What engines get from beside the trainer's other work, in every phase: a copy of its weights, and staging."""
+        if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
+            return
+        policy = self.models.policy
+        yield Use("weights being sent", trainer.parameter_bytes(policy.layouts, self.rank, self.itemsize))
+        if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
+            yield Use("staging", self.staging)
 
     def _waiting(self, at_work: str = "") -> Iterator[Use]:
         """Models that only score: each waits in host memory."""

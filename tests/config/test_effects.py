@@ -124,6 +124,20 @@ from tests.config.refusals import faults
             id="keys and values of requests that no reshard interrupts",
         ),
         pytest.param(
+            ["weights.overlap=true"],
+            "weights.overlap = True",
+            "under rollout.placement=colocated",
+            "set rollout.placement to separate",
+            id="weights sent beside a step by ranks that sample themselves",
+        ),
+        pytest.param(
+            ["weights.overlap=true", "rollout.placement=separate", "rollout.max_staleness=0"],
+            "weights.overlap = True",
+            "under rollout.placement=separate and rollout.max_staleness=0",
+            "rollout.max_staleness to 1 at least",
+            id="weights that the next step's samples wait for",
+        ),
+        pytest.param(
             ["rollout.stragglers=park", "rollout.placement=separate"],
             "rollout.stragglers = 'park'",
             "under rollout.placement=separate",

@@ -158,6 +158,15 @@ def test_whichever_kind_of_ranks_does_not_fit_is_named(large: Callable[..., Reci
     assert "rollout takes " in text and " on engine rank 8, " in text
 
 
+def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo", *SEPARATE, "rollout.kv_cache_gib=4")
+    fullest = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).fullest
+    recipe = changed(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
+    assert faults(recipe) == [] and fullest.name == "train"
+    (text,) = faults(changed(recipe, {"weights.overlap": True}))
+    assert "train takes " in text and "what fits: weights.overlap=False" in text
+
+
 def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: None)
     assert faults(large("qwen3_14b_dapo", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []

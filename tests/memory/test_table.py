@@ -212,6 +212,18 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
     assert table.host_bytes(3, 2) == 3 * trains.host_bytes + 2 * samples.host_bytes
 
 
+def test_a_copy_of_the_weights_is_sent_beside_every_phase_of_the_trainer(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo", *SEPARATE)
+    tables = [table_of(changed(recipe, {"weights.overlap": flag})) for flag in (False, True)]
+    without, beside = ({phase.name: phase for phase in table.phases} for table in tables)
+    # 14.77e9 weights in bf16 over tp 4, and two buckets of 256 MiB.
+    copy, buckets = 14.77e9 * 2 / 4, 2 * 256 * 2**20
+    for name, phase in beside.items():
+        more = phase.device_bytes - without[name].device_bytes
+        expected = 0 if phase.part == "engine" else copy + buckets * (name in ("logprobs", "train", "save"))
+        assert more == pytest.approx(expected, rel=0.01), name
+
+
 def test_a_tiny_run_with_separate_engines(large: Callable[..., Recipe]) -> None:
     """On CPUs, three ranks that train beside an engine of two, whose number the others' is no multiple of."""
     sizes = ("cluster.ranks_per_node=5", "rollout.ranks=2", "rollout.tp=2", "trainer.tp=1", "trainer.pp=1")
