@@ -151,11 +151,7 @@ class Reshards:
         # Asked later, engines would answer only when they have the weights, and the step's end would wait for that.
         asked = self._performance.ask_engines()
 
-        async def rest() -> None:
-            await asyncio.wait([asked])
-            await self._pool.hold(parks=self._recipe.rollout.recompute_kv)
-
-        resting = asyncio.create_task(rest())
+        resting = asyncio.gather(self._pool.hold(parks=self._recipe.rollout.recompute_kv), asyncio.wait([asked]))
         try:
             self._reports = await self._ranks.send(self._is_verified(step), step + 1, resting, tell)
             metrics = self._settled(began)

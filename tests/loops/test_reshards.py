@@ -1,0 +1,180 @@
+"""A reshard beside the next step, as the driver conducts it: who waits when, what is measured, what fails whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.loops.reshards import Reshards
+from megarl.rollout import pool as pool_module
+from megarl.rollout.pool import EnginePool
+from megarl.types import MegarlError, Request, SamplingSettings
+
+LAYOUT = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=1)
+REPORT = {"wire_seconds": 0.5, "sent_bytes": 8.0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Ranks:
+    """A trainer and an engine that never answers, whose reshard ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_separate = self.is_bridged = True
+        self.trainers = SimpleNamespace(seconds_in_calls=0.0)
+        self.replicas = [SimpleNamespace(part=SimpleNamespace(first_rank=1))]
+        self.under_way: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_at_rest = asyncio.Event()
+        self.calls: list[tuple[str, bool, int]] = []
+
+    async def ask(self, ranks: Sequence[int], method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(
+        self, verify: bool, version: int, at_rest: Awaitable[object], on_copied: Callable[[], object]
+    ) -> list[dict[str, float]]:
+        self.calls.append(("send", verify, version))
+        on_copied()
+        await at_rest
+        self.is_at_rest.set()
+        await self.under_way
+        return [REPORT]
+
+    async def finish_send(self) -> list[dict[str, float]]:
+        return [REPORT | {"wire_seconds": 0.7}]
+
+    async def reshard(self, verify: bool, version: int) -> list[dict[str, float]]:
+        self.calls.append(("reshard", verify, version))
+        return [REPORT] * 2
+
+    def add(self, groups: Sequence[Any]) -> None:
+        assert not groups
+
+
+class Run:
+    def __init__(self) -> None:
+        recipe = Recipe.model_validate(
+            {
+                "name": "r",
+                "loop": "rl",
+                "model": {"path": "m"},
+                "data": {"train": "t", "validation": {"held": "t"}},
+                "rollout": {"placement": "separate", "ranks": 1, "max_staleness": 1},
+                "evaluation": {"every_steps": 3},
+                "weights": {"overlap": True, "verify_every": 2},
+                "train": {"steps": 10},
+            }
+        )
+        self.ranks, self.asked = Ranks(), 0
+        self.replacements = SimpleNamespace(has_started=False, take=list)
+        self.pool = EnginePool(self.ranks, LAYOUT, max_running=1)
+        self.reshards = Reshards(recipe, self.ranks, self.replacements, self.pool, self)  # type: ignore[arg-type]
+
+    def ask_engines(self) -> asyncio.Future[None]:
+        self.asked += 1
+        told = asyncio.get_running_loop().create_future()
+        told.set_result(None)
+        return told
+
+    def sampling(self) -> asyncio.Task[Any]:
+        """A request that waits for the engine."""
+        asked = Request("a", np.array([1], np.int32), SamplingSettings(4, 1.0), 0)
+        return asyncio.create_task(self.pool.generate(asked))
+
+
+def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
+    async def play() -> None:
+        run = Run()
+        assert await run.reshards.begin(1) == {}
+        await run.ranks.is_at_rest.wait()
+        assert run.pool.is_held and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
+        run.ranks.trainers.seconds_in_calls = 4.0
+        waiting = asyncio.create_task(run.reshards.begin(2))
+        await asyncio.sleep(0)
+        assert not waiting.done() and len(run.ranks.calls) == 1
+        run.ranks.under_way.set_result(None)
+        found = await waiting
+        assert found["time/reshard_hidden_seconds"] == 4.0 and found["time/reshard_waited_seconds"] > 0
+        assert found["time/reshard_wire_seconds"] == 0.7 and found["reshard/sent_bytes"] == 16.0
+        assert found["rollout/replicas"] == 1 and found["perf/engine_pause_seconds"] > 0
+        assert run.ranks.calls[1:] == [("send", True, 3)]
+        await run.reshards.finish()
+        assert not run.pool.is_held
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("step", "reason"), [(3, "it evaluates"), (10, "it is the last"), (1, "bridge"), (1, "back")])
+def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, reason: str) -> None:
+    async def play() -> None:
+        run = Run()
+        run.ranks.is_bridged = reason != "bridge"
+        run.replacements.has_started = reason == "back"
+        found = await run.reshards.begin(step)
+        assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_held
+        assert "time/reshard_hidden_seconds" not in found
+
+    asyncio.run(play())
+
+
+def test_two_reshards_that_end_in_one_step_are_counted_together() -> None:
+    async def play() -> None:
+        run = Run()
+        await run.reshards.begin(2)
+        run.ranks.under_way.set_result(None)
+        found = await run.reshards.begin(3)
+        assert found["reshard/sent_bytes"] == 32.0 and found["rollout/replicas"] == 1
+
+    asyncio.run(play())
+
+
+def test_who_waits_for_a_sample_hears_that_the_weights_did_not_arrive() -> None:
+    async def play() -> None:
+        run = Run()
+        await run.reshards.begin(1)
+        await run.ranks.is_at_rest.wait()
+        sampling = run.sampling()
+        run.ranks.under_way.set_exception(MegarlError("lost"))
+        with pytest.raises(MegarlError, match="lost"):
+            await sampling
+        with pytest.raises(MegarlError, match="lost"):
+            await run.reshards.finish()
+        await run.reshards.close()
+
+    asyncio.run(play())
+
+
+def test_a_pool_that_is_held_at_a_step_s_end_counts_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        clock = Clock()
+        monkeypatch.setattr(pool_module, "time", clock)
+        run = Run()
+        clock.now = 10.0
+        await run.pool.hold()
+        sampling = run.sampling()
+        await asyncio.sleep(0)
+        clock.now = 13.0
+        of_step = run.pool.metrics()
+        assert (of_step["perf/engines_open_seconds"], of_step["rollout/held_seconds"]) == (10.0, 3.0)
+        clock.now = 15.0
+        run.pool.release()
+        clock.now = 16.0
+        of_step = run.pool.metrics()
+        assert (of_step["perf/engines_open_seconds"], of_step["rollout/held_seconds"]) == (1.0, 2.0)
+        assert run.pool.seconds_held == 5.0
+        sampling.cancel()
+
+    asyncio.run(play())
