@@ -35,6 +35,12 @@ COLUMNS = {
 """Metrics that are summed, by the column of the table."""
 
 
+def make_inputs(folder: Path, options: argparse.Namespace) -> None:
+    """Model and data in `folder`."""
+    make_tiny_model(folder / "model", num_layers=options.layers, hidden_size=options.hidden_size)
+    make_dataset(folder / "data")
+
+
 def rows_of(folder: Path, name: str, options: argparse.Namespace, *, overlap: bool) -> list[dict[str, Any]]:
     """The metrics of a run's steps but the first ones and the last, whose reshard is never beside another."""
     recipe = {
@@ -68,8 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     waited: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory(prefix="megarl-overlap-") as place:
         folder = Path(place)
-        make_tiny_model(folder / "model", num_layers=options.layers, hidden_size=options.hidden_size)
-        make_dataset(folder / "data")
+        make_inputs(folder, options)
         print(f"{'weights.overlap':16}" + "".join(f"{column:>16}" for column in COLUMNS) + "   (median of a step, ms)")
         for pair in range(options.pairs):
             for overlap in (False, True) if pair % 2 else (True, False):

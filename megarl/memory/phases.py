@@ -300,7 +300,7 @@ class RankMemory:
         yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
 
     def _sent_beside(self, phase: str) -> Iterator[Use]:
-        """What engines get from beside the trainer's other work, in every phase: a copy of its weights, and staging."""
+        """Memory of a reshard beside the trainer's other work: a copy of its weights, and in these phases staging."""
         if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
             return
         policy = self.models.policy

@@ -75,7 +75,7 @@ class TrainerWorker:
         """The version of the engines' weights."""
         self._bridge: dist.ProcessGroup | None = None
         self._snapshot: Snapshot | None = None
-        """What the engines get while the policy goes on learning (weights.overlap)."""
+        """The weights that the engines get while the policy goes on learning (weights.overlap)."""
         self._sending: Future[dict[str, float]] | None = None
 
     def _build_models(self, teacher_layout: ParallelConfig | None) -> None:
