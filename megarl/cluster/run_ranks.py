@@ -22,6 +22,8 @@ _CAUSE_SECONDS = 2.0
 _MOST_BRIDGES = 3
 _LEAVE_SECONDS = 5.0
 """A rank that waits on a bridge has left it so long after it was broken off."""
+_SLACK_SECONDS = 20.0
+"""To find a rank that is stopped, and to end its group, takes at most so long where limits are short."""
 _MEET_SECONDS = 60.0
 """A rank that has not come to a bridge so long after the others is missing."""
 
@@ -114,11 +116,9 @@ class RunRanks:
         for attempt in range(_MOST_BRIDGES):
             groups = self.groups
             method = "reshard" if groups == self._bridged else "join"
-            # Who waits for a stopped rank is given the time to learn that it is gone.
             limit = self.trainers.deadlines.of(method).seconds
             if method == "reshard":
-                further: dict[str, Any] = {"slack_seconds": limit, "heard": self._break_off_if_left}
-                calls = [g.scatter("reshard", [verify] * g.world_size, version, **further) for g in groups]
+                calls = [self._call(g, "reshard", [verify] * g.world_size, version, limit=limit) for g in groups]
             else:
                 calls = self._joining(groups, version, limit)
             self._bridged = []
@@ -256,16 +256,17 @@ class RunRanks:
         within = min(_MEET_SECONDS, seconds)
         meetings = [Meeting(self.trainers.meeting, name, first, len(topology), within) for first in firsts]
         return [
-            group.scatter(
-                "join",
-                [meeting] * group.world_size,
-                topology,
-                version,
-                slack_seconds=seconds,
-                heard=self._break_off_if_left,
-            )
+            self._call(group, "join", [meeting] * group.world_size, topology, version, limit=seconds)
             for group, meeting in zip(groups, meetings, strict=True)
         ]
+
+    def _call(
+        self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
+    ) -> Coroutine[Any, Any, list[Any]]:
+        """A group's part in a reshard; `limit` is when those are looked for that are stopped."""
+        # Who waits for a stopped rank is given the time to learn that it is gone.
+        slack = max(limit, _SLACK_SECONDS) if self.on_lost is not None else limit
+        return group.scatter(method, per_rank, *args, slack_seconds=slack, heard=self._break_off_if_left)
 
     @property
     def _bridge(self) -> str:

@@ -288,8 +288,9 @@ class WorkerGroup(ABC):
                 raise await asyncio.shield(self._ending)
             handles = [self._handles[rank] for rank in ranks]
             answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
-            for answer in answers.values() if heard else ():
-                answer.add_done_callback(partial(_hand_over, heard))
+            if heard is not None:
+                for answer in answers.values():
+                    answer.add_done_callback(partial(_hand_over, heard))
             limit = self.deadlines.of(method)
             seconds = limit.seconds + budget_seconds + slack_seconds
             call = _Call(method, limit._replace(seconds=seconds), answers, awaited)

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +34,8 @@ from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignor
 from megarl.platform import broken_bridges, device, rendezvous
 from megarl.platform.left_collective import PeerGoneError
 from megarl.platform.rendezvous import Meeting
+
+Met = TypeVar("Met")
 
 _LOOK_SECONDS = 0.01
 _NAP_SECONDS = 1e-4
@@ -64,7 +67,7 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
     timeout = timedelta(seconds=timeout_seconds)
     rank, num_ranks = meeting.first + own_rank, meeting.num_ranks
 
-    def meet() -> tuple[Store, dist.Backend]:
+    def meet() -> tuple[Store, dist.ProcessGroupGloo]:
         store = rendezvous.store_of(meeting, timeout_seconds)
         _await_all(store, rank, num_ranks, meeting)
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
@@ -86,12 +89,12 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
     return group
 
 
-def _unless_broken(name: str, meet: Callable[[], tuple[Store, dist.Backend]]) -> tuple[Store, dist.Backend]:
+def _unless_broken(name: str, meet: Callable[[], Met]) -> Met:
     """What `meet` returns or raises, in a thread that is left to itself where the bridge is broken off meanwhile.
 
     Connecting waits within torch for whoever has ended since it came.
     """
-    met: list[tuple[Store, dist.Backend]] = []
+    met: list[Met] = []
     failed: list[Exception] = []
 
     def run() -> None:
@@ -193,7 +196,7 @@ def close_bridge(group: ProcessGroup | None) -> None:
     _forget_what_has_ended()
 
 
-def _abort(group: ProcessGroup | dist.Backend) -> None:
+def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
     # What is under way with ranks that are gone shall not be waited for.
     with suppress(RuntimeError):
         group.abort()

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megarl.platform import bridge, device, rendezvous, signed
+from megarl.platform import bridge, broken_bridges, device, rendezvous, signed
 from megarl.platform.bridge import close_bridge, open_bridge, rank_in
 from megarl.platform.left_collective import told_of_bridge
 
@@ -103,6 +103,12 @@ class Bridging:
         sent = torch.arange(size) + 100.0 * rank_in(self.bridge)
         dist.all_to_all_single(received, sent, [1] * size, [1] * size, self.bridge)
         return told, received.tolist(), self.version
+
+    def wait_until_broken(self, name):
+        """Why this bridge was broken off, once it is."""
+        while (reason := broken_bridges.reason_of(name)) is None:
+            time.sleep(0.01)
+        return reason
 
     def pid(self):
         return os.getpid()

@@ -24,6 +24,7 @@ from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import worker_settings
 from megarl.types import Problem
 from tests.cluster.lateness import see_who_is_late
+from tests.cluster.losing import SCENES
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -140,6 +141,19 @@ def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
 
     try:
         asyncio.run(drive())
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: str
+) -> None:
+    from megarl.cluster.ray import RayGroup
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    try:
+        asyncio.run(SCENES[scene](lambda size, part: RayGroup(size, cluster.address, 2, part), tmp_path))
     finally:
         ray.shutdown()
 

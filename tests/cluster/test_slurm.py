@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from megarl.config.recipe import load
 from megarl.platform.private_folder import PrivateFolder
 from megarl.types import ConfigError
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
+from tests.cluster.losing import SCENES
 from tests.test_session_watch import end_pytest
 
 needs_slurm = pytest.mark.skipif(
@@ -229,6 +231,13 @@ def test_engines_in_job_steps_of_their_own_learn_what_they_do_alone(cluster: Clu
     machine = json.loads((cluster.folder / "runs/separate/logs/latest/attempt.json").read_text())["machine"]
     # Two nodes of Slurm's choice, one for the trainers and one for both engines.
     assert re.fullmatch(r"2 on n\d, 2 on n\d", machine["ranks"]), machine
+
+
+@needs_slurm
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_rank_of_a_job_that_is_lost_is_named_and_the_others_go_on(cluster: Cluster, scene: str) -> None:
+    allocation = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2")
+    cluster.run(*allocation, sys.executable, "-m", "tests.cluster.losing", scene, scene, PYTHONPATH=str(ROOT))
 
 
 @needs_slurm
