@@ -69,6 +69,8 @@ def test_the_registry_resolves_the_extra_so(tmp_path: Path, python: str) -> None
         "--python-platform", "x86_64-manylinux_2_28", str(ROOT / "pyproject.toml"), "--extra", "gpu",
         "--excludes", str(left_out),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    # uv leaves the locks of its builds where temporary files go.
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     check(versions_of(done.stdout))
