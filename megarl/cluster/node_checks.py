@@ -18,7 +18,9 @@ from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.platform import cuda_extensions, transformer_engine
+from megarl.platform.gpu_needs import Need, library_versions, needs, unmet
 from megarl.platform.shared_memory import check_shared_memory
+from megarl.platform.visible_gpus import installed_gpus
 from megarl.types import MegarlError
 
 _CLOCK_SECONDS = 60.0
@@ -35,7 +37,8 @@ class NodeReport:
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
         """Unreadable model folders, space in the run folder, shared memory, GPUs, clock of this rank's node.
 
-        Also why installed CUDA libraries cannot be imported, and a port to connect to, open until `close`.
+        Also the ranks' GPUs with their compute capabilities and the versions of libraries that decide what these can
+        do, why installed CUDA libraries cannot be imported, and a port to connect to, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
@@ -48,6 +51,8 @@ class NodeReport:
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "shared_memory": _shared_memory_fault(),
             "gpus": gpus(),
+            "ranks_gpus": installed_gpus(),
+            "versions": {} if cuda_extensions.runs_on_cpu() else library_versions(),
             "broken": cuda_extensions.import_faults(),
             "time": time.time(),
             "port": self._server.getsockname()[1],
@@ -103,7 +108,7 @@ async def inspect(ranks: RunRanks, recipe: Recipe, run_folder: Path) -> tuple[li
     nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))
     reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
-    wrong = list(faults(reports, str(run_folder), len(nodes) // len(reports)))
+    wrong = list(faults(reports, str(run_folder), len(nodes) // len(reports), needs(recipe)))
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
         tried = await ranks.call("reach", addresses)
@@ -126,8 +131,10 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
     return await group.call("measure")
 
 
-def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int) -> Iterator[str]:
-    """Faults of each node from its report by `NodeReport.look`."""
+def faults(
+    reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int, asked: Mapping[str, Need]
+) -> Iterator[str]:
+    """Faults of each node from its report by `NodeReport.look`, and what of `asked` it does not meet."""
     most = max(len(report["gpus"]) for report in reports.values())
     drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
     clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
@@ -148,6 +155,7 @@ def faults(reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_
             remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
             name = "Transformer Engine" if is_engine else module
             yield f"node {node}: {name} is installed but cannot be imported ({fault}); {remedy}"
+        yield from (f"node {node}: {fault}" for fault in unmet(asked, report["ranks_gpus"], report["versions"]))
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
             yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; have it set"
     if len(drivers) > 1:

@@ -13,11 +13,11 @@ Capability = tuple[int, int]
 
 
 class Gpu(NamedTuple):
-    """A GPU: its name, its compute capability where that is known, and its memory in GiB; 0 where that is not."""
+    """A GPU: its name, and where that is known its compute capability and its memory in GiB."""
 
     name: str
-    capability: Capability | None
-    gib: float = 0.0
+    capability: Capability | None = None
+    gib: float | None = None
 
 
 @cache
@@ -36,13 +36,13 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu(line: str) -> Gpu:
+    """A GPU from its line of the driver's answer; what the driver does not know it calls [N/A]."""
     memory, capability, name = line.split(", ", 2)
     major, _, minor = capability.partition(".")
-    # A driver that does not tell one says [N/A].
     known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-    return Gpu(name.strip(), known, float(memory) / 1024)
+    return Gpu(name.strip(), known, float(memory) / 1024 if memory.strip().isdigit() else None)
 
 
 def installed_gpu_gib() -> float | None:
-    """Memory of the smallest of `installed_gpus` in GiB; None where there is none."""
-    return min((gpu.gib for gpu in installed_gpus()), default=None)
+    """Memory of the smallest of `installed_gpus` in GiB; None where there is none, or the driver does not tell it."""
+    return min((gpu.gib for gpu in installed_gpus() if gpu.gib is not None), default=None)

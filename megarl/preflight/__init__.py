@@ -33,6 +33,7 @@ from megarl.preflight.files import (
     told_formats,
     with_steps,
 )
+from megarl.preflight.gpu_formats import format_faults
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
@@ -119,7 +120,7 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
     }
-    of_all = [*learning.best(recipe)]
+    of_all = [*learning.best(recipe), *format_faults(recipe)]
     sound = next(iter(found.values())) if not any(faults.recipe or faults.files for faults in found.values()) else None
     if sound is not None and is_trained:
         of_all += memory_faults(recipe, sound.layout, is_start=is_start)
@@ -159,7 +160,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
             wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
             wrong += [
                 *sizes.expert_fit(recipe, shape),
-                *sizes.fp8_fit(recipe, shape),
+                *sizes.fp8_fit(recipe, shape, is_start=is_start),
                 *megatron_fields(recipe, shape),
                 *engine_fit(recipe, shape),
                 *quantisation(recipe, shape),

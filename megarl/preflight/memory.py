@@ -27,11 +27,11 @@ def gpu_gib(recipe: Recipe) -> float | None:
     """Memory of a GPU of the run in GiB; None where nothing says it."""
     given = recipe.cluster.gpu_memory_gib
     if given is None:
-        return installed_gpu_gib() if _uses_this_machine(recipe) else None
+        return installed_gpu_gib() if uses_this_machine(recipe) else None
     return GPU_MEMORY_GIB[given] if isinstance(given, str) else given
 
 
-def _uses_this_machine(recipe: Recipe) -> bool:
+def uses_this_machine(recipe: Recipe) -> bool:
     """Whether this machine's GPUs are the run's: not those of a login node, nor with the environment for CPUs."""
     return not runs_on_cpu() and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
@@ -89,7 +89,7 @@ def _utilization(recipe: Recipe) -> Iterator[str]:
 
 def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
     """The GPUs of this machine have less memory than the recipe says."""
-    if not is_start or recipe.cluster.launcher != "local" or not _uses_this_machine(recipe):
+    if not is_start or recipe.cluster.launcher != "local" or not uses_this_machine(recipe):
         return
     given, found = gpu_gib(recipe), installed_gpu_gib()
     if given is not None and found is not None and found < _SAME_GPU * given:

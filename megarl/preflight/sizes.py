@@ -234,15 +234,22 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
-def fp8_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Whether this environment and the model's sizes allow products in FP8."""
+def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
+    """Whether this environment and the model's sizes allow products in FP8.
+
+    Where nothing is started from here, GPUs that `cluster.gpu_memory_gib` names need not be here.
+    """
     trainer = recipe.trainer
+    is_elsewhere = not is_start and isinstance(recipe.cluster.gpu_memory_gib, str)
+    if (runs_on_cpu() or not transformer_engine.is_installed()) and not is_elsewhere:
+        given = [(f"trainer.megatron.{name}", trainer.megatron.get(name)) for name in ("fp8", "fp4")]
+        for field, value in (("trainer.fp8", trainer.fp8), *given):
+            if value not in (None, "none"):
+                yield f"{field} = {value}: needs GPUs and Transformer Engine, which are not here; leave it out"
+        return
     if trainer.fp8 == "none":
         return
     chosen = f"trainer.fp8 = {trainer.fp8}"
-    if runs_on_cpu() or not transformer_engine.is_installed():
-        yield f"{chosen}: needs GPUs and Transformer Engine, which are not here; leave it out"
-        return
     if recipe.model.dtype != "bfloat16":
         yield f"{chosen}: is of bfloat16 weights; set model.dtype=bfloat16"
     if recipe.lora.rank:

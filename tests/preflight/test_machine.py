@@ -11,7 +11,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, resource_warnings
+from megarl.preflight.gpu_formats import format_faults
 from megarl.preflight.memory import gpu_gib
 from megarl.types import ConfigError
 
@@ -118,3 +120,43 @@ def test_a_gpu_counts_where_the_run_is(
     monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: is_cpu)
     assert gpu_gib(recipe(cluster={"launcher": launcher})) == gib
     assert gpu_gib(recipe(cluster={"launcher": launcher, "gpu_memory_gib": 6.0})) == 6.0
+
+
+MXFP8 = {"trainer": {"megatron": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}}
+
+
+@pytest.mark.parametrize(("kind", "needed"), [("h100", "10.0 (Blackwell)"), ("h200", "10.0 (Blackwell)"), ("b200", "")])
+def test_the_generation_is_that_of_the_named_gpu(recipe: Callable[..., Recipe], kind: str, needed: str) -> None:
+    """Without a GPU here: Hopper has no MXFP8."""
+    made = recipe(cluster={"gpu_memory_gib": kind}, **MXFP8)
+    if not needed:
+        check(made, is_start=False)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(made, is_start=False)
+    title, line = str(caught.value).split("\n")
+    assert title == "recipe small: 1 error" and f"cluster.gpu_memory_gib = {kind} has compute capability 9.0" in line
+    assert f"it needs {needed}" in line and "remove trainer.megatron.fp8 and fp8_recipe" in line
+
+
+@pytest.mark.skipif(not runs_on_cpu(), reason="vLLM is the build for GPUs")
+def test_fp8_is_planned_for_named_gpus_and_started_on_none(recipe: Callable[..., Recipe]) -> None:
+    made = recipe(cluster={"gpu_memory_gib": "b200"}, **MXFP8)
+    with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = e4m3: needs GPUs and Transformer Engine, which"):
+        check(made)
+    with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = e4m3: needs GPUs and Transformer Engine, which"):
+        check(recipe(**MXFP8), is_start=False)
+
+
+@pytest.mark.parametrize(("launcher", "is_told"), [("local", True), ("slurm", False)])
+def test_the_generation_is_that_of_the_gpus_that_run_it(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, launcher: str, is_told: bool
+) -> None:
+    """Those of a login node are not asked."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.gpu_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)
+    given = {"cluster": {"launcher": launcher}, "rollout": {"quantization": "fp8"}}
+    found = [*format_faults(recipe(**given))]
+    assert len(found) == is_told
+    assert not is_told or found[0].startswith("rollout.quantization = fp8: NVIDIA A10 has compute capability 8.6 (Amp")

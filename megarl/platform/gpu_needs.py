@@ -1,0 +1,137 @@
+"""What a recipe's number formats need of GPUs and libraries: compute capability, Transformer Engine, CUDA.
+
+Libraries find out in a rank's first step, or choose another kernel. The requirements were read in Transformer Engine
+2.11 (pytorch/quantization.py), Megatron-Core 0.16.1 (fp8_utils.py, fp4_utils.py) and vLLM 0.30 (platforms/cuda.py,
+attention backends).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.version import Version
+
+from megarl.config import Recipe
+from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.platform.visible_gpus import Capability, Gpu
+
+NAMED_GPUS: dict[str, Capability] = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
+"""Compute capability of the GPUs that `cluster.gpu_memory_gib` may name."""
+
+GENERATIONS: dict[Capability, str] = {
+    (7, 0): "Volta",
+    (7, 5): "Turing",
+    (8, 0): "Ampere",
+    (8, 9): "Ada",
+    (9, 0): "Hopper",
+    (10, 0): "Blackwell",
+}
+"""NVIDIA's name of a compute capability and those behind it, up to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A compute capability from `least` on, below `below`, and versions of libraries; how to do without is `remedy`."""
+
+    least: Capability
+    below: Capability | None = None
+    transformer_engine: str | None = None
+    cuda: str | None = None
+    remedy: str = ""
+
+    def range_missed_by(self, capability: Capability) -> str | None:
+        """The compute capabilities that would do, in words, where this one does not; else None."""
+        if capability < self.least:
+            return f"{_number(self.least)} ({generation(self.least)}) or newer"
+        if self.below is not None and capability >= self.below:
+            return f"{_number(self.least)} ({generation(self.least)}) up to below {_number(self.below)}"
+        return None
+
+    def missed_by_libraries(self, versions: Mapping[str, str]) -> Iterator[str]:
+        """Which libraries do not do, from `library_versions`; a version that is not known is no fault."""
+        asked = {"Transformer Engine": self.transformer_engine, "CUDA": self.cuda}
+        for name, least in asked.items():
+            if least is not None and name in versions and Version(versions[name]) < Version(least):
+                yield f"{name} {versions[name]} is installed, it needs {least} or newer"
+
+
+_MEGATRON_FP8 = {
+    "tensorwise": Need((8, 9), transformer_engine="2.2.0"),
+    "blockwise": Need((9, 0), transformer_engine="2.3.0", cuda="12.9"),
+    "mxfp8": Need((10, 0), below=(12, 0), transformer_engine="2.1.0"),
+    "custom": Need((8, 9), transformer_engine="2.9.0"),
+}
+"""By `trainer.megatron.fp8_recipe`. (That for delayed scaling is refused.)"""
+_MEGATRON_FP4 = Need((10, 0), transformer_engine="2.7.0")
+
+
+def field_needs() -> dict[str, Need]:
+    """The needs of the recipe's own fields, for any value but the default."""
+    # FlashInfer's attention reads a cache in FP8 from Ampere on, vLLM's others from Ada on.
+    has_flashinfer = not runs_on_cpu() and find_spec("flashinfer") is not None
+    return {
+        "trainer.fp8": replace(_MEGATRON_FP8["blockwise"], remedy="set trainer.fp8=none"),
+        # An older GPU has no products in FP8: vLLM would take kernels whose weights no reshard can write.
+        "rollout.quantization": Need((8, 9), remedy="set rollout.quantization=none"),
+        "rollout.kv_cache_dtype": Need((8, 0) if has_flashinfer else (8, 9), remedy="set rollout.kv_cache_dtype=auto"),
+    }
+
+
+def needs(recipe: Recipe) -> dict[str, Need]:
+    """What a recipe's fields need, by `field = value`, of those that ask for more than every GPU has."""
+    trainer, rollout = recipe.trainer, recipe.rollout
+    given = {"trainer.fp8": trainer.fp8}
+    if recipe.has_engine:
+        given |= {"rollout.quantization": rollout.quantization, "rollout.kv_cache_dtype": rollout.kv_cache_dtype}
+    known = field_needs()
+    found = {f"{field} = {value}": known[field] for field, value in given.items() if value not in ("none", "auto")}
+    settings = trainer.megatron
+    scaling = settings.get("fp8_recipe", "delayed")
+    if settings.get("fp8") and scaling in _MEGATRON_FP8:
+        found[f"trainer.megatron.fp8_recipe = {scaling}"] = replace(
+            _MEGATRON_FP8[scaling], remedy="remove trainer.megatron.fp8 and fp8_recipe"
+        )
+    if settings.get("fp4"):
+        found[f"trainer.megatron.fp4 = {settings['fp4']}"] = replace(
+            _MEGATRON_FP4, remedy="remove trainer.megatron.fp4"
+        )
+    return found
+
+
+def unmet(asked: Mapping[str, Need], gpus: Sequence[Gpu], versions: Mapping[str, str]) -> Iterator[str]:
+    """What of `asked`, as `needs` gives it, GPUs and libraries lack: a line each, with remedy; like GPUs once."""
+    for field, need in asked.items():
+        for gpu in dict.fromkeys(gpus):
+            if gpu.capability is not None and (fitting := need.range_missed_by(gpu.capability)) is not None:
+                told = f"{gpu.name} has compute capability {_number(gpu.capability)} ({generation(gpu.capability)})"
+                yield f"{field}: {told}, it needs {fitting}; {need.remedy}, or take other GPUs"
+        for fault in need.missed_by_libraries(versions):
+            yield f"{field}: {fault}; {need.remedy}, or run launch/setup.sh"
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Transformer Engine and of torch's CUDA, as far as this environment has them; nothing is imported."""
+    found: dict[str, str] = {}
+    with suppress(PackageNotFoundError):
+        found["Transformer Engine"] = version("transformer-engine")
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        written = Path(torch.origin).with_name("version.py")
+        stated = re.search(r"^cuda\b.*= *'([0-9.]+)'$", written.read_text(encoding="utf-8"), re.MULTILINE)
+        found |= {"CUDA": stated[1]} if stated else {}
+    return found
+
+
+def generation(capability: Capability) -> str:
+    """NVIDIA's name of a compute capability's generation."""
+    return next((GENERATIONS[first] for first in sorted(GENERATIONS, reverse=True) if first <= capability), "unknown")
+
+
+def _number(capability: Capability) -> str:
+    return ".".join(map(str, capability))
