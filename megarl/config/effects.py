@@ -145,6 +145,11 @@ _TURNS = (
         "set rollout.environment to one of several turns",
         lambda recipe: recipe.rollout.environment != "single_turn",
     ),
+    Needs(
+        ("rollout.max_turns",),
+        "raise rollout.max_turns: there is no second turn",
+        lambda recipe: recipe.rollout.turns_of_attempt > 1,
+    ),
 )
 _NOT_SINGLE_TURN = Needs(
     ("rollout.environment",),

@@ -235,8 +235,7 @@ async def _started(
         )
         if origin.checkpoint:
             with display.phase("loading the checkpoint", is_told=True):
-                if not ranks.is_separate:
-                    await ranks.trainers.call("sleep_engine")
+                await session.sleep_engines()
                 await ranks.trainers.call("load_checkpoint", origin.checkpoint)
         stop.steps_begin()
         yield session

@@ -170,6 +170,7 @@ class Session:
 
         Engines with ranks of their own never sleep: they go on. Those that sleep already do so undisturbed.
         """
+        # Here alone engines that share their ranks are held, and a reshard wakes them before it releases them.
         if self.ranks.is_separate or self.pool.is_held:
             return
         with span("sleep engines"):

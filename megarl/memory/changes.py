@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.config.optimizer_on_host import obstacles
 from megarl.config.parallel import FP8_BLOCK
 from megarl.families.shape import ModelShape
 from megarl.memory.devices import GPU
@@ -67,10 +68,8 @@ def remedies(recipe: Recipe, models: Models, gpu_gib: float, *, most: int = 3) -
 
 def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
     """Fields under which the optimizer works on the host; None where it cannot, or does already."""
-    trainer, optimizers = recipe.trainer, [recipe.optimizer, *([recipe.critic.optimizer] if recipe.has_critic else [])]
-    can = recipe.model.dtype == "bfloat16" and trainer.distributed_optimizer and not recipe.lora.rank
-    can = can and all(optimizer.name == "adam" for optimizer in optimizers)
-    if not can or trainer.optimizer_offload_fraction == 1:
+    trainer = recipe.trainer
+    if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
         return None
     fields: dict[str, Any] = {"trainer.optimizer_offload_fraction": 1.0}
     if "optimizer" in trainer.offload:

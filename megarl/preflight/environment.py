@@ -51,7 +51,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
 
 def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
     rollout = recipe.rollout
-    if rollout.history != "refuse" or rollout.max_turns == 1:
+    if rollout.history != "refuse" or rollout.turns_of_attempt == 1:
         return
     faults = history_faults(dialogue.tokenizer)
     if told := "; ".join(f"{kind}: {fault}" for kind, fault in faults.items() if fault != REFUSES):

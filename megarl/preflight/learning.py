@@ -10,6 +10,7 @@ from math import ceil
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.effects import unmet
 from megarl.config.formulas import either, formulas
+from megarl.config.optimizer_on_host import obstacles
 from megarl.families.shape import ModelShape
 from megarl.files.import_path import is_import_path
 from megarl.preflight.files import system_prompt
@@ -138,18 +139,12 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
     if not trainer.optimizer_offload_fraction:
         return
     chosen = f"trainer.optimizer_offload_fraction = {trainer.optimizer_offload_fraction:g}"
-    if recipe.model.dtype != "bfloat16":
-        yield f"{chosen}: Megatron-Core has it for bfloat16 alone; leave it out, or set model.dtype=bfloat16"
-    if not trainer.distributed_optimizer:
-        # SGD, which has no state, is refused beside the distributed optimizer.
-        yield f"{chosen}: is of the distributed optimizer; leave trainer.distributed_optimizer out"
+    yield from (f"{chosen}: {obstacle}" for obstacle in obstacles(recipe))
     if "optimizer" in trainer.offload:
         yield (
             f"{chosen}: with optimizer in trainer.offload, which moves the states of all parameters each step; leave "
             "one out"
         )
-    if recipe.lora.rank:
-        yield f"{chosen}: under lora.rank = {recipe.lora.rank} only adapters have an optimizer state; leave it out"
 
 
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -376,11 +371,6 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
-    if algorithm.turn_discount is not None and recipe.rollout.max_turns == 1:
-        yield (
-            f"algorithm.turn_discount = {algorithm.turn_discount}: there is no second turn under rollout.max_turns = "
-            "1; raise that or leave this out"
-        )
     if (allowed := algorithm.dynamic_sampling) and not 0 <= allowed[0] < allowed[1] <= 1:
         yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
     if algorithm.reward_order == "normalize_then_sum":

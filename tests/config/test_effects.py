@@ -68,6 +68,13 @@ from tests.config.refusals import faults
             id="turn discount of one turn",
         ),
         pytest.param(
+            ["algorithm.turn_discount=0.9", "rollout.environment=games.py:Game", "rollout.max_turns=1"],
+            "algorithm.turn_discount = 0.9",
+            "under rollout.max_turns=1",
+            "raise rollout.max_turns: there is no second turn",
+            id="turn discount under a limit of one turn",
+        ),
+        pytest.param(
             ["algorithm.turn_discount=0.9", "algorithm.advantage=gae", "rollout.environment=games.py:Game"],
             "algorithm.turn_discount = 0.9",
             "under algorithm.advantage=gae",

@@ -88,3 +88,40 @@ def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
         assert written
 
     asyncio.run(play())
+
+
+class Engines:
+    """Engines that share their ranks with the trainer, and the pool before them: what is asked of both, in turn."""
+
+    is_separate, is_held = False, False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.trainers = self
+
+    async def hold(self) -> None:
+        self.is_held = True
+        self.asked.append("hold")
+
+    def release(self) -> None:
+        self.is_held = False
+        self.asked.append("release")
+
+    async def call(self, method: str, **settings: Any) -> list[dict[str, float]]:
+        self.asked.append(method)
+        return [{"sent_bytes": 0.0}]
+
+
+def test_engines_are_held_while_they_sleep() -> None:
+    engines = Engines()
+    recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
+    session = session_with(recipe=recipe, ranks=engines, pool=engines)
+
+    async def play() -> None:
+        await session.sleep_engines()
+        await session.sleep_engines()
+        await session.reshard(1)
+        await session.sleep_engines()
+
+    asyncio.run(play())
+    assert engines.asked == ["hold", "sleep_engine", "reshard", "release", "hold", "sleep_engine"]

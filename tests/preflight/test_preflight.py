@@ -194,14 +194,6 @@ WRONG = [
         id="icepop",
     ),
     pytest.param(
-        {
-            "algorithm": {"turn_discount": 0.9},
-            "rollout": {"environment": "megarl.environments.single_turn:SingleTurn", "max_turns": 1},
-        },
-        ["algorithm.turn_discount = 0.9: there is no second turn"],
-        id="turn discount of one turn",
-    ),
-    pytest.param(
         {"rollout": {"environment": "calculator", "environment_kwargs": {"tool_secs": 3}}},
         ["rollout.environment_kwargs = {'tool_secs': 3}: calculator does not take them", "tool_seconds"],
         id="a setting that the environment does not take",
