@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 
 from megarl.config import Recipe
+from megarl.config.formulas import either
 from megarl.families.shape import ModelShape
 from megarl.memory.engine import BLOCK_TOKENS, cache_block_bytes
 from megarl.memory.phases import ITEM_BYTES
@@ -19,8 +21,39 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from _head_size(recipe, shape)
     yield from _kv_cache(recipe, shape)
     yield from _stop_tokens(recipe, shape)
+    yield from _drafter(recipe)
     if recipe.rollout.async_scheduling and runs_on_cpu():
         yield "rollout.async_scheduling = True: vLLM has none on a CPU; leave it out, then it is on where vLLM has it"
+
+
+HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
+"""Methods of vLLM's speculative decoding that draft on the host; vLLM begins no step ahead of them."""
+_WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
+
+
+def _drafter(recipe: Recipe) -> Iterator[str]:
+    """Of speculative decoding: which drafters an engine can have, and where."""
+    config = recipe.rollout.vllm.get("speculative_config")
+    if not isinstance(config, Mapping) or not config:
+        return
+    model = config.get("model")
+    method = config.get("method") or ("ngram" if model in ("ngram", "[ngram]") else None)
+    field = f"rollout.vllm.speculative_config = {dict(config)}"
+    if method not in _WEIGHTLESS:
+        # vLLM builds the drafter like the model, without reading files; then only the model's weights are written.
+        yield (
+            f"{field}: a drafter with weights of its own would keep random ones, for a reshard moves the policy's; set "
+            f"its method to {either(_WEIGHTLESS)}, or leave it out"
+        )
+    elif runs_on_cpu():
+        yield f"{field}: vLLM accepts drafts of sampled tokens by Triton's kernels, which a CPU has not; leave it out"
+    if method == "suffix" and find_spec("arctic_inference") is None:
+        yield f"{field}: vLLM drafts by suffixes with arctic-inference, which is not installed; take ngram"
+    if recipe.rollout.async_scheduling and method in HOST_DRAFTERS:
+        yield (
+            f"rollout.async_scheduling = True: the drafter {method} works on the host, between an engine's steps, so "
+            "that none is begun ahead; leave it out, or take ngram_gpu (rollout.vllm.speculative_config)"
+        )
 
 
 def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -303,21 +303,6 @@ WRONG = [
         id="stop tokens beyond the vocabulary",
     ),
     pytest.param(
-        {"rollout": {"sampling": {"max_new_tokens": 24, "top_p": 0.7}, "vllm": {"speculative_config": {"model": "m"}}}},
-        ["rollout.vllm.speculative_config = {'model': 'm'}", "rollout.sampling.top_p", "leave it out"],
-        id="nucleus under speculative decoding",
-    ),
-    pytest.param(
-        {"rollout": {"sampling": {"max_new_tokens": 24, "min_p": 0.1}, "vllm": {"speculative_config": {"model": "m"}}}},
-        ["rollout.vllm.speculative_config = {'model': 'm'}", "top_k or min_p", "leave it out"],
-        id="min-p under speculative decoding",
-    ),
-    pytest.param(
-        {"evaluation": {"sampling": {"min_p": 0.1}}, "rollout": {"vllm": {"speculative_config": {"model": "m"}}}},
-        ["rollout.vllm.speculative_config = {'model': 'm'}", "evaluation.sampling.min_p"],
-        id="evaluation's min-p under speculative decoding",
-    ),
-    pytest.param(
         {"algorithm": {"reward_order": "normalize_then_sum"}},
         ["algorithm.reward_order = normalize_then_sum", "one score alone, boxed", "leave it out"],
         id="one function to normalise",

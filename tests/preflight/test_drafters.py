@@ -1,0 +1,103 @@
+"""Which drafters of speculative decoding an engine can have: the others fail in the ranks, or draft at random."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.preflight import check
+from megarl.preflight.engine import HOST_DRAFTERS
+from megarl.types import ConfigError
+
+
+@pytest.fixture
+def faults(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The faults of a recipe with a drafter, on GPUs unless said otherwise."""
+
+    def found(config: dict[str, Any], *, is_cpu: bool = False, evaluation: Any = None, **rollout: Any) -> list[str]:
+        monkeypatch.setattr("megarl.preflight.engine.runs_on_cpu", lambda: is_cpu)
+        monkeypatch.setattr("megarl.preflight.engine.supported_head_sizes", lambda: [])
+        try:
+            vllm = {"speculative_config": config}
+            check(recipe(rollout={**rollout, "vllm": vllm}, evaluation=evaluation or {}), is_start=False)
+        except ConfigError as error:
+            return [line.strip() for line in str(error).split("\n")[1:]]
+        return []
+
+    return found
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model": "/models/drafter", "num_speculative_tokens": 3},
+        {"method": "eagle3", "model": "/models/eagle", "num_speculative_tokens": 3},
+        {"method": "mtp", "num_speculative_tokens": 1},
+    ],
+)
+def test_weights_that_nobody_writes_are_refused(faults: Callable[..., list[str]], config: dict[str, Any]) -> None:
+    (text,) = faults(config)
+    assert text.startswith("rollout.vllm.speculative_config = ") and "a drafter with weights of its own" in text
+    assert "set its method to ngram, suffix, custom_class or ngram_gpu, or leave it out" in text
+
+
+@pytest.mark.parametrize("config", [NGRAM, {"model": "[ngram]"}, NGRAM | {"method": "ngram_gpu"}])
+def test_drafters_without_weights_are_allowed_on_gpus(faults: Callable[..., list[str]], config: dict[str, Any]) -> None:
+    assert faults(config) == []
+    (text,) = faults(config, is_cpu=True)
+    assert "by Triton's kernels, which a CPU has not; leave it out" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "is_told"), [("ngram", True), ("suffix", True), ("custom_class", True), ("ngram_gpu", False)]
+)
+def test_no_step_is_begun_ahead_of_a_drafter_on_the_host(
+    faults: Callable[..., list[str]], method: str, is_told: bool
+) -> None:
+    told = [text for text in faults(NGRAM | {"method": method}, async_scheduling=True) if "arctic" not in text]
+    assert len(told) == is_told
+    assert not is_told or told[0].startswith(f"rollout.async_scheduling = True: the drafter {method} works on the host")
+    assert [text for text in faults(NGRAM | {"method": method}) if "async" in text] == []
+
+
+@pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="its library is installed")
+def test_a_drafter_whose_library_is_missing_is_named(faults: Callable[..., list[str]]) -> None:
+    (text,) = faults(NGRAM | {"method": "suffix"})
+    assert "drafts by suffixes with arctic-inference, which is not installed; take ngram" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"sampling": {"max_new_tokens": 24, "top_p": 0.7}}, "rollout.sampling.top_p, top_k or min_p kept"),
+        ({"sampling": {"max_new_tokens": 24, "min_p": 0.1}}, "rollout.sampling.top_p, top_k or min_p kept"),
+        ({"evaluation": {"sampling": {"min_p": 0.1}}}, "leave it out, or evaluation.sampling.min_p"),
+    ],
+)
+def test_what_is_not_known_of_drafts_is_not_sampled_with_them(
+    faults: Callable[..., list[str]], changed: dict[str, Any], told: str
+) -> None:
+    (text,) = faults(NGRAM, **changed)
+    assert text.startswith("rollout.vllm.speculative_config = {'method': 'ngram'") and told in text
+
+
+def test_the_drafters_on_the_host_are_vllms() -> None:
+    """Those that its own check of async scheduling leaves out, but for two that have weights."""
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = ast.parse((Path(spec.origin).parent / "config/speculative.py").read_text(encoding="utf-8"))
+    literals = [n for n in source.body if isinstance(n, ast.Assign) and ast.unparse(n.value).startswith("Literal[")]
+    types: dict[str, Any] = {"Literal": Literal}
+    for node in literals:
+        types[ast.unparse(node.targets[0])] = eval(ast.unparse(node.value), types)
+    ahead = {*get_args(types["EagleModelTypes"]), *get_args(types["NgramGPUTypes"]), "draft_model", "dspark"}
+    assert set(get_args(types["SpeculativeMethod"])) - ahead == {*HOST_DRAFTERS, "medusa", "mlp_speculator"}
