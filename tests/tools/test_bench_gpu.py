@@ -43,7 +43,11 @@ def test_a_train_step() -> None:
 
 def test_a_train_step_of_no_budget_says_what_it_left_out() -> None:
     lines = lines_of("train_step_gpu.py", "--tokens", "512", "--row", "128", "--budget-seconds", "0")
-    assert {"gemm", "train_step"} <= metrics_of(lines)
+    # One round each, which warms up, is no result.
+    assert metrics_of(lines) == {"train_step_peak_memory"}
+    flagged = {line["warm_up_of"]: line for line in lines if "warm_up_of" in line}
+    assert flagged.keys() == {"gemm", "train_step"}
+    assert all(line["value"] > 0 and line["met"] is line["target"] is None for line in flagged.values())
     [left_out] = [line["left_out"] for line in lines if "left_out" in line]
     assert left_out == ["logprob_gap", "train_step_speedup"]
 
@@ -69,6 +73,24 @@ def test_whole_steps_by_phase() -> None:
     assert metrics_of(lines) >= {
         "grpo_step_seconds", "grpo_tokens_per_second", "grpo_idle", "grpo_train_seconds", "grpo_train_memory",
     }  # fmt: skip
+
+
+def test_a_single_step_is_a_warm_up() -> None:
+    step = {"memory": {}, "phases": {"train": 2.0}, **dict.fromkeys(("step_seconds", "tokens_per_second"), 3.0)}
+    code = f"""
+import json, sys; sys.path.insert(0, {str(BENCH)!r})
+import grpo_gpu
+step = {{**dict.fromkeys(grpo_gpu.MEDIANS), **json.loads({json.dumps(json.dumps(step))})}}
+told = {{"machine": {{}}, "versions": {{}}}}
+for steps in ([step], [step, step]):
+    print(json.dumps([line.get("warm_up_of", line.get("metric")) for line in grpo_gpu.last_lines(steps, told)]))
+    print(json.dumps(["metric" in line for line in grpo_gpu.last_lines(steps, told)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    names, alone, same, after = map(json.loads, done.stdout.splitlines())
+    assert names == same and "grpo_step_seconds" in names and "grpo_train_seconds" in names
+    assert not any(alone) and all(after)
 
 
 def test_a_run_that_fails_is_told_with_its_output() -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import yaml
 from budget import Budget, add_budget
-from report import machine, metric_line, print_line, versions
+from report import machine, metric_line, print_line, versions, warm_up_line
 from shapes import SHAPES, config_of, stop_tokens, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,12 +141,12 @@ def step_line(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_lines(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Medians of all steps but the first, of that one where there is no other."""
-    warm = steps[1:] or steps
+    """Medians of all steps but the first; where there is no other, that one's, as of a warm-up."""
+    warm, make = (steps[1:], metric_line) if len(steps) > 1 else (steps, warm_up_line)
 
     def line(metric: str, values: Sequence[float | None], unit: str, against: str) -> Iterator[dict[str, Any]]:
         if known := [value for value in values if value is not None]:
-            yield metric_line(f"grpo_{metric}", known, unit, target=None, against=against, steps=len(warm), **told)
+            yield make(f"grpo_{metric}", known, unit, target=None, against=against, steps=len(warm), **told)
 
     for metric, unit in MEDIANS.items():
         yield from line(metric, [step[metric] for step in warm], unit, "steps as megarl train logs them")

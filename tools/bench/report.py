@@ -45,6 +45,12 @@ def metric_line(
     }  # fmt: skip
 
 
+def warm_up_line(metric: str, values: Sequence[float], unit: str, **told: Any) -> dict[str, Any]:
+    """The line of a metric of which the budget allowed the round that warms up alone: no result, nothing is met."""
+    line = metric_line(metric, values, unit, **{**told, "target": None})
+    return {"warm_up_of": line.pop("metric"), **line}
+
+
 def print_line(line: Mapping[str, Any]) -> None:
     """To standard output, at once: a benchmark that fails later has still said this much."""
     print(json.dumps(line), flush=True)

@@ -6,7 +6,8 @@ Random weights, rows of at most 16k tokens packed from long-tailed lengths, the 
 model keeps Adam's moments; the 8B model takes plain gradient descent, whose state fits beside it. Causal attention is
 counted once. In the same run: the speed of an 8192-wide GEMM, and transformers on the same packed rows. Before timing,
 the log-probs of both are compared. Lines are printed as they are measured; what `--budget-seconds` do not allow is left
-out. Ends with status 2 where no CUDA is.
+out, and where they allow no round but the one that warms up, its line says `warm_up_of` in place of `metric`. Ends with
+status 2 where no CUDA is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import report
@@ -161,11 +162,15 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def seconds(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str | None = None) -> list[float]:
-    """Of each round after a first one that warms up, or of that one alone where the budget allows no other.
+class Timed(NamedTuple):
+    """Seconds of each round after a first one that warms up; of that one alone where the budget allowed no other."""
 
-    With a name, a line is printed after each.
-    """
+    seconds: list[float]
+    is_warm_up: bool
+
+
+def timed(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str | None = None) -> Timed:
+    """The rounds that the budget allows. With a name, a line is printed after each."""
     taken = []
     for index in budget.rounds(rounds + 1):
         torch.cuda.synchronize()
@@ -175,19 +180,26 @@ def seconds(work: Callable[[], object], budget: Budget, rounds: int = 5, name: s
         taken.append(time.perf_counter() - started)
         if name is not None:
             report.print_line({"round": index, "warms_up": index == 0, f"{name}_seconds": round(taken[-1], 4)})
-    return taken[1:] or taken
+    return Timed(taken[1:], False) if len(taken) > 1 else Timed(taken, True)
 
 
-def gemm_flops_per_second(budget: Budget) -> list[float]:
+def gemm_flops_per_second(budget: Budget) -> tuple[list[float], bool]:
+    """Of each round, and whether that is the one alone that warms up."""
     n = 8192 if torch.cuda.is_available() else 512
     a, b = (torch.randn(n, n, device=device(), dtype=torch.bfloat16) for _ in range(2))
-    return [2 * n**3 * 10 / t for t in seconds(lambda: [a @ b for _ in range(10)], budget)]
+    taken = timed(lambda: [a @ b for _ in range(10)], budget)
+    return [2 * n**3 * 10 / t for t in taken.seconds], taken.is_warm_up
 
 
 def measure_logprobs(
-    config: dict[str, Any], num_tokens: int, ceiling: float, line: Callable[..., None], budget: Budget
+    config: dict[str, Any],
+    num_tokens: int,
+    ceiling: float,
+    line: Callable[..., None],
+    budget: Budget,
+    is_warm_up: bool,
 ) -> None:
-    """Forward and backward of the vocabulary's log-probs alone."""
+    """Forward and backward of the vocabulary's log-probs alone; `is_warm_up` says that of the ceiling."""
     from megarl.models.logprobs import vocab_parallel_logprobs
 
     hidden = torch.randn(num_tokens, config["hidden_size"], device=device(), dtype=torch.bfloat16, requires_grad=True)
@@ -206,8 +218,10 @@ def measure_logprobs(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work = 6 * num_tokens * config["vocab_size"] * config["hidden_size"]
-    shares = [work / t / ceiling for t in seconds(run, budget)]
-    line("logprobs_forward_backward", shares, "of GEMM", f">= {LOGPROB_TARGET}", "8192-wide GEMM of this run")
+    taken = timed(run, budget)
+    shares = [work / t / ceiling for t in taken.seconds]
+    target, against = f">= {LOGPROB_TARGET}", "8192-wide GEMM of this run"
+    line("logprobs_forward_backward", shares, "of GEMM", target, against, is_warm_up or taken.is_warm_up)
     extra = torch.cuda.max_memory_allocated() - before
     naive = 12.0 * num_tokens * config["vocab_size"]
     line("logprobs_memory", [extra / naive], "of naive", "<= 0.05", f"{naive:.0f} bytes of logits and gradients")
@@ -227,7 +241,7 @@ def own_steps(
     dtype: str,
     adam: bool,
     budget: Budget,
-) -> tuple[Any, dict[str, torch.Tensor], list[float], int]:
+) -> tuple[Any, dict[str, torch.Tensor], Timed, int]:
     """Log-probs and weights before the first step, seconds of steps, and their peak bytes."""
     with folder_of(config) as folder:
         engine = build_engine(folder, options.row, dtype, adam, options.recompute)
@@ -235,7 +249,7 @@ def own_steps(
     weights = {key: value.cpu() for key, value in export(engine).items()}
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    taken = seconds(lambda: engine.update(batches), budget, options.rounds, "train_step")
+    taken = timed(lambda: engine.update(batches), budget, options.rounds, "train_step")
     return logprobs, weights, taken, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
@@ -249,38 +263,43 @@ def measure(
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     case = f"{name}, {options.tokens} tokens in rows of {options.row}, {dtype}, recompute {options.recompute}"
 
-    def line(metric: str, values: Sequence[float], unit: str, target: str | None, against: str) -> None:
+    def line(
+        metric: str, values: Sequence[float], unit: str, target: str | None, against: str, is_warm_up: bool = False
+    ) -> None:
         shared: dict[str, Any] = {"machine": machine, "versions": versions, "case": case}
-        report.print_line(report.metric_line(metric, values, unit, target=target, against=against, **shared))
+        make = report.warm_up_line if is_warm_up else report.metric_line
+        report.print_line(make(metric, values, unit, target=target, against=against, **shared))
 
-    ceilings = gemm_flops_per_second(budget)
+    ceilings, is_warm_up = gemm_flops_per_second(budget)
     ceiling = sorted(ceilings)[len(ceilings) // 2]
-    line("gemm", [c / 1e12 for c in ceilings], "TFLOP/s", None, "the ceiling of this run")
+    line("gemm", [c / 1e12 for c in ceilings], "TFLOP/s", None, "the ceiling of this run", is_warm_up)
     lengths = lengths_of(options.tokens, options.row)
     batch = make_batch(lengths, config["vocab_size"])
     (rows,) = pack(lengths, max_tokens=options.row, num_ranks=1)
     batches = [batch.select(indices) for indices in rows]
     own, weights, taken, peak = own_steps(config, batches, options, dtype, adam, budget)
-    shares = [flops(config, lengths) / t / ceiling for t in taken]
-    line("train_step", shares, "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run")
+    shares = [flops(config, lengths) / t / ceiling for t in taken.seconds]
+    is_flagged = is_warm_up or taken.is_warm_up
+    line("train_step", shares, "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run", is_flagged)
     line("train_step_peak_memory", [peak / 2**30], "GiB", None, "all of the step, optimizer included")
     release()
     if torch.cuda.is_available() and not budget.leaves_out(["logprobs_forward_backward", "logprobs_memory"]):
-        measure_logprobs(config, 2 * options.row, ceiling, line, budget)
+        measure_logprobs(config, 2 * options.row, ceiling, line, budget, is_warm_up)
         release()
-    if budget.leaves_out(["logprob_gap", "train_step_speedup"], 2 * max(taken)):
+    if budget.leaves_out(["logprob_gap", "train_step_speedup"], 2 * max(taken.seconds)):
         return True
     peer = Peer(config, {key: value.to(device()) for key, value in weights.items()}, adam)
     with torch.no_grad():
-        theirs = peer.logprobs(batches[0]).cpu().numpy()
+        logprobs = peer.logprobs(batches[0]).cpu().numpy()
     within = np.concatenate([np.arange(length) > 0 for length in batches[0].lengths])[1:]
-    gap = float(np.abs(own[0][1:] - theirs)[within].mean())
+    gap = float(np.abs(own[0][1:] - logprobs)[within].mean())
     line("logprob_gap", [gap], "nats, mean", f"<= {GAP_LIMIT}", f"transformers, {peer.kind}")
     if gap > GAP_LIMIT:
         return False
-    fastest = min(seconds(partial(peer.step, batches), budget, min(3, options.rounds), "transformers_step"))
+    theirs = timed(partial(peer.step, batches), budget, min(3, options.rounds), "transformers_step")
+    fastest, is_flagged = min(theirs.seconds), taken.is_warm_up or theirs.is_warm_up
     against = f"transformers packed, {peer.kind}, checkpointing"
-    line("train_step_speedup", [fastest / t for t in taken], "times", f">= {PEER_TARGET}", against)
+    line("train_step_speedup", [fastest / t for t in taken.seconds], "times", f">= {PEER_TARGET}", against, is_flagged)
     del peer
     release()
     return True
