@@ -178,8 +178,8 @@ class RolloutConfig(Section):
     """Type of the KV cache: that of the model (auto), or FP8 with the scale 1 (fp8: e4m3), for twice the tokens. It
     widens the same gap."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of vLLM's EngineArgs, by their own names. The drafter of a speculative_config has no weights of its
-    own (method ngram, ngram_gpu, suffix or custom_class), and needs GPUs."""
+    """Further fields of vLLM's EngineArgs, by their own names. The drafter of a speculative_config must have no weights
+    (method ngram, ngram_gpu, suffix or custom_class), and needs GPUs."""
 
     @property
     def turns_of_attempt(self) -> int:

@@ -11,8 +11,6 @@ CONTEXT_BYTES = int(2.2e9)
 """CUDA's context, kernels, workspaces of cuBLAS, and what the allocator's blocks waste. (A guess.)"""
 COMMUNICATOR_BYTES = int(0.35e9)
 """NCCL's buffers of one communicator. (A guess.)"""
-DEEP_EP_BYTES = int(1.0e9)
-"""DeepEP's buffers between the ranks of a node and of others. (A guess.)"""
 GRAPH_BYTES = int(2.0e9)
 """The engine's CUDA graphs. (A guess.)"""
 PINNED_BLOCK_BYTES = 1 << 30

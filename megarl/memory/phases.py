@@ -11,10 +11,10 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.memory import activations, engine, trainer
 from megarl.memory.activations import PassSettings
+from megarl.memory.deep_ep import NUM_SMS, deep_ep_bytes
 from megarl.memory.devices import (
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
-    DEEP_EP_BYTES,
     GRAPH_BYTES,
     LIBRARY_BYTES,
     PINNED_BLOCK_BYTES,
@@ -334,10 +334,21 @@ class RankMemory:
             yield Use("NCCL", COMMUNICATOR_BYTES * self._num_communicators)
             yield Use("CUDA graphs", self._graphs)
             if self.has_trainer and self.recipe.trainer.moe_dispatcher == "flex":
-                yield Use("DeepEP", DEEP_EP_BYTES)
+                yield Use("DeepEP", self._deep_ep)
         else:
             yield from (Use(use.kind, 0, use.device_bytes + use.host_bytes) for use in uses)
         yield Use("libraries", 0, LIBRARY_BYTES)
+
+    @property
+    def _deep_ep(self) -> int:
+        """The buffers that all models of the trainer share, for the widest; nothing where no token leaves its rank."""
+        num_ranks = self.layout.etp * self.layout.ep
+        if num_ranks == 1:
+            return 0
+        models = [self.models.policy, self.models.critic, *self.models.frozen.values()]
+        widest = max(built.shape.hidden_size for built in models if built is not None)
+        num_sms = self.recipe.trainer.megatron.get("moe_deepep_num_sms", NUM_SMS)
+        return deep_ep_bytes(widest, ITEM_BYTES[self.recipe.model.dtype], num_ranks, num_sms)
 
     @property
     def _num_communicators(self) -> int:

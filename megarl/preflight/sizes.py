@@ -12,6 +12,7 @@ from megarl.config import Recipe
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.families.shape import ModelShape
+from megarl.memory.deep_ep import RECEIVED_TOKENS
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 
@@ -303,6 +304,11 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"{chosen}: with trainer.ep and trainer.etp 1 all experts are on each rank; leave it out, or raise ep"
     elif trainer.megatron.get("moe_shared_expert_overlap"):
         yield f"{chosen}: has no trainer.megatron.moe_shared_expert_overlap; leave one out"
+    elif (num_ranks := trainer.etp * trainer.ep) not in RECEIVED_TOKENS:
+        yield (
+            f"{chosen}: DeepEP exchanges tokens between {either([*RECEIVED_TOKENS])} ranks, trainer.etp "
+            f"{trainer.etp} * trainer.ep {trainer.ep} make {num_ranks}; make them one of these, or set it to alltoall"
+        )
     elif (fault := deep_ep_fault()) is not None:
         yield f"{chosen}: DeepEP cannot be used ({fault}); install its package deep_ep, or set it to alltoall"
 
