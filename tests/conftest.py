@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -23,11 +23,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 
 from megarl.platform.fork_server import end_fork_servers
+from megarl.platform.imports import uncollected
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.shared_fork_servers import shared_fork_servers
-from megarl.testing import RankPool
 from tests.session_watch import Watch
 from tests.tiers import TIERS, needs_slurm, tier_of
+
+if TYPE_CHECKING:
+    from megarl.testing import RankPool
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
@@ -65,6 +68,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector, which takes half of the time in which the files of tests are imported."""
+    with uncollected():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -169,6 +179,9 @@ def cuda_factories(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four processes that live as long as the session; `ranks.run(function, ..., world_size=2)` uses two of them."""
+    # Whoever starts no ranks goes without torch, as does the process that hands the tests to others.
+    from megarl.testing import RankPool
+
     with RankPool(4) as pool:
         yield pool
 
