@@ -26,6 +26,8 @@ FILES = {
     "test_bench_reshard.py": "distributed",
     "test_bench_gpu.py": "distributed",
     "test_bench_driver.py": "distributed",
+    "test_bench_rollout.py": "distributed",
+    "test_check_overlap.py": "distributed",
     "test_relay.py": "distributed",
     "test_session_watch.py": "distributed",
     "test_doctor.py": "distributed",
@@ -39,6 +41,7 @@ TESTS = {
     "test_a_job_is_checked_before_it_is_submitted": "distributed",
     "test_a_dry_run_tries_the_rewards": "distributed",
     "test_dry_run_prints_the_sizes_and_starts_nothing": "distributed",
+    "test_a_bound_is_measured_with_and_without_correction": "distributed",
 }
 """The same, in files whose other tests start none."""
 

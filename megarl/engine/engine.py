@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megarl.config import RolloutConfig
 from megarl.platform import device, vllm_on_cpu
+from megarl.platform.imports import kept_frozen
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Completion, ExpertsHandle, FinishReason, KeptSets, Request
@@ -235,7 +236,8 @@ class RolloutEngine:
         What lies in cycles goes with the process, or with `gc.unfreeze` and `gc.collect`, which take seconds.
         """
         # Not through the engine's own shutdown: it would destroy the default process group too.
-        self._worker.shutdown()
+        with kept_frozen():
+            self._worker.shutdown()
         del self.model, self._worker, self._engine
         parallel_state.destroy_model_parallel()
         parallel_state.get_world_group().destroy()

@@ -20,3 +20,14 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def kept_frozen() -> Iterator[None]:
+    """Hold back `gc.unfreeze`, which vLLM calls where an engine ends: each collection would go through all libraries."""
+    unfreeze = gc.unfreeze
+    gc.unfreeze = lambda: None
+    try:
+        yield
+    finally:
+        gc.unfreeze = unfreeze

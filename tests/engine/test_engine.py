@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     result["unseen_writes"] = [name for name, _ in _parameters(engine) if not _write_is_seen(engine, name, run)]
     result["restored"] = run(requests(engine.replica, "g", GREEDY))
     engine.close()
+    result["num_frozen"] = gc.get_freeze_count()
     result["world_survives"] = torch.distributed.get_world_size()
     return result
 
@@ -409,6 +411,7 @@ def test_the_trainers_process_is_left_as_it_was(world_size, tp, outcome) -> None
     for result in outcome(world_size, tp):
         assert result["kept_random_state"] and result["kept_thread_control"]
         assert result["world_survives"] == world_size
+        assert result["num_frozen"] > 0, "each later collection goes through all libraries"
 
 
 @pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)

@@ -6,13 +6,7 @@ import gc
 
 import pytest
 
-from megarl.platform.imports import uncollected
-
-
-@pytest.fixture(autouse=True)
-def thawed():
-    yield
-    gc.unfreeze()
+from megarl.platform.imports import kept_frozen, uncollected
 
 
 def test_the_collector_waits_and_leaves_alone_what_is_there_then() -> None:
@@ -27,3 +21,12 @@ def test_an_import_that_fails_leaves_it_on() -> None:
     with pytest.raises(ImportError), uncollected():
         import megarl.no_such_module  # noqa: F401  # pyright: ignore[reportMissingImports]
     assert gc.isenabled()
+
+
+def test_what_is_hidden_stays_so_whatever_a_library_asks() -> None:
+    unfreeze = gc.unfreeze
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with kept_frozen():
+        gc.unfreeze()
+    assert gc.get_freeze_count() == frozen > 0 and gc.unfreeze is unfreeze

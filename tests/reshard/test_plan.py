@@ -97,12 +97,13 @@ def engine_parameters(
 def layout_of(held: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> Layout:
     """The pieces of storages whose elements are numbered as `full_tensors` numbers them."""
     starts = {int(value.flat[0]): name for name, value in tensors.items()}
+    rows = [(int(t.flat[0]), int(t.flat[-1]), t.shape[1] if t.ndim > 1 else 1) for t in tensors.values()]
     pieces: list[Piece] = []
     for storage, stacked in held.items():
         for index, value in enumerate(stacked if stacked.ndim == 3 else [stacked]):
             strides = contiguous_strides(value.shape)
-            heads = value.reshape(len(value), -1)[:, 0]
-            breaks = [0, *(i for i in range(1, len(heads)) if not _adjacent(*heads[i - 1 : i + 1], tensors))]
+            heads = value.reshape(len(value), -1)[:, 0].tolist()
+            breaks = [0, *(i for i, (a, b) in enumerate(pairwise(heads), 1) if not _adjacent(a, b, rows))]
             for low, high in pairwise([*breaks, len(heads)]):
                 if heads[low] < 0:
                     continue
@@ -114,10 +115,9 @@ def layout_of(held: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> La
     return tuple(pieces)
 
 
-def _adjacent(a: int, b: int, tensors: dict[str, np.ndarray]) -> bool:
-    return any(
-        t.flat[0] <= a and b <= t.flat[-1] and b - a == (t.shape[1] if t.ndim > 1 else 1) for t in tensors.values()
-    )
+def _adjacent(a: int, b: int, rows: list[tuple[int, int, int]]) -> bool:
+    """Whether two elements begin consecutive rows of one tensor; of each the first and the last element, a row's size."""
+    return any(first <= a and b <= last and b - a == row for first, last, row in rows)
 
 
 def fill(layout: Layout, shapes: dict[str, tuple[int, ...]], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

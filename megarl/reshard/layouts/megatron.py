@@ -41,8 +41,9 @@ def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict
             else:
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
             slot = layouts.slot(rule, chunk, coordinates.ep)
+            shape = _local_shape(rule, layouts.cut(rule))
             for layer, expert in product(layers, experts if rule.is_expert else (0,)):
-                shapes[slot.of(TensorName("", layer, expert))[0]] = _local_shape(rule, layouts.cut(rule))
+                shapes[slot.of(TensorName("", layer, expert))[0]] = shape
     return shapes
 
 
