@@ -24,7 +24,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def kept_frozen() -> Iterator[None]:
-    """Hold back `gc.unfreeze`, which vLLM calls where an engine ends: each collection would go through all libraries."""
+    """Hold back `gc.unfreeze`, which vLLM calls at an engine's end: each collection would go through all libraries."""
     unfreeze = gc.unfreeze
     gc.unfreeze = lambda: None
     try:

@@ -116,7 +116,7 @@ def layout_of(held: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> La
 
 
 def _adjacent(a: int, b: int, rows: list[tuple[int, int, int]]) -> bool:
-    """Whether two elements begin consecutive rows of one tensor; of each the first and the last element, a row's size."""
+    """Whether two elements begin consecutive rows of a tensor; of each: the first element, the last, a row's size."""
     return any(first <= a and b <= last and b - a == row for first, last, row in rows)
 
 
