@@ -39,8 +39,12 @@ class RankPool(AbstractContextManager["RankPool"]):
     left behind.
     """
 
-    def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, world_size: int, *, environment: Mapping[str, str] | None = None, imports: Sequence[str] | None = None
+    ) -> None:
+        """`imports`: modules that are imported once, before the processes fork; left out, those of a run's ranks."""
         self.world_size = world_size
+        self._imports = device.forkable_imports("megarl.worker.colocated") if imports is None else imports
         self._environment = {**device.rank_environment(world_size), "OMP_NUM_THREADS": "1", **(environment or {})}
         self._runner = asyncio.Runner()
         self._group: LocalGroup | None = None
@@ -64,9 +68,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         self, address: Sequence[str], args: Sequence[Any], timeout_seconds: float, world_size: int
     ) -> list[Any]:
         if self._group is None:
-            self._group = await LocalGroup(
-                self.world_size, imports=device.forkable_imports("megarl.worker.colocated")
-            ).start(
+            self._group = await LocalGroup(self.world_size, imports=self._imports).start(
                 "megarl.testing:FunctionRunner",
                 {},
                 log_folder=Path(self._logs.name),

@@ -84,12 +84,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if needs_slurm(item):
             item.add_marker("slurm")
         item.add_marker(tier_of(item))
+    if hasattr(config, "workerinput"):
+        _put_long_files_first(items)
     _leave_out_own_jobs(config, items)
     asked = config.getoption("--tier")
     left_out = [item for item in items if asked != "all" and item.get_closest_marker(asked) is None]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.get_closest_marker(asked)]
+
+
+def _put_long_files_first(items: list[pytest.Item]) -> None:
+    """By tier, so that none of several workers is left alone with a long file while the others have nothing to do."""
+    place: dict[Path, int] = {}
+    for item in items:
+        own = next(number for number, tier in enumerate(TIERS) if item.get_closest_marker(tier))
+        place[item.path] = min(own, place.get(item.path, own))
+    items.sort(key=lambda item: place[item.path])
 
 
 def _leave_out_own_jobs(config: pytest.Config, items: list[pytest.Item]) -> None:

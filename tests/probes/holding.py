@@ -39,5 +39,5 @@ def ray_cluster() -> None:
 
 def test_holds(slurm: None, ray_cluster: None) -> None:
     subprocess.Popen([sys.executable, "-S", "-c", DAEMON])
-    with RankPool(1) as pool:
+    with RankPool(1, imports=["megarl.testing"]) as pool:
         pool.run(hold)
