@@ -171,9 +171,7 @@ class RunRanks:
 
         async def taken(group: WorkerGroup) -> list[Any]:
             await at_rest
-            return await group.scatter(
-                "reshard", [verify] * group.world_size, version, slack_seconds=limit, heard=self._break_off_if_left
-            )
+            return await self._call(group, "reshard", [verify] * group.world_size, version, limit=limit)
 
         self._bridged = []
         engines = [self._unless_lost(group, taken(group)) for group in groups[1:]]
