@@ -75,6 +75,10 @@ class _RemoteHandle(RankHandle):
     def kill(self) -> None:
         self._group.end_processes()
 
+    def _lost_at(self, noticed: float) -> float:
+        # The end is known only of all processes together: who of them was first, the connections tell.
+        return noticed
+
     def release(self) -> None:
         super().release()
         if self.relayed is not None:

@@ -36,7 +36,7 @@ def pack_broken(name: str, reason: str) -> bytes:
 
 
 class Inbox:
-    """What the driver sends to this rank, from now on: notices take effect in a thread, commands are taken here."""
+    """The driver's messages to this rank, from now on: a thread lets notices take effect, commands are iterated over."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._commands: SimpleQueue[bytes | Exception | None] = SimpleQueue()

@@ -106,8 +106,13 @@ class RankHandle(ABC):
 
     async def lost(self) -> RankError:
         """The error of a rank that is gone, after a moment in which the end of its process may become known."""
+        noticed = time.time()
         await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
-        return RankError(self, self.died.result() if self.died.done() else time.time())
+        return RankError(self, self._lost_at(noticed))
+
+    def _lost_at(self, noticed: float) -> float:
+        """When a rank was lost whose connection was seen to end at `noticed`."""
+        return self.died.result() if self.died.done() else noticed
 
     def dismiss(self) -> None:
         """Tell the rank, by the end of its stream, to leave."""

@@ -154,6 +154,8 @@ class _Relay:
                 self._take(rank, ANSWER.pack(rank, size), message)
         except (asyncio.IncompleteReadError, OSError):
             self._take(rank, ANSWER.pack(rank, 0))
+            # At once: launchers end all ranks when one has ended, and who was first is told by the order of the news.
+            self._send(self._batches[rank])
 
     def _take(self, rank: int, *answer: bytes) -> None:
         batch = self._batches[rank]

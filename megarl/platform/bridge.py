@@ -90,7 +90,7 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
 
 
 def _unless_broken(name: str, meet: Callable[[], Met]) -> Met:
-    """What `meet` returns or raises, in a thread that is left to itself where the bridge is broken off meanwhile.
+    """Call `meet` in a thread, which is left to itself where the bridge is broken off meanwhile; its result or error.
 
     Connecting waits within torch for whoever has ended since it came.
     """
