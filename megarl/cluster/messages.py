@@ -36,7 +36,7 @@ def pack_broken(name: str, reason: str) -> bytes:
 
 
 class Inbox:
-    """The driver's messages to this rank, from now on: a thread lets notices take effect, commands are iterated over."""
+    """The driver's messages to this rank: a thread lets notices take effect, the commands are iterated over."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._commands: SimpleQueue[bytes | Exception | None] = SimpleQueue()
