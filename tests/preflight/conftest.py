@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.preflight import check
+from megarl.types import ConfigError
 from tests.preflight.records import RECORD
 
 
@@ -34,3 +36,17 @@ def recipe(tmp_path: Path, tiny_model: Callable[..., Path]) -> Callable[..., Rec
         return Recipe.model_validate(sections)
 
     return make
+
+
+@pytest.fixture
+def only_fault(recipe: Callable[..., Recipe]) -> Callable[..., str]:
+    """`only_fault(trainer={"tp": 3}, ...)`: the one line of what is wrong with the recipe that is so changed."""
+
+    def find(**changed: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check(recipe(**changed))
+        title, *lines = str(caught.value).splitlines()
+        assert title == "recipe small: 1 error" and len(lines) == 1, caught.value
+        return lines[0].strip()
+
+    return find

@@ -54,11 +54,6 @@ MODEL_FIELDS = [
         id="Megatron, several instances of the optimizer",
     ),
     pytest.param(
-        {"trainer": {"megatron": {"fp8": "e4m3"}}},
-        ["trainer.megatron.fp8_recipe = 'delayed'", "set it to blockwise, tensorwise or mxfp8"],
-        id="Megatron, FP8 with a history",
-    ),
-    pytest.param(
         {"rollout": {"vllm": {"block_sise": 16}}},
         ["rollout.vllm.block_sise = 16: vLLM's EngineArgs has no such field", "did you mean block_size?"],
         id="vLLM, unknown",
@@ -85,6 +80,15 @@ def test_fields_of_the_libraries_are_checked(
     title, line = str(caught.value).split("\n")
     assert title == "recipe small: 1 error"
     assert all(part in line for part in parts), line
+
+
+def test_fp8_with_a_history_is_refused(recipe: Callable[..., Recipe]) -> None:
+    made = recipe(cluster={"gpu_memory_gib": "h100"}, trainer={"megatron": {"fp8": "e4m3"}})
+    with pytest.raises(ConfigError) as caught:
+        check(made, is_start=False)
+    title, line = str(caught.value).split("\n")
+    assert title == "recipe small: 1 error" and "trainer.megatron.fp8_recipe = 'delayed'" in line
+    assert "set it to blockwise, tensorwise or mxfp8" in line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""Engines that could not do as they are asked, or would do it in another way than the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.families import FAMILIES
+from megarl.preflight import check, kept_kv
+from megarl.types import ConfigError
+
+RANKS_4 = {"ranks_per_node": 4}
+SEPARATE = {"placement": "separate"}
+TWO_ENGINES = SEPARATE | {"ranks": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        pytest.param(
+            {"evaluation": {"sampling": {"stop_token_ids": [7, 431]}}},
+            ["evaluation.sampling.stop_token_ids = [7, 431]", "the model's vocabulary", "give ids"],
+            id="stop tokens beyond the vocabulary",
+        ),
+        pytest.param(
+            {"rollout": {"vllm": {"return_sampling_mask": True}}},
+            [
+                "rollout.vllm.return_sampling_mask",
+                "rollout.sampling.top_p, rollout.sampling.top_k and rollout.sampling.min_p",
+            ],
+            id="sampling masks",
+        ),
+        pytest.param(
+            {"rollout": {"vllm": {"logits_processors": ["mine:MinP"]}}},
+            ["rollout.vllm.logits_processors = ['mine:MinP']", "leave it out"],
+            id="logits changed before sampling",
+        ),
+        pytest.param(
+            {"rollout": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
+            ["rollout.vllm.logprobs_mode = raw_logprobs", "leave it out"],
+            id="log-probs of another distribution",
+        ),
+        pytest.param(
+            {"model": {"dtype": "float32"}, "rollout": {"quantization": "fp8"}},
+            ["rollout.quantization = fp8", "model.dtype is float32", "set model.dtype=bfloat16"],
+            id="fp8 of float32",
+        ),
+        pytest.param(
+            {"rollout": {"quantization": "fp8", "vllm": {"linear_backend": "marlin"}}},
+            ["rollout.vllm.linear_backend = 'marlin'", "set it to auto, triton, cutlass, deep_gemm"],
+            id="fp8 in a kernel's own form",
+        ),
+        pytest.param(
+            {"rollout": {"quantization": "fp8", "vllm": {"quantization": "fp8_per_tensor"}}},
+            ["rollout.vllm.quantization = 'fp8_per_tensor' would quantise too; leave one out"],
+            id="fp8 twice",
+        ),
+        pytest.param(
+            {"rollout": {"quantization": "fp8", "vllm": {"enable_lora": True}}},
+            ["rollout.quantization = fp8: adapters inside vLLM"],
+            id="fp8 beside adapters in the engine",
+        ),
+        pytest.param(
+            {"rollout": {"vllm": {"kv_cache_dtype": "fp8"}}},
+            ["rollout.vllm.kv_cache_dtype: set rollout.kv_cache_dtype instead"],
+            id="type of the cache",
+        ),
+    ],
+)
+def test_each_misfit_is_one_line_with_field_value_and_remedy(
+    only_fault: Callable[..., str], changed: dict[str, Any], told: list[str]
+) -> None:
+    line = only_fault(**changed)
+    assert all(words in line for words in told), line
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"evaluation": {"sampling": {"top_p": 0.7, "top_k": 20}}}, id="truncated evaluation"),
+        pytest.param({"rollout": {"vllm": {"logprobs_mode": "processed_logprobs"}}}, id="the log-probs that are asked"),
+        pytest.param(
+            {"loop": "sft", "rollout": {"sampling": {"max_new_tokens": 24, "top_p": 0.7}}},
+            id="nothing sampled to train",
+        ),
+        pytest.param({"rollout": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}, id="fp8"),
+        pytest.param(
+            {"rollout": {"quantization": "fp8_per_channel", "vllm": {"linear_backend": "Deep-GEMM"}}},
+            id="fp8 by channel, moe_backend of no experts",
+        ),
+    ],
+)
+def test_the_limits_themselves_are_allowed(recipe: Callable[..., Recipe], changed: dict[str, Any]) -> None:
+    assert check(recipe(**changed)).world_size == 1
+
+
+def test_fp8_is_refused_for_experts_and_families_that_it_is_not_known_for(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"model": {"path": str(tiny_model(family="qwen3_moe", num_layers=2))}}
+    vllm = {"moe_backend": "flashinfer_trtllm"}
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**experts, rollout={"quantization": "fp8", "vllm": vllm}))
+    assert "rollout.vllm.moe_backend = 'flashinfer_trtllm': its kernels keep FP8 weights" in str(caught.value)
+    assert "set it to auto, triton, batched_triton or deep_gemm" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"vLLM has no such experts on a CPU; set rollout.quantization=fp8"):
+        check(recipe(**experts, rollout={"quantization": "fp8_per_channel"}))
+    monkeypatch.setitem(FAMILIES, "qwen3", dataclasses.replace(FAMILIES["qwen3"], is_quantisable=False))
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(rollout={"quantization": "fp8"}))
+    assert "rollout.quantization = fp8: what vLLM makes of a qwen3 model's weights is not known" in str(caught.value)
+    assert "qwen3_moe; set rollout.quantization=none" in str(caught.value)
+
+
+def test_keys_and_values_that_outlive_their_weights_are_told(recipe: Callable[..., Recipe]) -> None:
+    rollout = TWO_ENGINES | {"max_staleness": 1, "recompute_kv": False}
+    made = recipe(cluster=RANKS_4, rollout=rollout, algorithm={"importance_sampling": "tis"})
+    check(made)
+    [told] = kept_kv(made)
+    assert told.startswith("rollout.recompute_kv = false: requests that a reshard interrupts go on over the old keys")

@@ -1,0 +1,139 @@
+"""Environments, mixtures and files that do not fit a recipe."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.preflight import check, count_records
+from megarl.types import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        pytest.param(
+            {"rollout": {"environment": "calculator", "environment_kwargs": {"tool_secs": 3}}},
+            ["rollout.environment_kwargs = {'tool_secs': 3}: calculator does not take them", "tool_seconds"],
+            id="a setting that the environment does not take",
+        ),
+        pytest.param(
+            {"rollout": {"environment": "calculator", "environment_kwargs": {"tool_seconds": -1.0}}},
+            ["rollout.environment_kwargs = {'tool_seconds': -1.0}", "tool_seconds", "above 0"],
+            id="a setting that the environment refuses",
+        ),
+        pytest.param(
+            {"data": {"train": "environment:20"}, "rollout": {"environment": "calculator"}},
+            ["data.train = environment:20", "makes no problems"],
+            id="an environment that makes no problems",
+        ),
+        pytest.param(
+            {"data": {"validation": {"more": "environment:many"}}, "rollout": {"environment": "guess_number"}},
+            ["data.validation.more = environment:many", "from 1 to 1000000"],
+            id="no count of problems",
+        ),
+        pytest.param(
+            {"rollout": {"environment": "gem", "environment_kwargs": {"name": "game:Mastermind-v0-easy"}}},
+            ["rollout.environment_kwargs", "gem-llm is missing", "environment_kwargs.python"],
+            id="the library of an environment is missing",
+        ),
+        pytest.param(
+            {"rollout": {"environment": "search"}},
+            ["rollout.environment_kwargs = {}: search", "'corpus'"],
+            id="a setting that the environment needs",
+        ),
+        pytest.param(
+            {"rollout": {"environment": "search", "environment_kwargs": {"corpus": "absent.jsonl"}}},
+            ["rollout.environment_kwargs", "absent.jsonl: the corpus cannot be read"],
+            id="a corpus that is missing",
+        ),
+        pytest.param(
+            {"data": {"system_prompt": "default"}, "reward": {"functions": ["a.b:c"]}},
+            ["data.system_prompt = default"],
+            id="no default system prompt",
+        ),
+        pytest.param(
+            {
+                "data": {"ptx": __file__},
+                "algorithm": {"ptx_coefficient": 0.1, "ptx_conversations": 1},
+                "train": {"updates_per_step": 2},
+            },
+            ["algorithm.ptx_conversations = 1", "raise it"],
+            id="too few conversations",
+        ),
+    ],
+)
+def test_each_misfit_is_one_line_with_field_value_and_remedy(
+    only_fault: Callable[..., str], changed: dict[str, Any], told: list[str]
+) -> None:
+    line = only_fault(**changed)
+    assert all(words in line for words in told), line
+
+
+def test_faults_of_recipe_and_files_come_together(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    broken = {"model": {"path": str(tmp_path)}, "data": {"train": "absent.jsonl", "validation": {"easy": str(empty)}}}
+    files = (
+        "config.json: not found",
+        "neither model.safetensors nor",
+        "tokenizer.json: not found",
+        "absent.jsonl: data.train is not there",
+        "empty.jsonl: data.validation.easy is empty",
+    )
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(**broken, rollout={"tp": 2}, train={"samples_per_prompt": 1}))
+    told = str(caught.value)
+    assert all(words in told for words in ("rollout.tp = 2", "train.samples_per_prompt = 1", *files))
+    with pytest.raises(DataError) as files_alone:
+        check(recipe(**broken))
+    assert all(words in str(files_alone.value) for words in files)
+
+
+def test_a_source_of_a_mixture_is_checked_as_a_recipe_is(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = recipe().data.train
+    sources: dict[str, Any] = {
+        "sums": {"data": {"train": train}, "reward": {"functions": ["boxed", "boxed"]}},
+        "games": {"data": {"train": "environment:4"}, "rollout": {"environment": "guess_number"}},
+        "lost": {"data": {"train": str(tmp_path / "lost.jsonl")}, "rollout": {"sampling": {"max_new_tokens": 10**6}}},
+    }
+    mixture = {"data": {"max_prompt_tokens": 40}, "mixture": sources}
+    with pytest.raises(ConfigError) as error:
+        check(recipe(**mixture, trainer={"tp": 3}))
+    lines = str(error.value).splitlines()[1:]
+    shared = [line for line in lines if "trainer.tp = 3" in line]
+    assert shared and len(set(shared)) == len(shared), "what all have in common is told once"
+    assert not any("mixture." in line for line in shared)
+    assert any("mixture.sums: reward.functions" in line and "twice" in line for line in lines)
+    assert any("mixture.lost: " in line and "rollout.sampling.max_new_tokens" in line for line in lines)
+    assert any(line.strip().startswith("mixture.lost: ") and "lost.jsonl" in line for line in lines)
+    assert not any("mixture.games" in line for line in lines)
+    del sources["lost"], sources["sums"]["reward"]
+    sound = recipe(**mixture)
+    check(sound)
+    assert count_records(sound) == {"sums train": 3, "games train": 4}
+    sources["sums"]["data"]["curriculum"] = {"band": [0.1, 0.9], "by": "level"}
+    with pytest.raises(DataError, match=r"no field 'level' of data\.curriculum\.by"):
+        count_records(recipe(**mixture))
+
+
+def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
+    recipe: Callable[..., Recipe], tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    changed = {"model": {"path": str(model)}, "rollout": {"environment": "calculator"}}
+    check(recipe(**changed))
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    (model / "chat_template.jinja").write_text(plain)
+    with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* give one of hermes"):
+        check(recipe(**changed))
+    changed["rollout"]["tool_parser"] = "hermes"
+    with pytest.raises(ConfigError, match=r"rollout\.environment = 'calculator': the chat template writes no tools"):
+        check(recipe(**changed))
+    (model / "chat_template.jinja").write_text(f"{{{{ tools }}}}{plain}")
+    check(recipe(**changed))
