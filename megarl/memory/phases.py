@@ -347,7 +347,8 @@ class RankMemory:
             return 0
         models = [self.models.policy, self.models.critic, *self.models.frozen.values()]
         widest = max(built.shape.hidden_size for built in models if built is not None)
-        num_sms = self.recipe.trainer.megatron.get("moe_deepep_num_sms", NUM_SMS)
+        given = self.recipe.trainer.megatron.get("moe_deepep_num_sms")
+        num_sms = given if isinstance(given, int) else NUM_SMS
         return deep_ep_bytes(widest, ITEM_BYTES[self.recipe.model.dtype], num_ranks, num_sms)
 
     @property

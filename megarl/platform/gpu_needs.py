@@ -92,7 +92,7 @@ def needs(recipe: Recipe) -> dict[str, Need]:
     known = field_needs()
     found = {f"{field} = {value}": known[field] for field, value in given.items() if value not in ("none", "auto")}
     settings = trainer.megatron
-    scaling = settings.get("fp8_recipe", "delayed")
+    scaling = str(settings.get("fp8_recipe", "delayed"))
     if settings.get("fp8") and scaling in _MEGATRON_FP8:
         found[f"trainer.megatron.fp8_recipe = {scaling}"] = replace(
             _MEGATRON_FP8[scaling], remedy="remove trainer.megatron.fp8 and fp8_recipe"

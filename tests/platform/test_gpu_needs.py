@@ -46,6 +46,7 @@ WEIGHTS = {"rollout": {"quantization": "fp8_per_channel"}}
         pytest.param(WEIGHTS, (8, 9), None, id="the engine's weights on Ada"),
         pytest.param(WEIGHTS | {"loop": "sft"}, (8, 6), None, id="no engine"),
         pytest.param(BLOCKWISE, None, None, id="a GPU that does not tell"),
+        pytest.param({"trainer": {"megatron": {"fp8": "e4m3", "fp8_recipe": ["x"]}}}, (8, 0), None, id="no recipe"),
     ],
 )
 def test_generations(sections: dict[str, Any], capability: Capability | None, field: str | None) -> None:
