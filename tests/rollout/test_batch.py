@@ -1,10 +1,8 @@
-"""Trajectories to batches, advantages, weights and metrics: numbers worked out by hand."""
+"""Trajectories to batches, weights, minibatches and metrics: numbers worked out by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,91 +11,13 @@ import torch
 
 from megarl.algorithms.importance import gap_moments
 from megarl.algorithms.policy_losses import clipped
-from megarl.algorithms.turns import turn_returns
-from megarl.config import AlgorithmConfig, Recipe, TrainConfig
-from megarl.data.batch import TokenBatch
-from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
-from megarl.rollout.batch import RLBatch
+from megarl.config import AlgorithmConfig, TrainConfig
+from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.gap import gap_metrics_before, known_gap
 from megarl.rollout.metrics import data_source_metrics, reward_metrics, staleness_metrics, update_metrics
-from megarl.rollout.stitch import ModelCall, stitch
-from megarl.rollout.weights import assign_token_weights
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
-from megarl.types import Completion, Problem, Reward, Segment, TrainingSequence, Trajectory
-
-
-def recipe(**sections: Any) -> Recipe:
-    return Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}} | sections)
-
-
-def attempt(group: int, score: float, new_tokens: int, finish_reason: Any = "stop", prompt: int = 2) -> Trajectory:
-    """Prompt tokens 10, 11, ...; completion tokens 50, 51, ... with log-probs -1, -2, ..."""
-    problem = Problem(group, (), tuple(range(10, 10 + prompt)), "7")
-    completion = Completion(
-        request_id=f"{group}",
-        token_ids=np.arange(50, 50 + new_tokens),
-        rollout_logprobs=-np.arange(1, 1 + new_tokens, dtype=np.float32),
-        finish_reason=finish_reason,
-        weight_versions=np.ones(new_tokens, np.int32),
-    )
-    segments = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), completion)])
-    ended = "length" if finish_reason == "length" else "done"
-    reward = Reward(score, score >= 0, score > 0)
-    return Trajectory("single_turn", problem, group, 0, segments, reward, texts=("text",), ended=ended)
-
-
-def batch_of(trajectories: Sequence[Trajectory], changed: Recipe | None = None) -> RLBatch:
-    """Groups are side by side."""
-    groups = [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
-    return RLBatch.from_groups(groups, mask_truncated=changed is not None and changed.algorithm.mask_truncated)
-
-
-def masked(*masks: str) -> TokenBatch:
-    """Sequences whose tokens marked x are trained."""
-    return TokenBatch.from_sequences(
-        [TrainingSequence(np.arange(len(m)), np.array([c == "x" for c in m])) for m in masks]
-    )
-
-
-def rl_batch(*masks: str) -> RLBatch:
-    """Trajectories of one segment whose tokens marked x are trained."""
-    segments = [
-        Segment(
-            np.arange(len(mask)),
-            np.array([c == "x" for c in mask]),
-            np.zeros(len(mask), np.float32),
-            np.where([c == "x" for c in mask], 1, -1).astype(np.int32),
-            np.zeros(len(mask), np.int16),
-        )
-        for mask in masks
-    ]
-    problem = Problem(0, (), (), "7")
-    return RLBatch.from_groups(
-        [[Trajectory("test", problem, 0, 0, (segment,), Reward(0.0, True, True)) for segment in segments]]
-    )
-
-
-def of_sequences(batch: TokenBatch, name: str) -> list[list[float]]:
-    """A per-token array, sequence by sequence."""
-    return [part.tolist() for part in np.split(batch.per_token[name], batch.cu_seqlens[1:-1])]
-
-
-def weights(batch: TokenBatch) -> list[list[float]]:
-    return of_sequences(batch, "token_weights")
-
-
-def weighed(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> list[list[float]]:
-    assign_token_weights(batch, algorithm, constant_length)
-    return weights(batch)
-
-
-def advantages(trajectories: list[Trajectory], changed: Recipe, kl_coefficient: float = 0.0) -> list[list[float]]:
-    """Each sequence's, without its prompt; policy log-probs of the trainer are those of the engine less 1/2."""
-    batch = batch_of(trajectories, changed)
-    rollout_logprobs = batch.per_token["rollout_logprobs"]
-    batch.per_token |= {"old_logprobs": rollout_logprobs - np.float32(0.5), "reference_logprobs": rollout_logprobs}
-    compute_advantages(batch, changed, kl_coefficient)
-    return [found[2:] for found in of_sequences(batch, "advantages")]
+from megarl.types import Trajectory
+from tests.rollout.batches import attempt, batch_of, masked, of_sequences, recipe, rl_batch, segmented, weighed, weights
 
 
 def test_groups_become_flat_arrays() -> None:
@@ -115,235 +35,6 @@ def test_groups_become_flat_arrays() -> None:
     assert first == pytest.approx([0, 0, 0.70710, 0.70710], abs=1e-5)
     assert second == pytest.approx([0, 0, 0, -0.70710], abs=1e-5) and third == [0, 0, 0, 0]
     assert {array.dtype for array in batch.per_token.values()} == {np.dtype(np.float32)}
-
-
-FOUR = [attempt(4, 3.0, 1), attempt(4, 0.0, 2), attempt(9, 1.0, 1), attempt(9, 2.0, 1)]
-CENTRED = {"normalize_by_std": False}
-SEVERAL_TURNS = {"rollout": {"environment": "games.py:Game"}}
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "expected"),
-    [
-        pytest.param(CENTRED, [[1.5], [-1.5, -1.5], [-0.5], [0.5]], id="without deviation"),
-        # The KL is -1/2 a token; the longer sample's reward grows by twice as much.
-        pytest.param(
-            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "reward", "kl_estimator": "k1"},
-            [[1.25], [-1.25, -1.25], [-0.5], [0.5]],
-            id="kl in the reward",
-        ),
-        pytest.param(
-            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "advantage", "kl_estimator": "k1"},
-            [[2.0], [-1.0, -1.0], [0.0], [1.0]],
-            id="kl in the advantage",
-        ),
-        pytest.param(
-            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "return", "kl_estimator": "k1"},
-            [[2.0], [-0.5, -1.0], [0.0], [1.0]],
-            id="kl in the return",
-        ),
-        pytest.param(CENTRED | {"kl_coefficient": 1.0}, [[1.5], [-1.5, -1.5], [-0.5], [0.5]], id="kl in the loss"),
-        # 16 tokens are the most: in the last 15 of them the reward falls, so 2 tokens cost a fifteenth.
-        pytest.param(
-            CENTRED | {"overlong_buffer": 15}, [[1.5 + 1 / 30], [-1.5 - 1 / 30] * 2, [-0.5], [0.5]], id="overlength"
-        ),
-        pytest.param(
-            CENTRED | {"overlong_buffer": 15, "overlong_penalty": 3.0},
-            [[1.5 + 1 / 10], [-1.5 - 1 / 10] * 2, [-0.5], [0.5]],
-            id="overlength, three times as dear",
-        ),
-        pytest.param(CENTRED | {"advantage": "opo"}, [[2.0], [-1.0, -1.0], [-0.5], [0.5]], id="opo takes lengths"),
-        pytest.param({"advantage": "pass_at_k", "pass_k": 1}, [[1.0], [-1.0, -1.0], [0.0], [0.0]], id="pass at 1"),
-        pytest.param(
-            CENTRED | {"kl_coefficient": 1.0, "kl_placement": "advantage", "kl_estimator": "k3", "k3_max": 0.05},
-            [[1.45], [-1.55, -1.55], [-0.55], [0.45]],
-            id="k3 of exp(1/2) - 3/2 is held",
-        ),
-        pytest.param(CENTRED | {"whiten_advantages": True}, None, id="whitened"),
-    ],
-)
-def test_advantages_of_tokens(algorithm: dict[str, Any], expected: list[list[float]] | None) -> None:
-    changed = recipe(algorithm=algorithm, rollout={"sampling": {"max_new_tokens": 16}})
-    found = advantages(FOUR, changed, kl_coefficient=1.0)
-    if expected is None:
-        flat = np.concatenate(found)
-        assert flat.mean() == pytest.approx(0, abs=1e-6) and flat.std(ddof=1) == pytest.approx(1)
-    else:
-        assert found == [pytest.approx(part, abs=1e-6) for part in expected]
-
-
-def turns(group: int, rewards: Sequence[float], beside: float = 0.0, is_scored: bool = True) -> Trajectory:
-    """A trajectory of two tokens a turn, a token of context before each; each turn's reward, and one for all."""
-    of_tokens = np.concatenate([[-1, turn, turn] for turn in range(len(rewards))]).astype(np.int16)
-    mask = of_tokens >= 0
-    segment = Segment(
-        np.arange(len(mask)), mask, np.zeros(len(mask), np.float32), np.where(mask, 1, -1).astype(np.int32), of_tokens
-    )
-    reward = Reward(sum(rewards) + beside, True, True) if is_scored else None
-    return Trajectory(
-        "game", Problem(group, (), (), "7"), group, 0, (segment,), reward, turn_rewards=tuple(enumerate(rewards))
-    )
-
-
-def test_returns_of_turns() -> None:
-    rewards = torch.tensor([[0.2, 1.0]])
-    assert turn_returns(rewards, 1.0).tolist() == [pytest.approx([1.2, 1.0])]
-    assert turn_returns(rewards, 0.5).tolist() == [pytest.approx([0.7, 1.0])]
-    three = torch.tensor([[1.0, 2.0, 4.0], [3.0, 0.0, 0.0]])
-    assert turn_returns(three, 0.5).tolist() == [[3.0, 4.0, 4.0], [3.0, 0.0, 0.0]]
-    assert turn_returns(torch.zeros(2, 0), 0.5).shape == (2, 0)
-
-
-@pytest.mark.parametrize(
-    ("discount", "trajectories", "expected"),
-    [
-        # Returns 1.2 and 1.0 against 0.4 and 0.2: the means are 0.8 and 0.6.
-        pytest.param(1.0, [turns(0, [0.2, 1.0]), turns(0, [0.2, 0.2])], [[0.4, 0.4], [-0.4, -0.4]], id="1"),
-        # Returns 0.7 and 1.0 against 0.3 and 0.2: the means are 0.5 and 0.6.
-        pytest.param(0.5, [turns(0, [0.2, 1.0]), turns(0, [0.2, 0.2])], [[0.2, 0.4], [-0.2, -0.4]], id="a half"),
-        # Returns 2, 1 against 1: only the first turn is of both, the second has what the whole trajectory has.
-        pytest.param(1.0, [turns(0, [1.0, 1.0]), turns(0, [1.0])], [[0.5, 0.5], [-0.5]], id="turns that one lacks"),
-        # A sibling that was not scored is no sibling: both turns are compared.
-        pytest.param(
-            0.5,
-            [turns(0, [0.2, 1.0]), turns(0, [9.0], is_scored=False), turns(0, [0.2, 0.2])],
-            [[0.2, 0.4], [0.0], [-0.2, -0.4]],
-            id="not scored",
-        ),
-        # What a reward function gave counts at the last turn: returns 0.5 * 2 and 2 against 0 and 0.
-        pytest.param(0.5, [turns(0, [0.0, 0.0], 2.0), turns(0, [0.0, 0.0])], [[0.5, 1.0], [-0.5, -1.0]], id="beside"),
-        # The groups are apart: the second has one turn only.
-        pytest.param(
-            1.0,
-            [turns(0, [0.0, 3.0]), turns(0, [0.0, 1.0]), turns(1, [4.0]), turns(1, [2.0])],
-            [[1.0, 1.0], [-1.0, -1.0], [1.0], [-1.0]],
-            id="groups",
-        ),
-    ],
-)
-def test_turns_have_advantages_of_their_own(
-    discount: float, trajectories: list[Trajectory], expected: list[list[float]]
-) -> None:
-    batch = batch_of(trajectories)
-    compute_advantages(batch, recipe(algorithm=CENTRED | {"turn_discount": discount}, **SEVERAL_TURNS), 0.0)
-    for found, of_turns in zip(of_sequences(batch, "advantages"), expected, strict=True):
-        assert found == pytest.approx([x for one in of_turns for x in (0.0, one, one)], abs=1e-6)
-
-
-def test_without_a_discount_all_turns_share_the_trajectory_s_advantage() -> None:
-    batch = batch_of([turns(0, [0.2, 1.0]), turns(0, [0.2, 0.2])])
-    compute_advantages(batch, recipe(algorithm=CENTRED), 0.0)
-    first, second = of_sequences(batch, "advantages")
-    assert first == pytest.approx([0, 0.4, 0.4] * 2) and second == pytest.approx([0, -0.4, -0.4] * 2)
-
-
-def test_truncated_completions_are_masked() -> None:
-    changed = recipe(algorithm={"mask_truncated": True, "kl_coefficient": 1.0, "kl_placement": "advantage"})
-    answers = [attempt(0, 1.0, 2, "length"), attempt(0, 0.0, 2)]
-    batch = batch_of(answers, changed)
-    assert np.add.reduceat(batch.loss_mask.astype(int), batch.cu_seqlens[:-1]).tolist() == [0, 2]
-    assert advantages(answers, changed)[0] == [0, 0]
-
-
-def test_corrections_weigh_tokens() -> None:
-    batch = batch_of([attempt(0, 1.0, 2)])
-    # Ratios of e^(1/2) on the first token and e^2 on the second, cut to 2.
-    batch.per_token["old_logprobs"] = np.array([0, 0, -0.5, 0], np.float32)
-    metrics = compute_importance_weights(batch, AlgorithmConfig.model_validate({"importance_sampling": "tis"}))
-    assert batch.per_token["importance_weights"].tolist() == pytest.approx([0, 0, 1.648721, 2])
-    assert metrics == pytest.approx({"importance/mean": 1.824361, "importance/rejected": 0, "importance/cut": 0.5})
-
-
-def judged(group: int, scores: dict[str, float | None], total: float) -> Trajectory:
-    return replace(attempt(group, 1.0, 2), reward=Reward(total, True, True, scores=scores))
-
-
-def test_scores_are_normalised_one_by_one_and_then_summed() -> None:
-    """Against the formula in float64; a function that has no opinion of a sample is left out of its group there."""
-    table = {
-        "boxed": [[1.0, 0.0, 0.0, 1.0], [10.0, 10.0, 10.0, 10.0], [0.0, 1.0, 0.0, 0.0]],
-        "own.py:length": [[-100.0, -300.0, -250.0, -50.0], [-7.0, -9.0, -8.0, -1.0], [-5.0, None, -6.0, -8.0]],
-    }
-    weights = {"boxed": 1.0, "length": 0.25}
-    changed = recipe(
-        algorithm={"reward_order": "normalize_then_sum"},
-        reward={"functions": ["boxed", {"name": "own.py:length", "weight": 0.25}]},
-    )
-    trajectories = []
-    for group in range(3):
-        for sample in range(4):
-            scores = {name.partition(":")[2] or name: columns[group][sample] for name, columns in table.items()}
-            total = sum(weights[name] * score for name, score in scores.items() if score is not None)
-            trajectories.append(judged(group, scores, total))
-    # One whose functions failed has zero from each, one that was not scored takes no part.
-    trajectories[3] = replace(trajectories[3], reward=Reward(0.0, False, False), failure="error")
-    trajectories[7] = replace(trajectories[7], reward=None, failure="timeout")
-    table["boxed"][0][3] = table["own.py:length"][0][3] = 0.0
-    summed = np.zeros((3, 4))
-    is_scored = np.ones((3, 4), bool)
-    is_scored[1, 3] = False
-    for columns, weight in zip(table.values(), weights.values(), strict=True):
-        for group, column in enumerate(columns):
-            taken = np.array([score is not None for score in column]) & is_scored[group]
-            values = np.array([score or 0.0 for score in column])[taken]
-            summed[group, taken] += weight * (values - values.mean()) / (values.std(ddof=1) + 1e-6)
-    kept = summed[is_scored]
-    expected = np.where(is_scored, (summed - kept.mean()) / kept.std(ddof=1), 0.0).ravel()
-    found = [own[2] for own in of_sequences(_with_advantages(trajectories, changed), "advantages")]
-    assert found == pytest.approx(expected.tolist(), abs=1e-5)
-    # Summed first, the length's spread is all that is left of the first group.
-    other = [own[2] for own in of_sequences(_with_advantages(trajectories, recipe()), "advantages")]
-    assert np.abs(np.array(other) - expected).max() > 0.5
-
-
-def test_a_reward_model_s_score_is_normalised_as_a_function_s() -> None:
-    changed = recipe(
-        algorithm={"reward_order": "normalize_then_sum"},
-        reward={"functions": ["boxed"], "function_weight": 0.5, "model": "m", "model_weight": 2.0},
-    )
-    batch = batch_of([judged(0, {"boxed": score}, score) for score in (1.0, 0.0, 1.0)])
-    batch.model_scores = np.array([3.0, 1.0, -1.0])
-    compute_advantages(batch, changed, 0.0)
-    own = np.array([1.0, -2.0, 1.0]) / 3 / np.std([1, 0, 1], ddof=1)
-    summed = 0.5 * own + 2.0 * np.array([1.0, 0.0, -1.0])
-    expected = (summed - summed.mean()) / summed.std(ddof=1)
-    assert [found[2] for found in of_sequences(batch, "advantages")] == pytest.approx(expected.tolist(), abs=1e-5)
-
-
-def test_rewards_of_an_environment_are_normalised_as_they_are() -> None:
-    changed = recipe(
-        algorithm={"reward_order": "normalize_then_sum"}, reward={"functions": ["boxed", "format"]}, **SEVERAL_TURNS
-    )
-    batch = _with_advantages([turns(0, [0.0, 1.0]), turns(0, [0.0, 0.0])], changed)
-    # Of one group with one score nothing is changed by the second normalisation.
-    assert [found[1] for found in of_sequences(batch, "advantages")] == pytest.approx([0.70710, -0.70710], abs=1e-4)
-
-
-def _with_advantages(trajectories: list[Trajectory], changed: Recipe) -> RLBatch:
-    batch = batch_of(trajectories)
-    compute_advantages(batch, changed, 0.0)
-    return batch
-
-
-@pytest.mark.parametrize("correction", [None, "tis"])
-def test_tokens_of_lower_entropy_have_no_policy_loss(correction: str | None) -> None:
-    batch = batch_of([attempt(0, 1.0, 2), attempt(0, 0.0, 3), attempt(0, 0.0, 5, "length")])
-    batch.loss_mask[-5:] = False
-    batch.entropies = np.array([9, 9, 0.5, 1.5, 9, 9, 0.25, 2.5, 1.0, 9, 9, 9, 9, 9, 9, 9], np.float32)
-    ratio = np.where(batch.loss_mask, np.float32(np.log(1.5)), np.float32(0))
-    batch.per_token["old_logprobs"] = batch.per_token["rollout_logprobs"] + ratio
-    algorithm = AlgorithmConfig.model_validate({"importance_sampling": correction, "entropy_top_share": 0.4})
-    compute_importance_weights(batch, algorithm)
-    # Two of five trained tokens; what is not trained does not count.
-    metrics = keep_highest_entropies(batch, algorithm)
-    assert metrics == pytest.approx({"entropy/threshold": 1.5, "entropy/kept": 0.4})
-    factor = 1.0 if correction is None else 1.5
-    kept = [[0, 0, 0, factor], [0, 0, 0, factor, 0], [0] * 7]
-    for got, wanted in zip(of_sequences(batch, "importance_weights"), kept, strict=True):
-        assert got == pytest.approx(wanted)
-    assert batch.per_token["importance_weights"].dtype == np.float32
-    batch.loss_mask[:] = False
-    assert keep_highest_entropies(batch, algorithm) == {}
 
 
 def test_case_16_tokens_of_earlier_weights_are_corrected_each_by_its_own_ratio() -> None:
@@ -406,23 +97,6 @@ def test_minibatches_divide_by_the_longest_completion() -> None:
     assert weights(update) == [[0, 0.0625], [0, 0.0625, 0.0625]]
 
 
-def segmented(group: int, number: int, reward: float | None, *masks: str) -> Trajectory:
-    """A trajectory whose segments' tokens marked x were sampled."""
-    made = rl_batch(*masks)
-    segments = tuple(
-        Segment(
-            made.token_ids[start:end],
-            made.loss_mask[start:end],
-            np.zeros(end - start, np.float32),
-            made.weight_versions[start:end],
-            np.zeros(end - start, np.int16),
-        )
-        for start, end in zip(made.cu_seqlens, made.cu_seqlens[1:], strict=False)
-    )
-    judged = None if reward is None else Reward(reward, True, reward > 0)
-    return Trajectory("test", Problem(group, (), (), "7"), group, number, segments, judged)
-
-
 @pytest.mark.parametrize(
     ("aggregation", "of_first", "of_second"),
     [
@@ -442,23 +116,6 @@ def test_case_8_a_trajectory_counts_once_whatever_the_number_of_its_segments(
     assert first == pytest.approx([0] * 2 + [of_first] * 4, abs=1e-6)
     assert second == pytest.approx([0] + [of_second] * 2, abs=1e-6)
     assert third == pytest.approx([0] * 3 + [of_second] * 6, abs=1e-6)
-
-
-def test_case_9_advantages_are_those_of_trajectories() -> None:
-    """Rewards 1 0 0 1 of 1, 3, 1 and 2 segments: the mean over segments would be 3/7."""
-    group = [
-        segmented(0, number, reward, *["-x"] * segments)
-        for number, (reward, segments) in enumerate([(1.0, 1), (0.0, 3), (0.0, 1), (1.0, 2)])
-    ]
-    expected = [[0, 0.5]] + [[0, -0.5]] * 4 + [[0, 0.5]] * 2
-    batch = batch_of(group)
-    compute_advantages(batch, recipe(algorithm=CENTRED), 0.0)
-    assert of_sequences(batch, "advantages") == [pytest.approx(part, abs=1e-6) for part in expected]
-    # One that could not be scored changes nothing, and its tokens are not trained.
-    more = batch_of([*group, segmented(0, 4, None, "-xxx")])
-    compute_advantages(more, recipe(algorithm=CENTRED), 0.0)
-    assert of_sequences(more, "advantages") == [*(pytest.approx(part, abs=1e-6) for part in expected), [0] * 4]
-    assert not more.loss_mask[-4:].any() and more.loss_mask[:-4].sum() == 7
 
 
 def test_minibatches_part_trajectories_not_their_segments() -> None:
@@ -589,44 +246,6 @@ def test_metrics_by_the_data_source_of_a_record() -> None:
         "math/mean": 1.0, "math/count": 2.0, "code_x/count": 1.0,
     }  # fmt: skip
     assert len(metrics) == 8 and data_source_metrics(found, None) == {} == data_source_metrics(found, "data_source")
-
-
-PPO = {"advantage": "gae", "gamma": 1.0, "gae_lambda": 0.5, "kl_placement": "reward", "kl_estimator": "k1"}
-
-
-@pytest.mark.parametrize(
-    ("kl_coefficient", "expected", "returns"),
-    [
-        # Values 1 and 3 before the tokens, reward 2 after the last: deltas 2 and -1.
-        pytest.param(0.0, [1.5, -1.0], [2.5, 2.0], id="reward at the end"),
-        # The KL is -1/2 a token: each token's own reward is 1/2 more.
-        pytest.param(1.0, [2.25, -0.5], [3.25, 2.5], id="kl in each token's reward"),
-    ],
-)
-def test_a_critic_s_values_become_advantages_and_returns(
-    kl_coefficient: float, expected: list[float], returns: list[float]
-) -> None:
-    changed = recipe(algorithm=PPO | {"kl_coefficient": kl_coefficient})
-    batch = batch_of([attempt(0, 2.0, 2), attempt(0, 7.0, 1)])
-    rollout_logprobs = batch.per_token["rollout_logprobs"]
-    batch.per_token |= {"old_logprobs": rollout_logprobs - np.float32(0.5), "reference_logprobs": rollout_logprobs}
-    batch.per_token["values"] = np.array([9, 9, 1, 3, 9, 9, 7], np.float32)
-    metrics = compute_advantages(batch, changed, kl_coefficient)
-    assert of_sequences(batch, "advantages")[0][2:] == pytest.approx(expected)
-    assert of_sequences(batch, "returns")[0][2:] == pytest.approx(returns)
-    assert of_sequences(batch, "returns")[1][2:] == pytest.approx([7 + kl_coefficient / 2])
-    assert metrics["critic/value"] == pytest.approx(11 / 3)
-    assert metrics["critic/return"] == pytest.approx((sum(returns) + 7 + kl_coefficient / 2) / 3)
-    if not kl_coefficient:
-        # Returns 2.5, 2, 7 lie 1.5, -1, 0 from the values.
-        unforeseen, variance = np.var([1.5, -1.0, 0.0]), np.var([2.5, 2.0, 7.0])
-        assert metrics["critic/explained"] == pytest.approx(1 - unforeseen / variance)
-    [whole] = batch.critic_minibatches(changed)
-    assert weights(whole) == [[0, 0, pytest.approx(1 / 3), pytest.approx(1 / 3)], [0, 0, pytest.approx(1 / 3)]]
-    assert whole.per_token.keys() == {"values", "returns", "token_weights"}
-    assert whole.per_token["values"].tolist() == [9, 9, 1, 3, 9, 9, 7]
-    halves = batch.critic_minibatches(recipe(algorithm=PPO, critic={"updates_per_step": 2}))
-    assert [weights(half) for half in halves] == [[[0, 0, 0.5, 0.5]], [[0, 0, 1]]]
 
 
 def test_conversations_make_their_share_of_the_loss() -> None:

@@ -16,7 +16,7 @@ from megarl.data.batch import TokenBatch
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.teachers import Teachers, compute_teacher_advantages
-from tests.rollout.test_batch import attempt, batch_of, of_sequences
+from tests.rollout.batches import attempt, batch_of, of_sequences
 
 POLICY = [0, 0, -1.0, -2.0, -0.5, 0, 0, -1.0]
 TEACHER = [-9, -9, -3.0, -1.0, -0.5, -9, -9, -0.25]

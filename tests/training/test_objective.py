@@ -16,7 +16,7 @@ from megarl.testing import RankPool
 from megarl.training.batch import pack_row
 from megarl.training.objective import StepNumbers, policy_objective
 from megarl.types import TrainingSequence
-from tests.rollout.test_batch import rl_batch
+from tests.rollout.batches import rl_batch
 
 LOG_RATIOS = [[0.3, 0.3, 0.0], [-0.1, 0.0], [-0.2, -0.2]]
 """Of the trained tokens of three segments; the first two are one trajectory, whose mean is a tenth."""
