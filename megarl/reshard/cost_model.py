@@ -166,7 +166,8 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
 
     def moved(layout: ParallelConfig) -> int:
         plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
-        return int(count(plan).lower_bound.sum())
+        missing = cache(lambda overlap: int(_lower_bound(plan, overlap).sum()))
+        return sum(missing(overlap) for _, overlap, _, _ in plan.steps)
 
     layouts = [
         dataclasses.replace(parallel, rank_permutation=rank_permutation)
