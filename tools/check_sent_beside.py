@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from check_same_weights import REWARD
 from make_dataset import make_dataset
 from make_tiny_model import make_tiny_model
 
@@ -39,6 +40,7 @@ def make_inputs(folder: Path, options: argparse.Namespace) -> None:
     """Model and data in `folder`."""
     make_tiny_model(folder / "model", num_layers=options.layers, hidden_size=options.hidden_size)
     make_dataset(folder / "data")
+    (folder / "share_of_digits.py").write_text(REWARD)
 
 
 def rows_of(folder: Path, name: str, options: argparse.Namespace, *, overlap: bool) -> list[dict[str, Any]]:
@@ -47,6 +49,8 @@ def rows_of(folder: Path, name: str, options: argparse.Namespace, *, overlap: bo
         "name": name, "loop": "rl", "model": {"path": "model", "dtype": "float32"},
         "data": {"train": "data/train.jsonl", "max_prompt_tokens": 48},
         "cluster": {"ranks_per_node": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "reward": {"functions": ["share_of_digits:digits"]},
         "trainer": {"tp": 1, "max_tokens_per_microbatch": 2048},
         "rollout": {
             "placement": "separate", "ranks": 2, "max_staleness": 1, "kv_cache_gib": 0.25,

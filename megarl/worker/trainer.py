@@ -135,13 +135,16 @@ class TrainerWorker:
     def reshard(self, verify: bool = False, version: int | None = None) -> Mapping[str, Any]:
         """Reshard the policy's weights into the engines'; see `WeightsEnd.reshard`. Returns `lost` as `join` does."""
         assert self.weights is not None
+        new_version = self.weight_version + 1 if version is None else version
+        if self._snapshot is not None:
+            self._snapshot.take(new_version)
         try:
             report = self.weights.reshard(verify=verify, version=version)
         except Exception as error:
             if self._bridge is None:  # there is nobody beyond it
                 raise
             return self._lost(error)
-        self.weight_version = self.weight_version + 1 if version is None else version
+        self.weight_version = new_version
         return report
 
     def start_reshard(self, verify: bool, version: int) -> None:

@@ -18,7 +18,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.platform import device
 
 LAYOUT = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, rollout_ranks=2)
-VERSIONS = (2, 3, 4, 5)
+VERSIONS = (2, 3, 4, 5, 6)
 
 
 def recipe_of(model: Path, *, overlap: bool) -> Recipe:
@@ -139,6 +139,10 @@ def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
             assert not ranks.is_bridged
             await ranks.reshard(verify=True, version=5)
             assert await run.hashes() == [expected[5]] * 2
+            # With the trainers waiting, over the same bridge: as before an evaluation.
+            await ranks.trainers.call("learn")
+            await ranks.reshard(verify=True, version=6)
+            assert await run.hashes() == [expected[6]] * 2
             await ranks.trainers.call("learn")
             assert await ranks.trainers.call("weights_hash") == learned
 

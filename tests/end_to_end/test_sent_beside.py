@@ -11,7 +11,13 @@ import pytest
 from tests.conftest import TOOLS
 from tests.end_to_end.recorded import metrics, unknown_metrics
 
-SMALLEST = "--steps 2 --prompts 2 --samples 2 --tokens 8 --layers 2 --hidden-size 128"
+SMALLEST = "--steps 2 --prompts 2 --samples 8 --tokens 16 --layers 2 --hidden-size 128"
+
+
+def check_versions(rows: list[dict[str, float]]) -> None:
+    """The trainer's log-probs are those of a token's own version: of another one they are not within rounding."""
+    gaps = [[row[name] for row in rows if (name := f"logprob_gap/mean/age_{age}") in row] for age in (0, 1)]
+    assert gaps[0] and max(gaps[0]) < 1e-6 < 1e-5 < max(gaps[1])
 
 
 def test_engines_sample_with_each_step_s_weights_while_the_next_one_trains(
@@ -34,4 +40,5 @@ def test_engines_sample_with_each_step_s_weights_while_the_next_one_trains(
         assert row["time/reshard_verify_seconds"] > 0 and row["rollout/replicas"] == 2
         assert row["reshard/received_bytes"] == row["reshard/sent_bytes"] == rows[0]["reshard/sent_bytes"] > 0
         assert row["staleness/max"] <= 1 and 0 <= row["time/engines_idle"] <= 1
+    check_versions(every)
     assert unknown_metrics(run) == set()
