@@ -68,7 +68,10 @@ def end_apart(record: str) -> None:
     if dist.get_rank() == 0:
         dist.destroy_process_group = noted
         return
-    time.sleep(0.3)
+    for _ in range(30):  # so long rank 0 may take to end the world
+        if os.path.exists(record):
+            break
+        time.sleep(0.01)
     note("rank 1 is through")
 
 

@@ -22,7 +22,7 @@ from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
 from megarl.platform import cuda_extensions, transformer_engine
-from megarl.platform.gpu_needs import field_needs, library_versions, unmet
+from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 
 STACK = (
@@ -168,7 +168,7 @@ def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterat
     if not shown:
         return
     for field, need in field_needs().items():
-        faults = [text.removeprefix(f"{field}: ") for text in unmet({field: need}, shown, libraries)]
+        faults = [text.removeprefix(f"{field}: ") for text in unmet_needs({field: need}, shown, libraries)]
         yield Finding(field, "absent" if faults else "good", "; ".join(faults) or "GPUs and libraries have FP8 for it")
 
 

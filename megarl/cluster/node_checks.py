@@ -18,7 +18,7 @@ from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.platform import cuda_extensions, transformer_engine
-from megarl.platform.gpu_needs import Need, library_versions, needs, unmet
+from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.platform.visible_gpus import installed_gpus
 from megarl.types import MegarlError
@@ -37,8 +37,8 @@ class NodeReport:
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
         """Unreadable model folders, space in the run folder, shared memory, GPUs, clock of this rank's node.
 
-        Also the ranks' GPUs with their compute capabilities and the versions of libraries that decide what these can
-        do, why installed CUDA libraries cannot be imported, and a port to connect to, open until `close`.
+        Also the GPUs that it may use with their compute capabilities, the versions of libraries that decide what these
+        can do, why installed CUDA libraries cannot be imported, and a port to connect to, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
@@ -51,8 +51,8 @@ class NodeReport:
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "shared_memory": _shared_memory_fault(),
             "gpus": gpus(),
-            "ranks_gpus": installed_gpus(),
-            "versions": {} if cuda_extensions.runs_on_cpu() else library_versions(),
+            "usable_gpus": installed_gpus(),
+            "versions": None if cuda_extensions.runs_on_cpu() else library_versions(),
             "broken": cuda_extensions.import_faults(),
             "time": time.time(),
             "port": self._server.getsockname()[1],
@@ -155,7 +155,7 @@ def faults(
             remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
             name = "Transformer Engine" if is_engine else module
             yield f"node {node}: {name} is installed but cannot be imported ({fault}); {remedy}"
-        yield from (f"node {node}: {fault}" for fault in unmet(asked, report["ranks_gpus"], report["versions"]))
+        yield from (f"node {node}: {fault}" for fault in unmet_needs(asked, report["usable_gpus"], report["versions"]))
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
             yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; have it set"
     if len(drivers) > 1:

@@ -56,9 +56,9 @@ class TrainerConfig(Section):
     shared_experts."""
     fp8: Literal["none", "blockwise"] = "none"
     """Matrix products of the layers in FP8 (E4M3), with a scale for each block of 128 or 128 x 128 numbers; weights,
-    gradients, norms, attention and the head stay as they are. Needs Hopper GPUs, Transformer Engine and bfloat16; the
-    engine's products are not in FP8, so watch logprob_gap/. Each layer keeps its weights in FP8 twice. Critic,
-    reference, reward model and teachers compute like the policy."""
+    gradients, norms, attention and the head stay as they are. Needs Hopper GPUs or newer, Transformer Engine 2.3,
+    CUDA 12.9 and bfloat16; the engine's products are not in FP8, so watch logprob_gap/. Each layer keeps its weights in
+    FP8 twice. Critic, reference, reward model and teachers compute like the policy."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
     """States moved to host memory while the engine samples; default: none."""
     optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -26,7 +26,7 @@ METRICS = {
     ),
     "time/reshard_waited_seconds": (
         "seconds",
-        "under weights.overlap: how long the trainer then waited for what was still under way",
+        "under weights.overlap, of the reshard: how long the trainer waited for the step before's, still under way",
     ),
     "perf/engine_pause_seconds": (
         "seconds",

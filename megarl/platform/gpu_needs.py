@@ -54,10 +54,14 @@ class Need:
         return None
 
     def missed_by_libraries(self, versions: Mapping[str, str]) -> Iterator[str]:
-        """Which libraries do not do, from `library_versions`; a version that is not known is no fault."""
+        """Which libraries do not do, from `library_versions`; development builds count as what they lead to."""
         asked = {"Transformer Engine": self.transformer_engine, "CUDA": self.cuda}
         for name, least in asked.items():
-            if least is not None and name in versions and Version(versions[name]) < Version(least):
+            if least is None:
+                continue
+            if name not in versions:
+                yield f"{name} is not installed, it needs {least} or newer"
+            elif Version(Version(versions[name]).base_version) < Version(least):
                 yield f"{name} {versions[name]} is installed, it needs {least} or newer"
 
 
@@ -83,15 +87,18 @@ def field_needs() -> dict[str, Need]:
     }
 
 
-def needs(recipe: Recipe) -> dict[str, Need]:
-    """What a recipe's fields need, by `field = value`, of those that ask for more than every GPU has."""
+def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
+    """What a recipe's fields need, by `field = value`, of those that ask for more than every GPU has.
+
+    Without `is_trained` only the engines' count.
+    """
     trainer, rollout = recipe.trainer, recipe.rollout
-    given = {"trainer.fp8": trainer.fp8}
+    given = {"trainer.fp8": trainer.fp8} if is_trained else {}
     if recipe.has_engine:
         given |= {"rollout.quantization": rollout.quantization, "rollout.kv_cache_dtype": rollout.kv_cache_dtype}
     known = field_needs()
     found = {f"{field} = {value}": known[field] for field, value in given.items() if value not in ("none", "auto")}
-    settings = trainer.megatron
+    settings = trainer.megatron if is_trained else {}
     scaling = str(settings.get("fp8_recipe", "delayed"))
     if settings.get("fp8") and scaling in _MEGATRON_FP8:
         found[f"trainer.megatron.fp8_recipe = {scaling}"] = replace(
@@ -104,14 +111,19 @@ def needs(recipe: Recipe) -> dict[str, Need]:
     return found
 
 
-def unmet(asked: Mapping[str, Need], gpus: Sequence[Gpu], versions: Mapping[str, str]) -> Iterator[str]:
-    """What of `asked`, as `needs` gives it, GPUs and libraries lack: a line each, with remedy; like GPUs once."""
+def unmet_needs(
+    asked: Mapping[str, Need], gpus: Sequence[Gpu], versions: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """What of `asked`, as `needs` gives it, GPUs and libraries lack: a line each, with remedy; like GPUs once.
+
+    `versions` are all `library_versions`; None where they are not known.
+    """
     for field, need in asked.items():
         for gpu in dict.fromkeys(gpus):
             if gpu.capability is not None and (fitting := need.range_missed_by(gpu.capability)) is not None:
                 told = f"{gpu.name} has compute capability {_number(gpu.capability)} ({generation(gpu.capability)})"
-                yield f"{field}: {told}, it needs {fitting}; {need.remedy}, or take other GPUs"
-        for fault in need.missed_by_libraries(versions):
+                yield f"{field}: {told}, it needs {fitting}; {need.remedy}, or take other GPUs (CUDA_VISIBLE_DEVICES)"
+        for fault in need.missed_by_libraries(versions) if versions is not None else ():
             yield f"{field}: {fault}; {need.remedy}, or run launch/setup.sh"
 
 

@@ -120,7 +120,7 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
     }
-    of_all = [*learning.best(recipe), *format_faults(recipe)]
+    of_all = [*learning.best(recipe), *format_faults(recipe, is_start=is_start, is_trained=is_trained)]
     sound = next(iter(found.values())) if not any(faults.recipe or faults.files for faults in found.values()) else None
     if sound is not None and is_trained:
         of_all += memory_faults(recipe, sound.layout, is_start=is_start)
@@ -160,7 +160,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
             wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
             wrong += [
                 *sizes.expert_fit(recipe, shape),
-                *sizes.fp8_fit(recipe, shape, is_start=is_start),
+                *(sizes.fp8_fit(recipe, shape, is_start=is_start) if is_trained else ()),
                 *megatron_fields(recipe, shape),
                 *engine_fit(recipe, shape),
                 *quantisation(recipe, shape),

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megarl.config import Recipe
+from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.platform.gpu_needs import NAMED_GPUS, library_versions, needs, unmet
+from megarl.platform.gpu_needs import NAMED_GPUS, library_versions, needs, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.preflight.memory import uses_this_machine
 
 
-def format_faults(recipe: Recipe) -> Iterator[str]:
-    """Needs that the GPUs do not meet, which the recipe names or this machine has, or this environment's libraries."""
-    if asked := needs(recipe):
-        yield from unmet(asked, _gpus(recipe), {} if runs_on_cpu() else library_versions())
+def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> Iterator[str]:
+    """Needs that the GPUs do not meet, which the recipe names or this machine has, or this environment's libraries.
+
+    At a start this machine's GPUs count, else those that the recipe names.
+    """
+    # What is not installed is told with the other needs of trainer.fp8.
+    has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
+    if asked := needs(recipe, is_trained=is_trained):
+        yield from unmet_needs(asked, _gpus(recipe, is_start), library_versions() if has_libraries else None)
 
 
-def _gpus(recipe: Recipe) -> Sequence[Gpu]:
-    if uses_this_machine(recipe) and (found := installed_gpus()):
-        return found
-    named = recipe.cluster.gpu_memory_gib
-    return [Gpu(f"cluster.gpu_memory_gib = {named}", NAMED_GPUS[named])] if isinstance(named, str) else []
+def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
+    given = recipe.cluster.gpu_memory_gib
+    named = [Gpu(f"cluster.gpu_memory_gib = {given}", NAMED_GPUS[given])] if isinstance(given, str) else []
+    if named and not is_start:
+        return named
+    return (uses_this_machine(recipe) and installed_gpus()) or named

@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.families.shape import ModelShape
-from megarl.memory.deep_ep import RECEIVED_TOKENS
+from megarl.memory.deep_ep import NODE_RANKS, RECEIVED_TOKENS
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 
@@ -308,6 +308,11 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield (
             f"{chosen}: DeepEP exchanges tokens between {either([*RECEIVED_TOKENS])} ranks, trainer.etp "
             f"{trainer.etp} * trainer.ep {trainer.ep} make {num_ranks}; make them one of these, or set it to alltoall"
+        )
+    elif (in_node := min(num_ranks, NODE_RANKS)) > recipe.cluster.ranks_per_node:
+        yield (
+            f"{chosen}: DeepEP takes {in_node} ranks for those of a node, cluster.ranks_per_node = "
+            f"{recipe.cluster.ranks_per_node} has fewer; set it to alltoall, or lower trainer.ep"
         )
     elif (fault := deep_ep_fault()) is not None:
         yield f"{chosen}: DeepEP cannot be used ({fault}); install its package deep_ep, or set it to alltoall"

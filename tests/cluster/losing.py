@@ -48,15 +48,15 @@ async def lose_engines(make: Make, logs: Path) -> None:
         assert time.monotonic() - began < 30.0
         assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
         await replicas[0].call("signal_in_reshard", "before a message", signal.SIGSTOP)
-        ranks.set_deadlines(lambda: Deadlines.same(4.0))
+        ranks.set_deadlines(lambda: Deadlines.same(10.0))
         began = time.monotonic()
         assert await ranks.reshard(False, 3) == [{}] * 2
-        assert time.monotonic() - began < 30.0
+        assert time.monotonic() - began < 50.0
         assert [version for _, _, version in await ranks.call("exchange")] == [3] * 2
         killed, stopped = lost
         assert killed[0] is replicas[1] and killed[1].startswith("rank 2 of 4 on node "), killed
         assert killed[1].endswith("ended or lost its connection during `reshard`"), killed
-        assert stopped == (replicas[0], "rank 1 of 4 did not answer `reshard` within 4 s")
+        assert stopped == (replicas[0], "rank 1 of 4 did not answer `reshard` within 10 s")
     finally:
         await asyncio.gather(*(group.close() for group in (trainers, *replicas)))
 

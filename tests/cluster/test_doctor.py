@@ -59,6 +59,8 @@ def test_number_formats_of_each_gpu_and_library() -> None:
     assert "NVIDIA L40S has compute capability 8.9 (Ada)" in text and "CUDA 12.8 is installed, it needs 12.9" in text
     assert "H200" not in text and found["trainer.fp8"].state == "absent"
     assert list(number_formats([], {})) == []
+    (bare,) = (f for f in number_formats([Gpu("NVIDIA H200", (9, 0))], {}) if f.topic == "trainer.fp8")
+    assert bare.state == "absent" and bare.text.startswith("Transformer Engine is not installed, it needs 2.3.0")
 
 
 def test_what_nodes_have_in_common_is_said_once() -> None:

@@ -22,7 +22,7 @@ GOOD = {
     "free_bytes": 1 << 40,
     "shared_memory": None,
     "gpus": ["H200, 570"] * 8,
-    "ranks_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 8,
+    "usable_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 8,
     "versions": {"Transformer Engine": "2.11.0", "CUDA": "13.0"},
     "broken": {},
     "time": 1000.0,
@@ -45,7 +45,7 @@ GOOD = {
             id="Transformer Engine",
         ),
         pytest.param(
-            {"ranks_gpus": (Gpu("NVIDIA L40S", (8, 9)),) * 8},
+            {"usable_gpus": (Gpu("NVIDIA L40S", (8, 9)),) * 8},
             "node n2: trainer.fp8: NVIDIA L40S has compute capability 8.9 (Ada), it needs 9.0 (Hopper) or newer; set "
             "trainer.fp8=none, or take other GPUs",
             id="an older generation",
@@ -78,7 +78,7 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
         tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
     assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
     assert seen["shared_memory"] is None
-    assert seen["ranks_gpus"] == installed_gpus()
+    assert seen["usable_gpus"] == installed_gpus()
     report.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", seen["port"]))

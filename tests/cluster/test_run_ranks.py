@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import run_ranks, worker_group
+from megarl.cluster import run_ranks
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError, WorkerGroup
@@ -153,7 +153,6 @@ def test_nobody_waits_on_a_bridge_for_a_lost_rank(
 ) -> None:
     """One replica is killed, the other one is stopped; a collective of the bridge gives up after a minute."""
     monkeypatch.setattr(run_ranks, "_LEAVE_SECONDS", 0.5)
-    monkeypatch.setattr(worker_group, "_STACKS_SECONDS", 2.0)
     monkeypatch.setattr(WorkerGroup, "_latest_stacks_seconds", 2.0)
 
     async def play() -> None:

@@ -34,7 +34,7 @@ def test_engines_sample_with_each_step_s_weights_while_the_next_one_trains(
     # A reshard beside a step is in that step's line; the last step's engines get no weights beside anything.
     assert ["time/reshard_hidden_seconds" in row for row in every] == [False, True, True, True, True]
     for row in rows:
-        assert 0 < row["time/reshard_hidden_seconds"] <= row["perf/engine_pause_seconds"]
+        assert 0 <= row["time/reshard_hidden_seconds"] <= row["perf/engine_pause_seconds"]
         assert 0 <= row["time/reshard_waited_seconds"] < row["time/step_seconds"]
         # Each was compared with the copy that was sent.
         assert row["time/reshard_verify_seconds"] > 0 and row["rollout/replicas"] == 2

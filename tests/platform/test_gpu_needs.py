@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.platform.gpu_needs import generation, library_versions, needs, unmet
+from megarl.platform.gpu_needs import generation, library_versions, needs, unmet_needs
 from megarl.platform.visible_gpus import Capability, Gpu
 
 SOUND = {"Transformer Engine": "2.11.0", "CUDA": "13.0"}
 
 
-def told(recipe: Recipe, capability: Capability | None, versions: dict[str, str]) -> list[str]:
-    return list(unmet(needs(recipe), [Gpu("G", capability)] * 8, versions))
+def told(recipe: Recipe, capability: Capability | None, versions: dict[str, str] | None) -> list[str]:
+    return list(unmet_needs(needs(recipe), [Gpu("G", capability)] * 8, versions))
 
 
 def made(**sections: dict[str, Any]) -> Recipe:
@@ -62,16 +62,18 @@ def test_a_cache_in_fp8_is_read_by_flashinfer_on_ampere(
     found = (lambda name: object()) if has_flashinfer else lambda name: None
     monkeypatch.setattr("megarl.platform.gpu_needs.find_spec", found)
     recipe = made(rollout={"kv_cache_dtype": "fp8_e5m2"})
-    assert told(recipe, least, {}) == []
+    assert told(recipe, least, None) == []
     below: Capability = (7, 5) if has_flashinfer else (8, 6)
-    (text,) = told(recipe, below, {})
+    (text,) = told(recipe, below, None)
     assert text.startswith("rollout.kv_cache_dtype = fp8_e5m2: ") and "set rollout.kv_cache_dtype=auto" in text
 
 
 @pytest.mark.parametrize(
     ("sections", "versions", "told_of"),
     [
-        pytest.param(BLOCKWISE, {}, [], id="unknown"),
+        pytest.param(BLOCKWISE, None, [], id="unknown"),
+        pytest.param(BLOCKWISE, {"CUDA": "13.0"}, ["Engine is not installed, it needs 2.3.0"], id="not installed"),
+        pytest.param(BLOCKWISE, {"Transformer Engine": "2.3.0.dev0+c9", "CUDA": "13.0"}, [], id="development"),
         pytest.param(BLOCKWISE, {"Transformer Engine": "2.3.0", "CUDA": "12.9"}, [], id="the least"),
         pytest.param(BLOCKWISE, {"Transformer Engine": "2.10.0", "CUDA": "12.8"}, ["CUDA 12.8 is"], id="CUDA"),
         pytest.param(
@@ -81,7 +83,7 @@ def test_a_cache_in_fp8_is_read_by_flashinfer_on_ampere(
         pytest.param(WEIGHTS, {"CUDA": "12.1"}, [], id="the engine asks its own"),
     ],
 )
-def test_versions(sections: dict[str, Any], versions: dict[str, str], told_of: list[str]) -> None:
+def test_versions(sections: dict[str, Any], versions: dict[str, str] | None, told_of: list[str]) -> None:
     found = told(made(**sections), (10, 0), versions)
     assert len(found) == len(told_of) and all(part in text for part, text in zip(told_of, found, strict=True))
 

@@ -157,6 +157,10 @@ def test_the_generation_is_that_of_the_gpus_that_run_it(
     monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
     monkeypatch.setattr("megarl.preflight.gpu_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)
     given = {"cluster": {"launcher": launcher}, "rollout": {"quantization": "fp8"}}
-    found = [*format_faults(recipe(**given))]
+    found = [*format_faults(recipe(**given), is_start=True)]
     assert len(found) == is_told
+    # Nothing is started, or no trainer: then it is not these GPUs, or not this field, that counts.
+    named = recipe(cluster={"launcher": launcher, "gpu_memory_gib": "h100"}, rollout={"quantization": "fp8"})
+    assert [*format_faults(named, is_start=False)] == []
+    assert [*format_faults(recipe(**MXFP8), is_start=True, is_trained=False)] == []
     assert not is_told or found[0].startswith("rollout.quantization = fp8: NVIDIA A10 has compute capability 8.6 (Amp")
