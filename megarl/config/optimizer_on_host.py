@@ -1,4 +1,4 @@
-"""What keeps an optimizer from working in host memory (`trainer.optimizer_offload_fraction`)."""
+"""Reasons that keep an optimizer from working in host memory (`trainer.optimizer_offload_fraction`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe's number formats need of GPUs and libraries: compute capability, Transformer Engine, CUDA.
+"""Needs of a recipe's number formats: compute capability of GPUs, versions of Transformer Engine and CUDA.
 
 Libraries find out in a rank's first step, or choose another kernel. The requirements were read in Transformer Engine
 2.11 (pytorch/quantization.py), Megatron-Core 0.16.1 (fp8_utils.py, fp4_utils.py) and vLLM 0.30 (platforms/cuda.py,
@@ -88,7 +88,7 @@ def field_needs() -> dict[str, Need]:
 
 
 def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
-    """What a recipe's fields need, by `field = value`, of those that ask for more than every GPU has.
+    """The needs of a recipe's fields, by `field = value`, of those that ask for more than every GPU has.
 
     Without `is_trained` only the engines' count.
     """
@@ -114,7 +114,7 @@ def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
 def unmet_needs(
     asked: Mapping[str, Need], gpus: Sequence[Gpu], versions: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """What of `asked`, as `needs` gives it, GPUs and libraries lack: a line each, with remedy; like GPUs once.
+    """Those of `asked`, as `needs` gives it, that GPUs and libraries lack: a line each, with remedy; like GPUs once.
 
     `versions` are all `library_versions`; None where they are not known.
     """
