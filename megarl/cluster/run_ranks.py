@@ -175,10 +175,15 @@ class RunRanks:
 
         self._bridged = []
         engines = [self._unless_lost(group, taken(group)) for group in groups[1:]]
-        async with self._watched("reshard", limit):
-            found = await together([copied(), *engines])
-        reports = [report for reports in found for report in reports]
         self._is_sending = True
+        try:
+            async with self._watched("reshard", limit):
+                found = await together([copied(), *engines])
+        except PeerLostError:
+            # Engines that are lost to the last may have waited for a trainer, which knows why.
+            await self.finish_send()
+            raise
+        reports = [report for reports in found for report in reports]
         if groups == self.groups and not any("lost" in report for report in reports):
             self.trainers.deadlines.note("reshard", time.monotonic() - began)
             self._bridged = groups

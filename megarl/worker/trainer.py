@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -153,15 +154,17 @@ class TrainerWorker:
         The rank is free for other calls meanwhile, but for those of the bridge: `finish_reshard` comes before them.
         """
         assert self.weights is not None and self._snapshot is not None and self._sending is None
-        weights, bridge = self.weights, self._bridge
         self._snapshot.take(version)
         self.weight_version = version
 
         def send() -> dict[str, float]:
+            assert self.weights is not None
             try:
-                return weights.reshard(verify=verify, version=version)
-            except BaseException:
-                close_bridge(bridge)  # who waits there for this rank shall not
+                return self.weights.reshard(verify=verify, version=version)
+            except BaseException as error:
+                # Who waits there for this rank shall not: nothing may hold the bridge any more.
+                traceback.clear_frames(error.__traceback__)
+                self._leave_bridge()
                 raise
 
         self._sending = beside.begin(send)

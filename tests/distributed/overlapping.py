@@ -26,6 +26,15 @@ class Trainer(dying.Trainer):
     def weights_hash(self):
         return _hash(self.policy.parameters.items())
 
+    def fail_in_reshard(self):
+        """From now on, the first trainer has an error of its own in each reshard."""
+
+        def fail(**settings):
+            raise ValueError("an error of its own")
+
+        if self.rank == 0:
+            self.weights.reshard = fail
+
 
 class Engine(dying.Engine):
     def wait_in_reshard(self, file):

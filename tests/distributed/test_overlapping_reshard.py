@@ -12,7 +12,7 @@ import pytest
 
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.worker_group import PartOfRun, RankLostError, WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import device
@@ -149,6 +149,17 @@ def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
     asyncio.run(play())
 
 
+def test_an_error_of_the_sender_is_named(model: Path, tmp_path: Path) -> None:
+    async def play() -> None:
+        async with Run(recipe_of(model, overlap=True), tmp_path, "gloo") as run:
+            await run.ranks.reshard(verify=False, version=1)
+            await run.ranks.trainers.call("fail_in_reshard")
+            with pytest.raises(RankFailedError, match=r"rank 0 of 4 raised ValueError .*: an error of its own"):
+                await learn_beside(run, 2, tmp_path / "go")
+
+    asyncio.run(play())
+
+
 async def learn_beside(run: Run, version: int, go: Path, waiting: list[WorkerGroup] | None = None) -> None:
     """Send this version, which engines take only once the trainers have learned on."""
     ranks, copied = run.ranks, asyncio.Event()
@@ -159,6 +170,6 @@ async def learn_beside(run: Run, version: int, go: Path, waiting: list[WorkerGro
     await copied.wait()
     at_rest.set_result(None)
     await ranks.trainers.call("learn")
-    assert not sending.done()
+    assert not sending.done() or sending.exception()
     go.touch()
     await sending
