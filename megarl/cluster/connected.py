@@ -93,7 +93,7 @@ class _RemoteHandle(RankHandle):
 class ConnectedGroup(WorkerGroup):
     """A `WorkerGroup` of processes that a launcher starts on several nodes."""
 
-    _latest_stacks_seconds = 60.0
+    _most_stacks_seconds = 60.0
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         super().__init__(world_size, part)

@@ -43,7 +43,7 @@ class RunRanks:
         self._broken = asyncio.Event()
         """Set where the bridge that was made last is broken off."""
         self._bridged: list[WorkerGroup] = []
-        self._is_sending = False
+        self._has_unfetched_reports = False
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -160,8 +160,13 @@ class RunRanks:
         the engines' reports once they have the weights; `finish_send` has those of the trainers. Where a replica is
         lost meanwhile the others get the same copies by `reshard`, between two other calls of the trainers.
         """
+        if not self.is_bridged:
+            # A replica was lost since the caller looked.
+            await at_rest
+            reports = await self.reshard(verify, version)
+            on_copied()
+            return reports
         groups = self.groups
-        assert self.is_bridged
         limit, began = self.trainers.deadlines.of("reshard").seconds, time.monotonic()
 
         async def copied() -> list[Any]:
@@ -175,7 +180,7 @@ class RunRanks:
 
         self._bridged = []
         engines = [self._unless_lost(group, taken(group)) for group in groups[1:]]
-        self._is_sending = True
+        self._has_unfetched_reports = True
         try:
             async with self._watched("reshard", limit):
                 found = await together([copied(), *engines])
@@ -193,9 +198,9 @@ class RunRanks:
 
     async def finish_send(self) -> list[dict[str, float]]:
         """The trainers' reports of a `send` that ended well, if nobody has asked for them yet."""
-        if not self._is_sending:
+        if not self._has_unfetched_reports:
             return []
-        self._is_sending = False
+        self._has_unfetched_reports = False
         reports = await self.trainers.call("finish_reshard")
         # A trainer may have met the end of an engine that had taken all.
         if any("lost" in report for report in reports):

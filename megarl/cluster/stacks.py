@@ -11,7 +11,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
-_WAITING_FILES = ("/torch/distributed/", "/megarl/platform/bridge.py")
+_WAITING_FILES = ("/torch/distributed/", "/megarl/platform/bridge.py", "/megarl/platform/beside.py")
 _OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
 _MOST_FRAMES = 12
 _MOST_STACKS = 8

@@ -125,8 +125,8 @@ class WorkerGroup(ABC):
     how others reach its node, `topology` which node that is and which switches are above it, nearest first.
     """
 
-    _latest_stacks_seconds = _STACKS_SECONDS
-    """The most that is given stacks to come: those of ranks on other nodes come through a shared file system."""
+    _most_stacks_seconds = _STACKS_SECONDS
+    """How long stacks are waited for at most: those of ranks on other nodes come through a shared file system."""
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         """`part` is the group's place in the run; left out, it is all of it."""
@@ -248,7 +248,7 @@ class WorkerGroup(ABC):
         """
         if self._ending is not None:
             return
-        stacks = await self._stacks(max(_STACKS_SECONDS, min(self._latest_stacks_seconds, patience_seconds)))
+        stacks = await self._stacks(max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds)))
         if stopped := [handle for handle in self._handles if not is_whole(stacks[handle.rank])]:
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 

@@ -107,6 +107,8 @@ class Performance:
             return activities, await self._ranks.call_engines("engine_metrics")
 
         self._asked = asyncio.ensure_future(ask())
+        # Its error is raised by `of_step`; a run that ends before has another one to tell.
+        self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         return self._asked
 
     async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:

@@ -83,9 +83,10 @@ class Reshards:
         return _with_earlier(before, _measured(reports) | pause)
 
     async def begin(self, step: int) -> dict[str, float]:
-        """Begin to reshard beside the next step, where the recipe has it so; else `run`. Returns what `run` does.
+        """Begin to reshard beside the next step, where the recipe has it so; else `run`.
 
         The trainers have copies of their weights when this returns, the engines have them at the latest after `finish`.
+        Returns what was measured of the reshard that was under way before, if any, or what `run` does.
         """
         before = await self.finish()
         # Who comes back needs a new bridge, which the trainers are needed for.
@@ -161,6 +162,7 @@ class Reshards:
             raise
         finally:
             resting.cancel()
+            await asyncio.gather(resting, return_exceptions=True)
         self._pool.release()
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 

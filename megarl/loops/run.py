@@ -68,6 +68,7 @@ async def run(
         with display.live(), stacks_on_quit(folder.logs_folder) as stacks:
             async with _started(recipe, layout, folder, origin, stacks, display) as session:
                 await LOOPS[recipe.loop](session)
+                await session.reshards.finish()
                 await session.checkpoints.complete(wait=True)
                 with display.phase("exporting the model", is_told=recipe.train.steps > 0):
                     await _export(session)

@@ -161,7 +161,6 @@ class Session:
         unlogged: Mapping[str, float] | None = None,
     ) -> None:
         """Save a checkpoint out of turn, with the engines asleep."""
-        await self.reshards.finish()
         await self.sleep_engines()
         await self.checkpoints.save(step, save_driver, unlogged)
 

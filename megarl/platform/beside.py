@@ -6,6 +6,7 @@ The two threads share no group of ranks: a group's collectives are matched by th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -15,6 +16,8 @@ import torch
 from megarl.platform import device
 
 Value = TypeVar("Value")
+
+_NAP_SECONDS = 1e-3
 
 
 def begin(work: Callable[[], Value]) -> Future[Value]:
@@ -39,3 +42,10 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
     # A rank that ends waits for no thread.
     threading.Thread(target=run, name="beside", daemon=True).start()
     return done
+
+
+def finish(begun: Future[Value]) -> Value:
+    """Wait for what was begun; its value, or its error is raised."""
+    while not begun.done():
+        time.sleep(_NAP_SECONDS)
+    return begun.result()

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -84,8 +83,9 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         # In a thread of its own: the driver's further messages shall not wait for NCCL.
-        abort = partial(threading.Thread, target=_abort, args=(nccl,), daemon=True)
-        broken_bridges.on_broken(meeting.name, lambda: abort().start())
+        broken_bridges.on_broken(
+            meeting.name, lambda: threading.Thread(target=_abort, args=(nccl,), daemon=True).start()
+        )
     return group
 
 
@@ -138,9 +138,8 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
     """Wait for an exchange over a group, from any thread. Raises PeerGoneError where a bridge is broken off meanwhile.
 
     An exchange of GPU memory is, as ever, waited for by the stream: `check` the bridge when that is synchronised. But
-    beside the main thread the host waits for it too. With CUDA_DEVICE_MAX_CONNECTIONS 1 all streams share one queue to
-    the device: one that waits for other ranks would keep back what the main thread's streams have behind it, for which
-    those ranks may be waiting in turn.
+    in any other thread than the main one the host waits too: with CUDA_DEVICE_MAX_CONNECTIONS 1 all streams share one
+    queue, and a wait in it would hold up the main thread's kernels, which other ranks may be waiting for.
     """
     bridge = None if group is None else _bridges.get(group)
     if bridge is None:
@@ -167,10 +166,10 @@ def _has_ended(work: dist.Work) -> bool:
     return work.is_completed()
 
 
-def finish(work: dist.Work | None, group: ProcessGroup | None) -> None:
-    """Wait for an exchange of host memory that has just begun; None is one that has ended."""
+def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
+    """Wait, as `wait` does, for an exchange that has just begun; None is one that has ended."""
     if work is not None:
-        wait(begun(work, group), group)
+        wait(begun(work, group), group, is_on_host=is_on_host)
 
 
 def check(group: ProcessGroup | None) -> None:

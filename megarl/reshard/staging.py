@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.platform import bridge, signed
@@ -72,7 +74,7 @@ class OwnSlots:
 class SharedSlots:
     """Two shared slots for what a rank sends in a bucket; its peers map them and unpack from there.
 
-    Two counters beside the slots: exchanges that the rank has packed, and exchanges that it has read.
+    Beside the slots: exchanges that the rank has packed, exchanges that it has read, and 1 once it has left.
     """
 
     _HEAD_BYTES = mmap.PAGESIZE
@@ -92,7 +94,8 @@ class SharedSlots:
             gathered(None, group)  # all have mapped it
         finally:
             os.close(file)
-        self._counts = [torch.frombuffer(m, dtype=torch.int64, count=2).numpy() for m in maps]
+        self._counts = [torch.frombuffer(m, dtype=torch.int64, count=3).numpy() for m in maps]
+        weakref.finalize(self, _tell_left, self._counts[self._rank])
         self._slots = [
             torch.frombuffer(m, dtype=dtype, offset=self._HEAD_BYTES).split(numel) if numel else ()
             for m, (_, _, numel, _) in zip(maps, peers, strict=True)
@@ -152,9 +155,15 @@ class SharedSlots:
                 nap = 5e-5
                 if self._ended.poll(0):
                     raise PeerGoneError("a rank of the reshard has ended")
+                if self._counts[rank][2] and not is_ready(rank):
+                    raise PeerGoneError(f"rank {rank} has left the reshard")
                 bridge.check(self._group)
                 if time.monotonic() - start > self._PATIENCE_SECONDS:
                     raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")
+
+
+def _tell_left(counts: NDArray[np.int64]) -> None:
+    counts[2] = 1
 
 
 def _close_all(descriptors: Iterable[int]) -> None:

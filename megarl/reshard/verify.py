@@ -124,7 +124,7 @@ def _exchange(
     # A rank without copies takes part too, and its empty tensors decide which backend it takes part in.
     incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
     work = dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group, async_op=True)
-    bridge.wait(bridge.begun(work, group), group, is_on_host=incoming.is_cpu)
+    bridge.finish(work, group, is_on_host=incoming.is_cpu)
     return incoming
 
 

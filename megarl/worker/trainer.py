@@ -174,7 +174,7 @@ class TrainerWorker:
         assert self._sending is not None
         sending, self._sending = self._sending, None
         try:
-            return sending.result()
+            return beside.finish(sending)
         except Exception as error:
             return self._lost(error)
 
@@ -221,12 +221,12 @@ class TrainerWorker:
                     override=recipe.override_of(source),
                 )
             if trained.is_adapted and lora.export_adapter:
-                beside = folder.with_name("adapter" + folder.name.removeprefix("hf"))
+                adapter = folder.with_name("adapter" + folder.name.removeprefix("hf"))
                 cuts = adapter_layouts(layouts, lora.targets, lora.rank)
                 config = peft.adapter_config(cuts, recipe.model.path, alpha=lora.alpha, dropout=lora.dropout)
-                with disk_full_named(beside, sum(weight.nbytes for weight in weights.values())):
+                with disk_full_named(adapter, sum(weight.nbytes for weight in weights.values())):
                     peft.export(
-                        beside,
+                        adapter,
                         config,
                         cuts,
                         self.rank,

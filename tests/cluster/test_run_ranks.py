@@ -153,7 +153,6 @@ def test_nobody_waits_on_a_bridge_for_a_lost_rank(
 ) -> None:
     """One replica is killed, the other one is stopped; a collective of the bridge gives up after a minute."""
     monkeypatch.setattr(run_ranks, "_LEAVE_SECONDS", 0.5)
-    monkeypatch.setattr(WorkerGroup, "_latest_stacks_seconds", 2.0)
 
     async def play() -> None:
         async with started(tmp_path) as ranks:

@@ -149,13 +149,16 @@ def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
     asyncio.run(play())
 
 
-def test_an_error_of_the_sender_is_named(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("via", ["shared memory", "gloo"])
+def test_an_error_of_the_sender_is_named(via: str, model: Path, tmp_path: Path) -> None:
+    """At once: none of those that wait for it does so until its time is up."""
+
     async def play() -> None:
-        async with Run(recipe_of(model, overlap=True), tmp_path, "gloo") as run:
+        async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
             await run.ranks.reshard(verify=False, version=1)
             await run.ranks.trainers.call("fail_in_reshard")
             with pytest.raises(RankFailedError, match=r"rank 0 of 4 raised ValueError .*: an error of its own"):
-                await learn_beside(run, 2, tmp_path / "go")
+                await asyncio.wait_for(learn_beside(run, 2, tmp_path / "go"), 60.0)
 
     asyncio.run(play())
 

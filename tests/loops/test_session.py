@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.loops.reshards import Reshards
 from megarl.loops.session import Session
 
 
@@ -113,14 +114,16 @@ class Engines:
 
 
 def test_engines_are_held_while_they_sleep() -> None:
-    engines = Engines()
+    engines: Any = Engines()
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     session = session_with(recipe=recipe, ranks=engines, pool=engines)
+    no_replacements: Any = None
+    reshards = Reshards(recipe, engines, no_replacements, engines, session.performance)
 
     async def play() -> None:
         await session.sleep_engines()
         await session.sleep_engines()
-        await session.reshard(1)
+        await reshards.run(1)
         await session.sleep_engines()
 
     asyncio.run(play())
