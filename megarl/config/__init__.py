@@ -145,7 +145,7 @@ class TrainConfig(Section):
     Those of the critic: `critic.updates_per_step`."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Steps whose time is recorded, by the spans of driver and ranks, in the run's profiles/step_NNNNNN.json: a Chrome
-    trace, which ui.perfetto.dev opens."""
+    trace, which ui.perfetto.dev opens. Under weights.overlap such a step begins once all weights have arrived."""
     max_logprob_gap: PositiveFloat | None = None
     """Largest mean distance of the trainer's log-probs from the engine's in nats (logprob_gap/mean) that the policy is
     updated with (rl, distillation). Beyond it the step's further updates are left out, all of them where the gap is
