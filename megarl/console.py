@@ -51,12 +51,16 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_sampled else (1, 1)
     passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
     nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
-    groups = {"trainer.tp": layout.tp, "rollout.tp": layout.rollout_tp}
-    spread = [f"{field} {tp}" for field, tp in groups.items() if nodes > 1 and size % tp]
+    engines = recipe.cluster.groups.engines or recipe.cluster
+    parts = (
+        ("trainer.tp", layout.tp, nodes, size),
+        ("rollout.tp", layout.rollout_tp, engines.nodes, engines.ranks_per_node),
+    )
+    spread = [f"{field} {tp}" for field, tp, nodes, size in parts if nodes > 1 and size % tp]
     rows = {
         "model": f"{recipe.model.path}, {recipe.model.dtype}",
         "ranks": str(layout),
-        "nodes": f"{nodes} of {size} ranks, launcher {recipe.cluster.launcher}"
+        "nodes": f"{_nodes_named(recipe)}, launcher {recipe.cluster.launcher}"
         + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
         "format": "; ".join(dict.fromkeys(told_formats(recipe).values())) or "made by the environment",
@@ -205,7 +209,7 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) 
     table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
     table.add_row("staged at once", *size(reshard["staging_bytes"]))
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{layout}; {recipe.cluster.nodes} nodes of {recipe.cluster.ranks_per_node}")
+    console.print(f"{layout}; nodes: {_nodes_named(recipe)}")
     console.print(table)
     console.print(
         f"moved / least possible {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
@@ -223,6 +227,13 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) 
             f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
             f"{other['seconds'] * 1e3:.1f} ms"
         )
+
+
+def _nodes_named(recipe: Recipe) -> str:
+    """The nodes and their ranks, in words."""
+    cluster, engines = recipe.cluster, recipe.cluster.groups.engines
+    own = f"{cluster.nodes} of {cluster.ranks_per_node} ranks"
+    return own if engines is None else f"{own}, {engines.nodes} of {engines.ranks_per_node} for engines"
 
 
 def print_memory(recipe: Recipe, table: MemoryTable) -> None:
@@ -261,7 +272,9 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
 
 def _ranks_of_nodes(recipe: Recipe) -> set[tuple[int, int]]:
     """The numbers of ranks that train and of those that only sample, as nodes have them."""
-    ranks = recipe.cluster.ranks_per_node
+    ranks, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
+    if engines is not None:
+        return {(ranks, 0), (0, engines.ranks_per_node)}
     before = range(0, recipe.cluster.world_size, ranks)
     trainers = {min(ranks, max(0, recipe.trainer_ranks - first)) for first in before}
     return {(count, ranks - count) for count in trainers}

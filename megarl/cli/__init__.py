@@ -215,6 +215,7 @@ def plan(
         shape,
         layout,
         ranks_per_node=loaded.cluster.ranks_per_node,
+        engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
         itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
         bucket_bytes=loaded.weights.bucket_mib << 20,
     )

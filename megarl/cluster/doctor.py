@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.metadata
 import os
@@ -81,10 +82,13 @@ async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # Where all nodes would write.
     with TemporaryDirectory(dir=recipe.runs_folder, prefix=".doctor-", ignore_cleanup_errors=True) as folder:
-        ranks = await start_ranks(recipe.cluster, Path(folder).absolute())
+        engines = recipe.cluster.groups.engines
+        ranks = await start_ranks(
+            recipe.cluster, Path(folder).absolute(), [] if engines is None else [engines.num_ranks]
+        )
         try:
             wrong, notices = await inspect(ranks, recipe, Path(folder).absolute())
-            await ranks.trainers.construct("megarl.cluster.doctor:Doctor", {})
+            await asyncio.gather(*(group.construct("megarl.cluster.doctor:Doctor", {}) for group in ranks.groups))
             answers = await ranks.call("examine")
         finally:
             await ranks.close()

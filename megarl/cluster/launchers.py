@@ -10,6 +10,7 @@ from pathlib import Path
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.srun import SrunGroup
+from megarl.cluster.topology import NodeKind
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.environments.process import EnvironmentProcess, MakeProcess
@@ -47,22 +48,34 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: S
 
 async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first_rank: int, key: bytes) -> WorkerGroup:
     """Start `size` of a cluster's ranks, from `first_rank` on, as a group that shares the run's key."""
-    return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key)).start(
+    kind = _kind_of(cluster, first_rank)
+    return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind).start(
         "megarl.cluster.node_checks:NodeReport",
         {},
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
-        environment=device.rank_environment(cluster.ranks_per_node),
+        environment=device.rank_environment(kind.ranks_per_node),
     )
 
 
-def _group(cluster: ClusterConfig, size: int, part: PartOfRun) -> WorkerGroup:
+def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:
+    """The kind of node that a rank is on."""
+    own, engines = NodeKind(0, cluster.nodes, cluster.ranks_per_node), cluster.groups.engines
+    if engines is None:
+        return own
+    num_ranks = cluster.nodes * cluster.ranks_per_node
+    if rank < num_ranks:
+        return own._replace(component=0)
+    return NodeKind(num_ranks, engines.nodes, engines.ranks_per_node, component=1, ray_resources=engines.ray_resources)
+
+
+def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -> WorkerGroup:
     if cluster.launcher == "slurm":
-        return SrunGroup(size, cluster.srun_options, part)
+        return SrunGroup(size, cluster.srun_options, part, kind)
     if cluster.launcher == "ray":
         from megarl.cluster.ray import RayGroup
 
-        return RayGroup(size, cluster.ray_address, cluster.ranks_per_node, part)
+        return RayGroup(size, cluster.ray_address, kind, part)
     return LocalGroup(size, part, imports=device.forkable_imports("megarl.worker.colocated"))
 
 

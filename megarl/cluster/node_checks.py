@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,7 +109,11 @@ async def inspect(ranks: RunRanks, recipe: Recipe, run_folder: Path) -> tuple[li
     nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))
     reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
-    wrong = list(faults(reports, str(run_folder), len(nodes) // len(reports), needs(recipe)))
+    wrong = [
+        fault
+        for kind, asked in kinds_of_nodes(recipe, nodes)
+        for fault in faults({node: reports[node] for node in kind}, str(run_folder), max(kind.values()), asked)
+    ]
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
         tried = await ranks.call("reach", addresses)
@@ -124,6 +129,18 @@ async def inspect(ranks: RunRanks, recipe: Recipe, run_folder: Path) -> tuple[li
     return list(slow_links(topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]
 
 
+def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
+    """The nodes of each kind, with how many ranks each has, and what is asked of them; `nodes` are the ranks'."""
+    asked = needs(recipe)
+    if recipe.cluster.groups.engines is None:
+        yield Counter(nodes), asked
+        return
+    of_engines = needs(recipe, is_trained=False)
+    first = recipe.trainer_ranks
+    yield Counter(nodes[:first]), {field: need for field, need in asked.items() if field not in of_engines}
+    yield Counter(nodes[first:]), of_engines
+
+
 async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
     """Each rank's bandwidths to others of its group; see `Bandwidth.measure`."""
     settings = {"topology": group.topology, "timeout_seconds": recipe.cluster.collective_timeout_seconds}
@@ -134,7 +151,7 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int, asked: Mapping[str, Need]
 ) -> Iterator[str]:
-    """Faults of each node from its report by `NodeReport.look`, and what of `asked` it does not meet."""
+    """Faults of each of like nodes from its report by `NodeReport.look`, and what of `asked` it does not meet."""
     most = max(len(report["gpus"]) for report in reports.values())
     drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
     clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]

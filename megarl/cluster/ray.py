@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.connected import Address, ConnectedGroup, connect
-from megarl.cluster.topology import Introduction
+from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
 from megarl.environments.process import EnvironmentProcess, MakeProcess, ProcessSettings
 from megarl.rewards.on_ray import actor_on, nodes_in_turn
@@ -70,9 +70,9 @@ class RayGroup(ConnectedGroup):
     ConfigError, with what there is, if they do not join.
     """
 
-    def __init__(self, world_size: int, address: str, ranks_per_node: int, part: PartOfRun | None = None) -> None:
+    def __init__(self, world_size: int, address: str, kind: NodeKind, part: PartOfRun | None = None) -> None:
         super().__init__(world_size, part)
-        self._address, self._ranks_per_node = address, ranks_per_node
+        self._address, self._kind = address, kind
         self._actors: list[Any] = []
         self._served: list[Any] = []
         self._placed: Any = None
@@ -82,27 +82,29 @@ class RayGroup(ConnectedGroup):
         return ray.util.get_node_ip_address()
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        per_node = self._ranks_per_node
-        nodes = self.part.num_ranks // per_node
+        per_node, nodes, others = self._kind.ranks_per_node, self._kind.nodes, self._kind.ray_resources
         deadline, told = time.monotonic() + self.start_timeout_seconds, ""
         while True:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            alive = [node for node in alive if all(node.get(name, 0.0) >= amount for name, amount in others.items())]
             # With a GPU build of torch, nodes without GPUs are not what is waited for.
             kind = "GPU" if torch.version.cuda or any(node.get("GPU") for node in alive) else "CPU"
             have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
             if sum(count >= per_node for count in have) >= nodes:
                 break
-            lack = f"needs {nodes} nodes with {per_node} {kind}s each, the Ray cluster has nodes with {have}"
+            like = f" and {dict(others)}" if others else ""
+            lack = f"needs {nodes} nodes with {per_node} {kind}s{like} each, the Ray cluster has nodes with {have}"
             if time.monotonic() > deadline:
+                section = "cluster.groups.engines" if self._kind.first_rank else "cluster"
                 raise ConfigError(
-                    f"cluster.nodes = {nodes}: {lack}; add nodes or lower cluster.nodes, cluster.ranks_per_node"
+                    f"{section}.nodes = {nodes}: {lack}; add nodes or lower {section}.nodes, {section}.ranks_per_node"
                 )
             if lack != told:
                 print(f"waiting for {self.start_timeout_seconds:g} s at most: {lack}", file=sys.stderr, flush=True)
             told = lack
             await asyncio.sleep(1.0)
         places = [min(per_node, self.world_size - first) for first in range(0, self.world_size, per_node)]
-        self._placed = placement_group([{kind: count} for count in places], strategy="STRICT_SPREAD")
+        self._placed = placement_group([{kind: count, **others} for count in places], strategy="STRICT_SPREAD")
         try:
             await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
         except RayError as error:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import Recipe
+from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.types import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
@@ -26,19 +27,27 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         template = script.read_text(encoding="utf-8")
     except OSError:
         raise ConfigError(f"{script}: not found; install megarl from its repository (launch/setup.sh)") from None
-    per_node = recipe.cluster.ranks_per_node
-    values = {
-        "job-name": recipe.name,
-        "nodes": recipe.cluster.nodes,
-        "ntasks-per-node": per_node,
-        "gpus-per-node": per_node,
-        "signal": f"B:USR1@{recipe.cluster.signal_seconds}",
-    }
+    cluster = recipe.cluster
+    if cluster.launcher == "ray" and cluster.groups.engines is not None:
+        raise ConfigError(
+            "cluster.groups.engines: a Ray cluster inside a Slurm job has nodes of one kind; set cluster.launcher=slurm"
+        )
+    values = _sizes(cluster) | {"job-name": recipe.name, "signal": f"B:USR1@{cluster.signal_seconds}"}
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
+    if (engines := cluster.groups.engines) is not None:
+        options = [*(f"--{option}={value}" for option, value in _sizes(engines).items()), "--exclusive"]
+        component = "\n".join(f"#SBATCH {option}" for option in ["hetjob", *options, *engines.sbatch_options])
+        template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
     ours = f"MEGARL_HOME={shlex.quote(str(HOME))}\nset -- {shlex.join(arguments)}"
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
+
+
+def _sizes(nodes: ClusterConfig | NodeGroup) -> dict[str, object]:
+    """The options of sbatch for so many like nodes."""
+    per_node = nodes.ranks_per_node
+    return {"nodes": nodes.nodes, "ntasks-per-node": per_node, "gpus-per-node": per_node}
 
 
 def _header(recipe: Recipe) -> str:

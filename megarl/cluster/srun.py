@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.rank import leave
-from megarl.cluster.topology import Introduction
+from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
 from megarl.platform.processes import die_with
 
@@ -21,22 +21,29 @@ from megarl.platform.processes import die_with
 class SrunGroup(ConnectedGroup):
     """A `WorkerGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
 
-    A group that is a part of the run has the part's places in the job, filled node by node in Slurm's order: the ranks
-    of an engine share a node where their number divides a node's. The key is sent over standard input, which srun
+    A group that is a part of the run has the part's places on the nodes of its `kind`, filled node by node in Slurm's
+    order: the ranks of an engine share a node where their number divides a node's. `kind` is left out where the group
+    is the run, on all nodes of the job. The key is sent over standard input, which srun
     forwards to every task: no other user can read it, and no file has it.
     """
 
-    def __init__(self, world_size: int, options: Sequence[str] = (), part: PartOfRun | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        options: Sequence[str] = (),
+        part: PartOfRun | None = None,
+        kind: NodeKind | None = None,
+    ) -> None:
         super().__init__(world_size, part)
-        self._options = options
+        nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+        self._options, self._kind = options, kind or NodeKind(0, nodes, self.part.num_ranks // nodes)
         self._placed: Path | None = None
         self._srun: asyncio.subprocess.Process | None = None
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        placed = {}
+        placed, kind = {}, self._kind
         if self.world_size == self.part.num_ranks:
-            nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-            sizes = [f"--nodes={nodes}", f"--ntasks-per-node={self._ranks_per_node}", "--distribution=block"]
+            sizes = [f"--nodes={kind.nodes}", f"--ntasks-per-node={kind.ranks_per_node}", "--distribution=block"]
         else:
             # A node's name for each task.
             names = await self._nodes()
@@ -44,6 +51,7 @@ class SrunGroup(ConnectedGroup):
             self._placed.write_text("".join(f"{name}\n" for name in names))
             placed = {"SLURM_HOSTFILE": str(self._placed.absolute())}
             sizes = [f"--nodes={len(set(names))}", "--distribution=arbitrary"]
+            sizes += [] if kind.component is None else [f"--het-group={kind.component}"]
         command = [
             "srun", *sizes, f"--ntasks={self.world_size}", "--kill-on-bad-exit=1", "--overlap",
             f"--output={log_folder.absolute() / self.start_log}", *self._options,
@@ -61,19 +69,21 @@ class SrunGroup(ConnectedGroup):
 
     async def _nodes(self) -> list[str]:
         """The node of each of the group's tasks."""
+        component = "" if self._kind.component is None else f"_HET_GROUP_{self._kind.component}"
         listing = await asyncio.create_subprocess_exec(
-            "scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"], stdout=asyncio.subprocess.PIPE
+            "scontrol",
+            "show",
+            "hostnames",
+            os.environ[f"SLURM_JOB_NODELIST{component}"],
+            stdout=asyncio.subprocess.PIPE,
         )
         names = (await listing.communicate())[0].decode().split()
-        first = self.part.first_rank
-        return [names[number // self._ranks_per_node] for number in range(first, first + self.world_size)]
-
-    @property
-    def _ranks_per_node(self) -> int:
-        return self.part.num_ranks // int(os.environ["SLURM_JOB_NUM_NODES"])
+        first = self.part.first_rank - self._kind.first_rank
+        return [names[number // self._kind.ranks_per_node] for number in range(first, first + self.world_size)]
 
     def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
-        return [(self.part.first_rank + process.turn) % self._ranks_per_node for process in processes]
+        first = self.part.first_rank - self._kind.first_rank
+        return [(first + process.turn) % self._kind.ranks_per_node for process in processes]
 
     async def await_end(self) -> str:
         assert self._srun is not None

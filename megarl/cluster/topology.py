@@ -7,6 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
+class NodeKind(NamedTuple):
+    """Like nodes of a run: of all, or of those that only engines have."""
+
+    first_rank: int
+    """The run's first rank on them; the others follow, node by node."""
+    nodes: int
+    ranks_per_node: int
+    component: int | None = None
+    """Their place in a heterogeneous Slurm job."""
+    ray_resources: Mapping[str, float] = {}
+    """What Ray's nodes of this kind have, beside GPUs or CPUs."""
+
+
 class Introduction(NamedTuple):
     """A process's first message to the driver.
 

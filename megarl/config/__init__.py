@@ -389,14 +389,17 @@ class Recipe(Section):
 
     @property
     def separate_ranks(self) -> int:
-        """Ranks that only sample: `rollout.ranks` of a separate placement, else 0."""
-        is_separate = self.has_engine and self.rollout.placement == "separate"
-        return self.rollout.ranks or 0 if is_separate else 0
+        """Ranks that only sample: `rollout.ranks` of a separate placement, or the engines' nodes' own; else 0."""
+        if not self.has_engine or self.rollout.placement != "separate":
+            return 0
+        engines = self.cluster.groups.engines
+        return self.rollout.ranks or (engines.num_ranks if engines is not None else 0)
 
     @property
     def trainer_ranks(self) -> int:
         """Ranks that train."""
-        return self.cluster.world_size - self.separate_ranks
+        own = self.cluster.nodes * self.cluster.ranks_per_node
+        return own if self.cluster.groups.engines is not None else own - self.separate_ranks
 
     @property
     def validation_sets(self) -> tuple[str, ...]:

@@ -8,6 +8,36 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.section import Section
 
+GpuMemory = PositiveFloat | Literal["h100", "h200", "b200"]
+
+
+class NodeGroup(Section):
+    """Nodes of a kind of their own."""
+
+    nodes: PositiveInt = 1
+    """Number of nodes (machines)."""
+    ranks_per_node: PositiveInt = 1
+    """Ranks on each of them: one per GPU, or one per CPU slot."""
+    gpu_memory_gib: GpuMemory | None = None
+    """Memory of their GPUs, as cluster.gpu_memory_gib is of the others; default: the same."""
+    sbatch_options: tuple[str, ...] = ()
+    """Options of sbatch for them in a job of `megarl slurm`, such as --partition=NAME; those of its --sbatch are for
+    the trainer's nodes."""
+    ray_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """What Ray's nodes of this kind have, by Ray's names, where their GPUs (CPUs) alone do not tell them from others:
+    {"accelerator_type:H100": 0.001}."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class GroupsConfig(Section):
+    engines: NodeGroup | None = None
+    """The nodes of separate engines (rollout.placement), where these are of another kind than the trainer's: then
+    cluster.nodes and cluster.ranks_per_node are the trainer's alone, and rollout.ranks are all ranks of these. Under
+    Slurm the job is a heterogeneous one (`megarl slurm submit` makes it). `megarl eval` samples on the trainer's."""
+
 
 class ClusterConfig(Section):
     launcher: Literal["local", "slurm", "ray"] = "local"
@@ -43,7 +73,8 @@ class ClusterConfig(Section):
     peak_tflops: PositiveFloat | None = None
     """Peak of a rank's device at `model.dtype` in TFLOP/s, which perf/mfu is the share of; default: that of the GPU by
     its name, where it is a known one. Without it, as on a CPU, there is no perf/mfu."""
-    gpu_memory_gib: PositiveFloat | Literal["h100", "h200", "b200"] | None = None
+    groups: GroupsConfig = GroupsConfig()
+    gpu_memory_gib: GpuMemory | None = None
     """Memory of a GPU in GiB, or its kind: a recipe that would not fit is refused before a start, with changes that
     fit (`megarl plan` prints the table). Default: that of this machine's GPUs; where it has none, nothing is refused.
     """
@@ -52,4 +83,18 @@ class ClusterConfig(Section):
 
     @property
     def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
+        """All ranks, those of separate engines on nodes of their own kind last."""
+        return self.nodes * self.ranks_per_node + (self.groups.engines.num_ranks if self.groups.engines else 0)
+
+    @property
+    def num_nodes(self) -> int:
+        """All nodes."""
+        return self.nodes + (self.groups.engines.nodes if self.groups.engines else 0)
+
+    @property
+    def described(self) -> str:
+        """How many ranks there are, in terms of the fields."""
+        own = f"cluster.nodes {self.nodes} * cluster.ranks_per_node {self.ranks_per_node}"
+        if (engines := self.groups.engines) is None:
+            return own
+        return f"{own} + cluster.groups.engines {engines.nodes} * {engines.ranks_per_node}"

@@ -78,7 +78,7 @@ class RolloutConfig(Section):
     of its own."""
     ranks: PositiveInt | None = None
     """Ranks that only sample (separate): the last of cluster.nodes * cluster.ranks_per_node; the trainer has the
-    others."""
+    others. Default: those of cluster.groups.engines."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM engine; there are ranks / tp replicas."""
     sampling: SamplingConfig = SamplingConfig()

@@ -20,6 +20,7 @@ from megarl.algorithms.evaluation import Measure
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_ranks
 from megarl.config import Recipe
+from megarl.config.cluster import GroupsConfig
 from megarl.config.formulas import either
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import read, to_yaml
@@ -98,6 +99,11 @@ def prepare(
         # It is of the recipe's model; one that was exported from it has the changed fields already.
         changed = loaded.model.model_copy(update={"override_config": {}})
         loaded = loaded.model_copy(update={"model": changed})
+    if loaded.cluster.groups.engines is not None:
+        # Ranks of one group have nodes of one kind.
+        cluster = loaded.cluster.model_copy(update={"groups": GroupsConfig()})
+        rollout = loaded.rollout.model_copy(update={"placement": "colocated", "ranks": None})
+        loaded = loaded.model_copy(update={"cluster": cluster, "rollout": rollout})
     layout = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
     written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")

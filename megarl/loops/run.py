@@ -85,7 +85,7 @@ def _next_commands(folder: RunFolder) -> list[str]:
 
 
 def _ranks(recipe: Recipe) -> str:
-    count, nodes = recipe.cluster.world_size, recipe.cluster.nodes
+    count, nodes = recipe.cluster.world_size, recipe.cluster.num_nodes
     told = f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
     if recipe.separate_ranks:
         told += f", of which {recipe.separate_ranks} only sample"

@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.config.optimizer_on_host import obstacles
 from megarl.config.parallel import FP8_BLOCK
 from megarl.families.shape import ModelShape
-from megarl.memory.devices import GPU
+from megarl.memory.devices import GPU, GpuMemory
 from megarl.memory.models import Models
 from megarl.memory.phases import memory_table
 from megarl.memory.table import MemoryTable
@@ -50,19 +50,19 @@ class Remedy:
         return tuple(f"{field}={_written(value)}" for field, value in self.values.items())
 
 
-def remedies(recipe: Recipe, models: Models, gpu_gib: float, *, most: int = 3) -> list[Remedy]:
+def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) -> list[Remedy]:
     """The cheapest changes of offload, KV cache, overlap, row length and recomputation under which the recipe fits.
 
     Each fits by itself, and no field of it could be left out. Where none fits, the same with the optimizer on the host.
     """
-    if fitting := _remedies(recipe, models, gpu_gib, most):
+    if fitting := _remedies(recipe, models, gpus, most):
         return fitting
     if (on_host := _optimizer_on_host(recipe)) is None:
         return []
     other = changed(recipe, on_host)
-    if (remedy := _completed(recipe, models, gpu_gib, on_host)) is not None:
+    if (remedy := _completed(recipe, models, gpus, on_host)) is not None:
         return [remedy]
-    further = _remedies(other, models, gpu_gib, most)
+    further = _remedies(other, models, gpus, most)
     return [Remedy(on_host | {**remedy.values}, remedy.table) for remedy in further]
 
 
@@ -77,12 +77,12 @@ def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
     return fields
 
 
-def _remedies(recipe: Recipe, models: Models, gpu_gib: float, most: int) -> list[Remedy]:
+def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> list[Remedy]:
     found: list[tuple[float, Remedy]] = []
     for values in _choices(recipe, models.policy.shape):
         if any(set(remedy.values) <= set(values) for _, remedy in found):
             continue
-        if (remedy := _completed(recipe, models, gpu_gib, values)) is not None:
+        if (remedy := _completed(recipe, models, gpus, values)) is not None:
             found.append((_cost(recipe, remedy.values), remedy))
     needed = [
         (cost, remedy)
@@ -157,40 +157,40 @@ def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
     return "trainer.recompute_modules", None if module in trainer.recompute_modules else more
 
 
-def _completed(recipe: Recipe, models: Models, gpu_gib: float, values: dict[str, Any]) -> Remedy | None:
+def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str, Any]) -> Remedy | None:
     """The change with its fitted values, if there are such."""
     given = {field: value for field, value in values.items() if value is not _FITTED}
     for field in values.keys() - given.keys():
         fit = _fitted_rows if field == "trainer.max_tokens_per_microbatch" else _fitted_cache
-        if (value := fit(changed(recipe, given), models, gpu_gib)) is None:
+        if (value := fit(changed(recipe, given), models, gpus)) is None:
             return None
         given[field] = value
     ordered = {field: given[field] for field in values}
-    table = memory_table(changed(recipe, ordered), models, GPU, gpu_gib=gpu_gib)
-    return Remedy(ordered, table) if table.fullest.device_bytes <= gpu_gib * _GIB else None
+    table = memory_table(changed(recipe, ordered), models, GPU, gpu_gib=gpus.engine)
+    return Remedy(ordered, table) if not gpus.exceeded(table) else None
 
 
-def _fitted_cache(recipe: Recipe, models: Models, gpu_gib: float) -> float | None:
+def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
     """The largest KV cache, or share of the GPU, that fits beside the rest while the engine samples; None if none."""
-    table = memory_table(recipe, models, GPU, gpu_gib=gpu_gib)
+    table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
     sampling = [phase.device_bytes for phase in table.phases if phase.of("KV cache").device_bytes]
-    excess = max(sampling, default=0) - gpu_gib * _GIB
+    excess = max(sampling, default=0) - gpus.engine * _GIB
     if excess <= 0:
         return None
     rollout = recipe.rollout
     if rollout.gpu_memory_utilization is not None:
-        value = math.floor((rollout.gpu_memory_utilization - excess / (gpu_gib * _GIB)) * 100) / 100
+        value = math.floor((rollout.gpu_memory_utilization - excess / (gpus.engine * _GIB)) * 100) / 100
         field = "rollout.gpu_memory_utilization"
     else:
         value = math.floor((rollout.kv_cache_gib - excess / _GIB) * 10) / 10
         field = "rollout.kv_cache_gib"
     if value <= 0:
         return None
-    room = memory_table(changed(recipe, {field: value}), models, GPU, gpu_gib=gpu_gib).cache
+    room = memory_table(changed(recipe, {field: value}), models, GPU, gpu_gib=gpus.engine).cache
     return value if room is not None and room.longest_requests >= 1 else None
 
 
-def _fitted_rows(recipe: Recipe, models: Models, gpu_gib: float) -> int | None:
+def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
     """The longest rows, shorter than they are, under which training fits; None where they could not hold a sample."""
     layout = models.policy.layout
     multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
@@ -200,9 +200,9 @@ def _fitted_rows(recipe: Recipe, models: Models, gpu_gib: float) -> int | None:
 
     def fits(count: int) -> bool:
         shorter = changed(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
-        table = memory_table(shorter, models, GPU, gpu_gib=gpu_gib)
+        table = memory_table(shorter, models, GPU, gpu_gib=gpus.engine)
         training = [phase for phase in table.phases if phase.metric in ("train", "logprobs")]
-        return max(phase.device_bytes for phase in training) <= gpu_gib * _GIB
+        return max(phase.device_bytes for phase in training) <= gpus.trainer * _GIB
 
     if least > most or not fits(least):
         return None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl.memory.table import MemoryTable, Phase
 
 GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
 """Memory of a GPU as torch finds it, in GiB. Source: NVIDIA's data sheets, less what the driver keeps."""
@@ -33,3 +36,18 @@ class Platform:
 
 GPU = Platform(is_gpu=True, has_transformer_engine=True)
 CPU = Platform(is_gpu=False, has_transformer_engine=False)
+
+
+class GpuMemory(NamedTuple):
+    """Memory in GiB of a GPU on which the trainer is, and of one on which engines are: the same, or another kind."""
+
+    trainer: float
+    engine: float
+
+    def of(self, phase: Phase) -> float:
+        """That of the GPU that a phase's memory is on."""
+        return self.engine if phase.part == "engine" else self.trainer
+
+    def exceeded(self, table: MemoryTable) -> list[Phase]:
+        """The phases that take more than their GPU has."""
+        return [phase for phase in table.phases if phase.device_bytes > self.of(phase) * 2**30]

@@ -19,13 +19,24 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
     """
     # What is not installed is told with the other needs of trainer.fp8.
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
-    if asked := needs(recipe, is_trained=is_trained):
-        yield from unmet_needs(asked, _gpus(recipe, is_start), library_versions() if has_libraries else None)
+    versions = library_versions() if has_libraries else None
+    asked, engines = needs(recipe, is_trained=is_trained), recipe.cluster.groups.engines
+    of_engines = {field: need for field, need in asked.items() if field.startswith("rollout.")}
+    if engines is not None and engines.gpu_memory_gib is not None and of_engines:
+        named = _named("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
+        yield from unmet_needs(of_engines, named, versions)
+        asked = {field: need for field, need in asked.items() if field not in of_engines}
+    if asked:
+        yield from unmet_needs(asked, _gpus(recipe, is_start), versions)
 
 
 def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
-    given = recipe.cluster.gpu_memory_gib
-    named = [Gpu(f"cluster.gpu_memory_gib = {given}", NAMED_GPUS[given])] if isinstance(given, str) else []
+    named = _named("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named and not is_start:
         return named
     return (uses_this_machine(recipe) and installed_gpus()) or named
+
+
+def _named(field: str, given: float | str | None) -> list[Gpu]:
+    """The GPU that a field names, if it names one."""
+    return [Gpu(f"{field} = {given}", NAMED_GPUS[given])] if isinstance(given, str) else []

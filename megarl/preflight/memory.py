@@ -9,7 +9,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.memory.changes import Remedy, changed, remedies
-from megarl.memory.devices import CPU, GPU, GPU_MEMORY_GIB
+from megarl.memory.devices import CPU, GPU, GPU_MEMORY_GIB, GpuMemory
 from megarl.memory.models import Models, read_models
 from megarl.memory.phases import memory_table
 from megarl.memory.table import MemoryTable, Phase
@@ -31,6 +31,15 @@ def gpu_gib(recipe: Recipe) -> float | None:
     return GPU_MEMORY_GIB[given] if isinstance(given, str) else given
 
 
+def gpu_memory(recipe: Recipe) -> GpuMemory | None:
+    """Memory of the trainer's GPUs and of the engines'; None where nothing says the former."""
+    if (gib := gpu_gib(recipe)) is None:
+        return None
+    engines = recipe.cluster.groups.engines
+    given = None if engines is None else engines.gpu_memory_gib
+    return GpuMemory(gib, gib if given is None else GPU_MEMORY_GIB[given] if isinstance(given, str) else given)
+
+
 def uses_this_machine(recipe: Recipe) -> bool:
     """Whether this machine's GPUs are the run's: not those of a login node, nor with the environment for CPUs."""
     return not runs_on_cpu() and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
@@ -44,16 +53,17 @@ def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
 
 def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
     """The memory of a recipe by phase: of GPUs where they are named or the environment is theirs, else a CPU's."""
-    gib = gpu_gib(recipe)
-    is_gpu = gib is not None or not runs_on_cpu()
-    return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gib)
+    gpus = gpu_memory(recipe)
+    is_gpu = gpus is not None or not runs_on_cpu()
+    return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
     """Bytes of the fullest rank by the phases of `memory/PHASE_gib`, as this machine's ranks will have it."""
     platform = CPU if runs_on_cpu() else GPU
     models = models_of(recipe, sizes.layout_of(recipe))
-    return memory_table(recipe, models, platform, gpu_gib=gpu_gib(recipe)).predicted()
+    gpus = gpu_memory(recipe)
+    return memory_table(recipe, models, platform, gpu_gib=gpus and gpus.engine).predicted()
 
 
 def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> Iterator[str]:
@@ -61,17 +71,15 @@ def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> 
     if recipe.rollout.gpu_memory_utilization is not None and recipe.has_engine:
         yield from _utilization(recipe)
     yield from _other_gpu(recipe, is_start)
-    gib = gpu_gib(recipe)
-    if gib is None:
+    if (gpus := gpu_memory(recipe)) is None:
         return
     try:
         models = models_of(recipe, layout)
     except DataError:
         return  # told already
-    table = memory_table(recipe, models, GPU, gpu_gib=gib)
-    over = [phase for phase in table.phases if phase.device_bytes > gib * _GIB]
-    if over:
-        yield _refusal(recipe, models, gib, over)
+    table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
+    if over := gpus.exceeded(table):
+        yield _refusal(recipe, models, gpus, over)
     elif table.cache is not None and not table.cache.longest_requests:
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: leaves a KV cache of "
@@ -99,19 +107,21 @@ def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
         )
 
 
-def _refusal(recipe: Recipe, models: Models, gib: float, over: list[Phase]) -> str:
+def _refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
     told = "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
-        f"{phase.device_bytes / _GIB - gib:.1f} too much ({_largest(phase)})"
+        f"{phase.device_bytes / _GIB - gpus.of(phase):.1f} too much ({_largest(phase)})"
         for phase in sorted(over, key=lambda phase: -phase.device_bytes)
     )
-    named = recipe.cluster.gpu_memory_gib
-    given = f"cluster.gpu_memory_gib = {named if named is not None else f'{gib:.1f} (of this machine)'}"
+    named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
+    given = f"cluster.gpu_memory_gib = {named if named is not None else f'{gpus.trainer:.1f} (of this machine)'}"
+    if engines is not None and engines.gpu_memory_gib is not None:
+        given += f", cluster.groups.engines.gpu_memory_gib = {engines.gpu_memory_gib}"
     text = f"{given}: {told}"
-    found = remedies(recipe, models, gib)
+    found = remedies(recipe, models, gpus)
     if found:
         return f"{text}; what fits: {', or '.join(' '.join(remedy.overrides) for remedy in found)}"
-    if (wider := _wider(recipe, gib)) is not None:
+    if (wider := _wider(recipe, gpus)) is not None:
         return f"{text}; no offload, recomputation, cache or row length fits; what does: {wider}"
     return f"{text}; nothing that is tried fits: take more GPUs, or a smaller model"
 
@@ -122,7 +132,7 @@ def _largest(phase: Phase) -> str:
     return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
 
 
-def _wider(recipe: Recipe, gib: float) -> str | None:
+def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
     """Twice a parallel size or the nodes, with the cheapest other change, under which the recipe fits."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
@@ -139,10 +149,10 @@ def _wider(recipe: Recipe, gib: float) -> str | None:
         models = models_of(other, layout)
         if any((*sizes.ranks(other), *sizes.batches(other, layout.dp), *sizes.model_fit(other, models.policy.shape))):
             continue
-        table = memory_table(other, models, GPU, gpu_gib=gib)
+        table = memory_table(other, models, GPU, gpu_gib=gpus.engine)
         own = Remedy(values, table)
-        if table.fullest.device_bytes <= gib * _GIB:
+        if not gpus.exceeded(table):
             return " ".join(own.overrides)
-        if found := remedies(other, models, gib, most=1):
+        if found := remedies(other, models, gpus, most=1):
             return " ".join((*own.overrides, *found[0].overrides))
     return None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megarl.config import Recipe
+from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.families.shape import ModelShape
@@ -66,6 +67,8 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
                     "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
                     "cluster.launcher=local"
                 )
+        elif cluster.groups.engines is not None:
+            yield from _components(cluster)
         elif int(nodes) != cluster.nodes:
             yield f"cluster.nodes = {cluster.nodes}: the job has {nodes}; set cluster.nodes={nodes}, or sbatch --nodes"
         elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
@@ -75,10 +78,29 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
             )
     if cluster.launcher == "ray" and find_spec("ray") is None:
         yield "cluster.launcher = ray: Ray is not installed; run launch/setup.sh ray, or set cluster.launcher=local"
-    if cluster.launcher == "local" and cluster.nodes > 1 and is_start:
+    if cluster.launcher == "local" and cluster.groups.engines is not None and is_start:
+        yield (
+            "cluster.groups.engines: cluster.launcher local has this machine only; leave the group out and give "
+            "rollout.ranks, or run megarl slurm submit"
+        )
+    elif cluster.launcher == "local" and cluster.nodes > 1 and is_start:
         yield (
             f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only; "
             f"set cluster.nodes=1 cluster.ranks_per_node={cluster.world_size}, or run megarl slurm submit"
+        )
+
+
+def _components(cluster: ClusterConfig) -> Iterator[str]:
+    """Whether the job has the trainer's nodes and the engines', each as a component of a heterogeneous job."""
+    engines = cluster.groups.engines
+    assert engines is not None
+    found = [os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(2)]
+    asked = [str(cluster.nodes), str(engines.nodes)]
+    if found != asked or os.environ.get("SLURM_HET_SIZE") != "2":
+        have = f"components of {', '.join(filter(None, found))} nodes" if any(found) else "one kind of nodes"
+        yield (
+            f"cluster.groups.engines: the job has {have}, not components of {' and '.join(asked)}; submit it with "
+            "megarl slurm submit"
         )
 
 
@@ -90,7 +112,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
         return
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
     model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
-    product = f"cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node}"
+    product = cluster.described
     ranks = f"the {world} ranks ({product})"
     if recipe.separate_ranks:
         ranks = f"the {world} ranks that train ({product} - rollout.ranks {recipe.separate_ranks})"
@@ -126,13 +148,20 @@ def ranks(recipe: Recipe) -> Iterator[str]:
 def placement(recipe: Recipe) -> Iterator[str]:
     """Whether separate engines have ranks that they can use, and leave some to the trainer."""
     cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
+    engines = cluster.groups.engines
     if not recipe.has_engine or rollout.placement != "separate":
+        if engines is not None:
+            yield (
+                "cluster.groups.engines: engines have no ranks of their own without rollout.placement = separate; set "
+                "that, or leave the group out"
+            )
         return
-    world, tp = cluster.world_size, rollout.tp
-    product = f"cluster.nodes {cluster.nodes} * cluster.ranks_per_node {cluster.ranks_per_node}"
+    world, tp, product = cluster.world_size, rollout.tp, cluster.described
     fitting = list(range(tp, world, tp))
     use = f"use {either(fitting)}" if fitting else f"have more than {tp} ranks (cluster.ranks_per_node)"
-    if rollout.ranks is None:
+    if engines is not None:
+        yield from _engines_of_a_kind(recipe, engines)
+    elif rollout.ranks is None:
         yield (
             f"rollout.placement = separate: needs rollout.ranks, how many of the {world} ranks ({product}) sample; "
             f"{use}"
@@ -146,6 +175,16 @@ def placement(recipe: Recipe) -> Iterator[str]:
             "trainer.router_replay = True: the experts that an engine chose stay on its ranks, which under "
             "rollout.placement separate do not train; leave it out, or set rollout.placement=colocated"
         )
+
+
+def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
+    """Whether engines fill nodes of a kind of their own."""
+    rollout = recipe.rollout
+    chosen = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
+    if rollout.ranks not in (None, engines.num_ranks):
+        yield f"rollout.ranks = {rollout.ranks}: {chosen} make {engines.num_ranks}; leave it out"
+    if engines.num_ranks % rollout.tp:
+        yield f"rollout.tp = {rollout.tp}: does not divide the {engines.num_ranks} ranks of {chosen}; change either"
 
 
 def batches(recipe: Recipe, dp: int) -> Iterator[str]:

@@ -86,11 +86,26 @@ class Traffic:
 
 
 def forecast(
-    model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
+    model: ModelShape,
+    parallel: ParallelConfig,
+    *,
+    ranks_per_node: int,
+    engine_ranks_per_node: int | None = None,
+    itemsize: int,
+    bucket_bytes: int,
 ) -> dict[str, Any]:
-    """JSON values: the cost of the live reshard and of other rank orders, and the assumed bandwidths."""
+    """JSON values: the cost of the live reshard and of other rank orders, and the assumed bandwidths.
 
-    planned = partial(reshard_plan, model, ranks_per_node=ranks_per_node, itemsize=itemsize, bucket_bytes=bucket_bytes)
+    `engine_ranks_per_node`: as of `reshard_plan`.
+    """
+    planned = partial(
+        reshard_plan,
+        model,
+        ranks_per_node=ranks_per_node,
+        engine_ranks_per_node=engine_ranks_per_node,
+        itemsize=itemsize,
+        bucket_bytes=bucket_bytes,
+    )
     started = time.process_time()
     plan = planned(parallel)
     plan.for_rank(parallel.num_ranks // 2)
@@ -146,17 +161,35 @@ def count(plan: Plan) -> Traffic:
 
 
 def reshard_plan(
-    model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int, itemsize: int, bucket_bytes: int
+    model: ModelShape,
+    parallel: ParallelConfig,
+    *,
+    ranks_per_node: int,
+    engine_ranks_per_node: int | None = None,
+    itemsize: int,
+    bucket_bytes: int,
 ) -> Plan:
-    """The plan of the live reshard from the model's shape: Megatron's layouts to vLLM's, both computed."""
+    """The plan of the live reshard from the model's shape: Megatron's layouts to vLLM's, both computed.
+
+    `engine_ranks_per_node` is given where separate engines have nodes of their own kind.
+    """
     ends = reshard_ends(model, parallel, parallel.num_ranks)
     return make_plan(
         ends.sources,
         ends.destinations,
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        topology=[(rank // ranks_per_node,) for rank in range(parallel.num_ranks)],
+        topology=_topology(parallel, ranks_per_node, engine_ranks_per_node),
     )
+
+
+def _topology(parallel: ParallelConfig, ranks_per_node: int, engine_ranks_per_node: int | None) -> list[tuple[int]]:
+    """The node of each rank."""
+    if engine_ranks_per_node is None:
+        return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
+    trainers = [(rank // ranks_per_node,) for rank in range(parallel.world_size)]
+    first = trainers[-1][0] + 1
+    return trainers + [(first + rank // engine_ranks_per_node,) for rank in range(parallel.rollout_ranks)]
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:

@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
-from megarl.cluster.node_checks import NodeReport, faults, unreached
+from megarl.cluster.node_checks import NodeReport, faults, kinds_of_nodes, unreached
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
+from megarl.config import Recipe
 from megarl.platform.gpu_needs import field_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.testing import RankPool
@@ -62,6 +63,24 @@ def test_a_bad_node_is_named(changed: dict[str, Any], told: str | None) -> None:
     reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
     found = list(faults(reports, "/runs/a", 8, field_needs()))
     assert found == [] if told is None else len(found) == 1 and told in found[0]
+
+
+def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:
+    cluster = {"launcher": "slurm", "ranks_per_node": 8, "groups": {"engines": {"nodes": 2, "ranks_per_node": 4}}}
+    rollout = {"placement": "separate", "quantization": "fp8"}
+    fields = {
+        "name": "n",
+        "loop": "rl",
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "trainer": {"fp8": "blockwise"},
+    }
+    recipe = Recipe.model_validate(fields | {"cluster": cluster, "rollout": rollout})
+    trainers, engines = kinds_of_nodes(recipe, ["a"] * 8 + ["b"] * 4 + ["c"] * 4)
+    assert trainers[0] == {"a": 8} and [*trainers[1]] == ["trainer.fp8 = blockwise"]
+    assert engines[0] == {"b": 4, "c": 4} and [*engines[1]] == ["rollout.quantization = fp8"]
+    ada = GOOD | {"gpus": ["L40S, 570"] * 4, "usable_gpus": (Gpu("NVIDIA L40S", (8, 9)),) * 4}
+    assert list(faults({"b": ada, "c": ada}, "/runs/a", 4, engines[1])) == []
 
 
 def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

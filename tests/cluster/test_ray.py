@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from megarl.cluster.topology import NodeKind
 from megarl.config import RewardConfig
 from megarl.environments.process import process_settings
 from megarl.environments.process_pool import EnvironmentPool, RaisedError
@@ -63,7 +64,8 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
         for switch in ("b", "a"):
-            cluster.add_node(num_cpus=2, labels={"switches": f"root.{switch}"})
+            own = {"small": 1.0} if switch == "a" else {}
+            cluster.add_node(num_cpus=2, labels={"switches": f"root.{switch}"}, resources=own)
         yield cluster
     finally:
         cluster.shutdown()
@@ -103,9 +105,11 @@ def test_a_run_on_ray_is_the_run_alone(folder: Path) -> None:
 
 
 def test_engines_on_actors_of_their_own_learn_what_they_do_alone(folder: Path) -> None:
-    alone = ("name=separate_alone", "cluster.launcher=local", "cluster.nodes=1", "cluster.ranks_per_node=4")
-    separate = ("trainer.tp=1", "rollout.tp=1", "rollout.placement=separate", "rollout.ranks=2", "train.steps=2")
-    for overrides in (("name=separate",), alone):
+    """On a node that has what the recipe says of the engines' kind."""
+    alone = ("name=separate_alone", "cluster.launcher=local", "cluster.ranks_per_node=4", "rollout.ranks=2")
+    separate = ("trainer.tp=1", "rollout.tp=1", "rollout.placement=separate", "train.steps=2", "cluster.nodes=1")
+    kinds = "cluster.groups.engines={nodes: 1, ranks_per_node: 2, ray_resources: {small: 0.001}}"
+    for overrides in (("name=separate", "cluster.ranks_per_node=2", kinds), alone):
         done = train(folder, *separate, "algorithm.old_logprobs=trainer", *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
     runs = [folder / "runs" / name for name in ("separate", "separate_alone")]
@@ -131,7 +135,7 @@ def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     async def drive() -> None:
-        group = RayGroup(4, cluster.address, ranks_per_node=2)
+        group = RayGroup(4, cluster.address, NodeKind(0, 2, 2))
         group.most_direct = most_direct
         await group.start("probe:Probe", {}, log_folder=tmp_path)
         try:
@@ -153,7 +157,9 @@ def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     try:
-        asyncio.run(SCENES[scene](lambda size, part: RayGroup(size, cluster.address, 2, part), tmp_path))
+        asyncio.run(
+            SCENES[scene](lambda size, part: RayGroup(size, cluster.address, NodeKind(0, 2, 2), part), tmp_path)
+        )
     finally:
         ray.shutdown()
 

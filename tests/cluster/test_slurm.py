@@ -222,15 +222,18 @@ def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluste
 
 @needs_slurm
 def test_engines_in_job_steps_of_their_own_learn_what_they_do_alone(cluster: Cluster) -> None:
-    separate = ("trainer.tp=1", "rollout.tp=1", "rollout.placement=separate", "rollout.ranks=2", "train.steps=2")
-    separate += ("algorithm.old_logprobs=trainer", "cluster.ranks_per_node=2")
-    job = cluster.submit("name=separate", *separate, per_node=2)
-    cluster.train_alone("name=separate_alone", *separate, "cluster.nodes=1", "cluster.ranks_per_node=4")
+    """In a heterogeneous job: one node for the trainers, and two of another kind with an engine each."""
+    separate = ("trainer.tp=1", "rollout.tp=1", "rollout.placement=separate", "train.steps=2", "cluster.nodes=1")
+    separate += ("algorithm.old_logprobs=trainer",)
+    kinds = ("cluster.ranks_per_node=2", "cluster.groups.engines={nodes: 2, ranks_per_node: 1}")
+    submit = (MEGARL, "slurm", "submit", "recipe.yaml", "name=separate", *separate, *kinds)
+    job = cluster.run(*submit, "--sbatch=--output=job_%j.log").split()[-1]
+    cluster.train_alone("name=separate_alone", *separate, "rollout.ranks=2", "cluster.ranks_per_node=4")
     cluster.until_ended(job, "separate", 0)
     assert cluster.weights("separate") == cluster.weights("separate_alone")
     machine = json.loads((cluster.folder / "runs/separate/logs/latest/attempt.json").read_text())["machine"]
-    # Two nodes of Slurm's choice, one for the trainers and one for both engines.
-    assert re.fullmatch(r"2 on n\d, 2 on n\d", machine["ranks"]), machine
+    # Nodes of Slurm's choice.
+    assert re.fullmatch(r"2 on n\d, 1 on n\d, 1 on n\d", machine["ranks"]), machine
 
 
 @needs_slurm
@@ -306,6 +309,22 @@ def test_a_script_says_what_the_recipe_says() -> None:
     assert not any("sbatch --nodes" in line for line in comments)
 
 
+def test_a_job_with_engines_on_nodes_of_their_own_kind_has_two_components() -> None:
+    engines = "{nodes: 4, ranks_per_node: 4, sbatch_options: [--partition=small]}"
+    given = ("rollout.placement=separate", "rollout.tp=4", f"cluster.groups.engines={engines}")
+    recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", given)
+    own, component = "\n".join(render(recipe, ["recipe.yaml"]).splitlines()).split("#SBATCH hetjob\n")
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in own
+    sizes, _, rest = component.partition("MEGARL_HOME=")
+    assert sizes.splitlines() == [
+        f"#SBATCH {option}"
+        for option in ("--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4", "--exclusive", "--partition=small")
+    ]
+    assert "train " in rest and "#SBATCH" not in rest
+    with pytest.raises(ConfigError, match=r"cluster.groups.engines: a Ray cluster inside a Slurm job has nodes of one"):
+        render(load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", (*given, "cluster.launcher=ray")), ["recipe.yaml"])
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: apt-get install shellcheck")
 def test_the_scripts_are_sound_shell() -> None:
     scripts = [*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch/slurm").glob("*.sbatch")]
@@ -327,6 +346,16 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
     assert "cluster.ranks_per_node = 4: the job has 8 tasks a node" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    assert list(machines(recipe)) == []
+    kinds = {"launcher": "slurm", "nodes": 2, "ranks_per_node": 4, "groups": {"engines": {"nodes": 3}}}
+    recipe = Recipe.model_validate(fields | {"cluster": kinds, "rollout": {"placement": "separate"}})
+    (told,) = machines(recipe)
+    assert "cluster.groups.engines: the job has one kind of nodes, not components of 2 and 3" in told
+    for name, value in (("HET_SIZE", "2"), ("JOB_NUM_NODES_HET_GROUP_0", "2"), ("JOB_NUM_NODES_HET_GROUP_1", "4")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    (told,) = machines(recipe)
+    assert "the job has components of 2, 4 nodes, not components of 2 and 3" in told
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES_HET_GROUP_1", "3")
     assert list(machines(recipe)) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.memory.changes import changed, remedies
-from megarl.memory.devices import GPU, GPU_MEMORY_GIB
+from megarl.memory.devices import GPU, GPU_MEMORY_GIB, GpuMemory
 from megarl.memory.phases import memory_table
 from megarl.preflight.memory import memory_faults, models_of
 from megarl.preflight.sizes import batches, layout_of, lengths
@@ -61,7 +61,7 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
 
 def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo", "cluster.gpu_memory_gib=127")
-    found = remedies(recipe, models_of(recipe, layout_of(recipe)), 127.0, most=9)
+    found = remedies(recipe, models_of(recipe, layout_of(recipe)), GpuMemory(127.0, 127.0), most=9)
     (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
     assert 126.8 < peak(changed(recipe, cache)) <= 127.0
 
@@ -97,7 +97,7 @@ def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo")
     shared = changed(recipe, {"rollout.gpu_memory_utilization": 0.98})
     assert peak(shared, GPU_MEMORY_GIB["h200"]) > GPU_MEMORY_GIB["h200"]
-    found = remedies(shared, models_of(shared, layout_of(shared)), GPU_MEMORY_GIB["h200"])
+    found = remedies(shared, models_of(shared, layout_of(shared)), GpuMemory(*[GPU_MEMORY_GIB["h200"]] * 2))
     assert found and all(peak(changed(shared, r.values), 139.8) <= 139.8 for r in found)
     assert any("rollout.gpu_memory_utilization" in r.values for r in found)
 
@@ -155,6 +155,31 @@ def test_whichever_kind_of_ranks_does_not_fit_is_named(large: Callable[..., Reci
     assert "trainer.offload" not in text and "rollout." not in text, "nothing of these is the trainer's"
 
     (text,) = faults(separate("cluster.gpu_memory_gib=30", "rollout.kv_cache_gib=1", "trainer.tp=8", "rollout.tp=1"))
+    assert "rollout takes " in text and " on engine rank 8, " in text
+
+
+def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callable[..., Recipe]) -> None:
+    """The trainer takes more than an H100 has, and engines may have a share of what one has."""
+
+    def kinds(*overrides: str) -> Recipe:
+        engines = "{nodes: 1, ranks_per_node: 4, gpu_memory_gib: h100}"
+        return large(
+            "qwen3_14b_dapo", SEPARATE[0], "trainer.offload=[]", f"cluster.groups.engines={engines}", *overrides
+        )
+
+    sound = kinds("rollout.kv_cache_gib=20")
+    assert sound.separate_ranks == 4 and sound.trainer_ranks == 8 and faults(sound) == []
+    assert peak(sound) > GPU_MEMORY_GIB["h100"]
+    (text,) = faults(kinds("rollout.kv_cache_gib=75"))
+    assert text.startswith(
+        "cluster.gpu_memory_gib = h200, cluster.groups.engines.gpu_memory_gib = h100: start engine takes "
+    )
+    assert " on engine rank 8, " in text and " on trainer rank" not in text
+    fitting = re.search(r"what fits: rollout.kv_cache_gib=([0-9.]+)$", text)
+    assert fitting is not None and 50 < float(fitting[1]) < 75
+    assert faults(kinds(f"rollout.kv_cache_gib={fitting[1]}")) == []
+    assert faults(kinds("rollout.gpu_memory_utilization=0.9")) == []
+    (text,) = faults(kinds("rollout.gpu_memory_utilization=1.0"))
     assert "rollout takes " in text and " on engine rank 8, " in text
 
 

@@ -163,4 +163,8 @@ def test_the_generation_is_that_of_the_gpus_that_run_it(
     named = recipe(cluster={"launcher": launcher, "gpu_memory_gib": "h100"}, rollout={"quantization": "fp8"})
     assert [*format_faults(named, is_start=False)] == []
     assert [*format_faults(recipe(**MXFP8), is_start=True, is_trained=False)] == []
+    # The engines' nodes are of their own kind.
+    kinds = {"launcher": launcher, "groups": {"engines": {"gpu_memory_gib": "h100"}}}
+    named = recipe(cluster=kinds, rollout={"quantization": "fp8", "placement": "separate"})
+    assert [*format_faults(named, is_start=True)] == []
     assert not is_told or found[0].startswith("rollout.quantization = fp8: NVIDIA A10 has compute capability 8.6 (Amp")

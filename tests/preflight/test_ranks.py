@@ -13,6 +13,7 @@ from megarl.preflight import check
 
 RANKS_4 = {"ranks_per_node": 4}
 SEPARATE = {"placement": "separate"}
+ENGINES_2 = {"groups": {"engines": {"ranks_per_node": 2}}}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,26 @@ SEPARATE = {"placement": "separate"}
             {"rollout": {"tp": 2}}, ["rollout.tp = 2", "the 1 ranks", "use 1, or have 2 ranks"], id="rollout.tp"
         ),
         pytest.param({"cluster": {"nodes": 2}}, ["cluster.nodes = 2", "set cluster.nodes=1"], id="nodes"),
+        pytest.param(
+            {"cluster": ENGINES_2, "rollout": SEPARATE},
+            ["cluster.groups.engines: cluster.launcher local", "give rollout.ranks, or run megarl slurm submit"],
+            id="nodes of engines",
+        ),
+        pytest.param(
+            {"cluster": ENGINES_2 | {"launcher": "ray"}},
+            ["cluster.groups.engines: ", "set that, or leave the group out"],
+            id="nodes of engines that share the trainer's ranks",
+        ),
+        pytest.param(
+            {"cluster": ENGINES_2 | {"launcher": "ray"}, "rollout": {**SEPARATE, "ranks": 1}},
+            ["rollout.ranks = 1", "cluster.groups.engines = 1 nodes of 2 ranks make 2; leave it out"],
+            id="ranks beside nodes of engines",
+        ),
+        pytest.param(
+            {"cluster": ENGINES_2 | {"launcher": "ray"}, "rollout": {**SEPARATE, "tp": 4}},
+            ["rollout.tp = 4", "does not divide the 2 ranks of cluster.groups.engines"],
+            id="nodes of engines that hold no engine",
+        ),
         pytest.param(
             {"cluster": {"ranks_per_node": 3}, "trainer": {"tp": 3}},
             ["trainer.tp = 3", "4 attention heads, 2 key-value heads", "use 1, 2 or 4"],
