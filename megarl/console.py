@@ -261,6 +261,11 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     printed.add_row("sum", *(shown(phase.device_bytes, phase.host_bytes) for phase in table.phases))
     printed.add_row("rank", *(f"{phase.part} {phase.rank}".strip() for phase in table.phases))
     console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        # Nobody's lines are broken by a table that is wider than a terminal is taken to be.
+        console.width = max(
+            console.width, console.measure(printed, options=console.options.update(max_width=500)).maximum
+        )
     console.print(printed)
     counts = max(_ranks_of_nodes(recipe), key=lambda counts: table.host_bytes(*counts))
     at_fullest = zip(counts, table.fullest_host, strict=False)
