@@ -36,7 +36,9 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
     if (engines := cluster.groups.engines) is not None:
-        options = [*(f"--{option}={value}" for option, value in _sizes(engines).items()), "--exclusive"]
+        # Of one name the components, too, would wait for each other.
+        own = _sizes(engines) | {"job-name": f"{recipe.name}-engines"}
+        options = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive"]
         component = "\n".join(f"#SBATCH {option}" for option in ["hetjob", *options, *engines.sbatch_options])
         template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)

@@ -318,7 +318,14 @@ def test_a_job_with_engines_on_nodes_of_their_own_kind_has_two_components() -> N
     sizes, _, rest = component.partition("MEGARL_HOME=")
     assert sizes.splitlines() == [
         f"#SBATCH {option}"
-        for option in ("--nodes=4", "--ntasks-per-node=4", "--gpus-per-node=4", "--exclusive", "--partition=small")
+        for option in (
+            "--nodes=4",
+            "--ntasks-per-node=4",
+            "--gpus-per-node=4",
+            "--job-name=qwen3_32b_grpo-engines",
+            "--exclusive",
+            "--partition=small",
+        )
     ]
     assert "train " in rest and "#SBATCH" not in rest
     with pytest.raises(ConfigError, match=r"cluster.groups.engines: a Ray cluster inside a Slurm job has nodes of one"):

@@ -46,6 +46,8 @@ def share_of_digits(completion_text, answer, correct_score):
     return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 PATIENCE_SECONDS = 300.0
+BUSY_SECONDS = 10.0
+"""What others on the machine may add to a start, which takes less than a second here."""
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
         assert sorted(ranks) == [0, 1, 2]
         os.kill(ranks[1], signal.SIGKILL)
         back = until(driver, folder, lambda: told(folder, "the engine of rank 1 is lost"))
-        assert back < 2.0 + 2.0
+        assert back < 2.0 + BUSY_SECONDS
         assert told(folder, "was killed by SIGKILL")
         back += until(driver, folder, lambda: told(folder, "the engine of rank 1 has started again"))
         back += until(driver, folder, lambda: replicas(folder)[-1] == 2)
@@ -153,7 +155,7 @@ def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
         driver.kill()
         driver.wait()
     returns = [float(seconds) for seconds in told(folder, r"has started again in ([\d.]+) s")]
-    assert len(returns) == 2 and max(back, *returns) <= 2 * start_seconds(folder), (back, returns)
+    assert len(returns) == 2 and max(back, *returns) <= 2 * start_seconds(folder) + BUSY_SECONDS, (back, returns)
     steps = steps_of(folder)
     sampled_with = replicas(folder)
     assert sampled_with[0] == sampled_with[-1] == 2 and 1 in sampled_with
