@@ -68,6 +68,13 @@ def test_models_that_only_train_need_not_be_there(recipe: Path, tiny_model: Call
         assert prepare(tiny_model(), recipe, overrides, options={}).folder.is_dir()
 
 
+def test_engines_of_another_kind_are_left_to_runs_that_train(recipe: Path, tiny_model: Callable[..., Path]) -> None:
+    kinds = "cluster.groups.engines={nodes: 3, ranks_per_node: 2}"
+    separate = ["rollout.placement=separate", "rollout.max_staleness=1", "algorithm.importance_sampling=tis", kinds]
+    found = prepare(tiny_model(), recipe, separate, options={})
+    assert found.recipe.cluster.groups.engines is None and found.layout.num_ranks == found.recipe.cluster.world_size
+
+
 def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     run = tmp_path / "runs/a"
     shutil.copytree(tiny_model(), run / "hf_best")
