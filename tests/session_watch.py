@@ -27,6 +27,8 @@ _ENDING_SECONDS = 20.0
 _POLL_SECONDS = 2.0
 _OF_LIBRARIES = re.compile(r"torchinductor_.*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|tmp\w+wandb-\w+")
 """Temporary files that are removed at the end but are nobody's fault: torch's cache, vLLM's sockets, W&B's folders."""
+_TRIAL = re.compile(r"[a-z0-9_]{8}")
+"""A file that `tempfile` writes and removes when it is first asked for a folder."""
 _SHARED_MEMORY = re.compile(rb"/dev/shm/(\S+)")
 
 
@@ -94,9 +96,16 @@ def _mapped_memory(processes: list[Process]) -> set[str]:
 def _left(mark: str, folder: Path, memory: set[str]) -> list[str]:
     """What is there of a run, a line each."""
     processes = [f"process {pid}: {command[:200]}" for pid, command in marked_processes(mark)]
-    made = (path for path in sorted(folder.glob("*")) if not _OF_LIBRARIES.fullmatch(path.name))
+    made = (path for path in sorted(folder.glob("*")) if not (_OF_LIBRARIES.fullmatch(path.name) or _is_trial(path)))
     files = [str(path) for path in (*made, *(Path("/dev/shm") / n for n in sorted(memory)))]
     return processes + [path for path in files if Path(path).exists()]
+
+
+def _is_trial(path: Path) -> bool:
+    """Whether Python tried with this file if it can write to the folder; a process that is killed then leaves it."""
+    with suppress(OSError):
+        return _TRIAL.fullmatch(path.name) is not None and path.read_bytes() in (b"", b"blat")
+    return False
 
 
 def _remove(mark: str, folder: Path, memory: set[str]) -> None:

@@ -17,7 +17,7 @@ class NodeKind(NamedTuple):
     component: int | None = None
     """Their place in a heterogeneous Slurm job."""
     ray_resources: Mapping[str, float] = {}
-    """What Ray's nodes of this kind have, beside GPUs or CPUs."""
+    """Resources of Ray's nodes of this kind, beside GPUs or CPUs."""
 
 
 class Introduction(NamedTuple):

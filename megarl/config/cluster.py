@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.section import Section
 
-GpuMemory = PositiveFloat | Literal["h100", "h200", "b200"]
+GpuKind = PositiveFloat | Literal["h100", "h200", "b200"]
 
 
 class NodeGroup(Section):
@@ -18,14 +18,14 @@ class NodeGroup(Section):
     """Number of nodes (machines)."""
     ranks_per_node: PositiveInt = 1
     """Ranks on each of them: one per GPU, or one per CPU slot."""
-    gpu_memory_gib: GpuMemory | None = None
+    gpu_memory_gib: GpuKind | None = None
     """Memory of their GPUs, as cluster.gpu_memory_gib is of the others; default: the same."""
     sbatch_options: tuple[str, ...] = ()
     """Options of sbatch for them in a job of `megarl slurm`, such as --partition=NAME; those of its --sbatch are for
     the trainer's nodes."""
     ray_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """What Ray's nodes of this kind have, by Ray's names, where their GPUs (CPUs) alone do not tell them from others:
-    {"accelerator_type:H100": 0.001}."""
+    """Resources of Ray's nodes of this kind, by Ray's names, where their GPUs (CPUs) alone do not tell them from the
+    others: {"accelerator_type:H100": 0.001}."""
 
     @property
     def num_ranks(self) -> int:
@@ -74,7 +74,7 @@ class ClusterConfig(Section):
     """Peak of a rank's device at `model.dtype` in TFLOP/s, which perf/mfu is the share of; default: that of the GPU by
     its name, where it is a known one. Without it, as on a CPU, there is no perf/mfu."""
     groups: GroupsConfig = GroupsConfig()
-    gpu_memory_gib: GpuMemory | None = None
+    gpu_memory_gib: GpuKind | None = None
     """Memory of a GPU in GiB, or its kind: a recipe that would not fit is refused before a start, with changes that
     fit (`megarl plan` prints the table). Default: that of this machine's GPUs; where it has none, nothing is refused.
     """
