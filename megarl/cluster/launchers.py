@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
@@ -29,20 +30,32 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: S
     if cluster.launcher == "local":
         check_shared_memory()
     key = secrets.token_bytes(32)
-    trainers = await start_group(cluster, log_folder, cluster.world_size - sum(replica_sizes), 0, key)
     starts = [cluster.world_size - sum(replica_sizes[index:]) for index in range(len(replica_sizes))]
-    starting = [
-        asyncio.ensure_future(start_group(cluster, log_folder, size, first, key))
-        for size, first in zip(replica_sizes, starts, strict=True)
-    ]
+    engines = list(zip(replica_sizes, starts, strict=True))
+    trainers = [(cluster.world_size - sum(replica_sizes), 0)]
+    # Engines with nodes of their own kind choose before the trainer, for which Ray would take any.
+    turns = (trainers, engines) if cluster.groups.engines is None else (engines, trainers)
+    started: list[WorkerGroup] = []
     try:
-        return RunRanks(trainers, await asyncio.gather(*starting))
+        for turn in turns:
+            started += await _started_together([start_group(cluster, log_folder, *place, key) for place in turn])
+    except BaseException:
+        await asyncio.gather(*(group.close() for group in started))
+        raise
+    first, *others = sorted(started, key=lambda group: group.part.first_rank)
+    return RunRanks(first, others)
+
+
+async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) -> list[WorkerGroup]:
+    """The groups that are started at the same time; where one does not start, none is left."""
+    starting = [asyncio.ensure_future(start) for start in starts]
+    try:
+        return await asyncio.gather(*starting)
     except BaseException:
         for start in starting:
             start.cancel()
         found = await asyncio.gather(*starting, return_exceptions=True)
-        started = [group for group in found if isinstance(group, WorkerGroup)]
-        await asyncio.gather(*(group.close() for group in [trainers, *started]))
+        await asyncio.gather(*(group.close() for group in found if isinstance(group, WorkerGroup)))
         raise
 
 

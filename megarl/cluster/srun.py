@@ -35,8 +35,11 @@ class SrunGroup(ConnectedGroup):
         kind: NodeKind | None = None,
     ) -> None:
         super().__init__(world_size, part)
-        nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-        self._options, self._kind = options, kind or NodeKind(0, nodes, self.part.num_ranks // nodes)
+        self._options = options
+        if kind is None:
+            nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+            kind = NodeKind(0, nodes, self.part.num_ranks // nodes)
+        self._kind = kind
         self._placed: Path | None = None
         self._srun: asyncio.subprocess.Process | None = None
 
