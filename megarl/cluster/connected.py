@@ -56,6 +56,8 @@ class _RemoteHandle(RankHandle):
         self.socket.setblocking(False)
         self.relayed: Relayed | None = None
         """Its node's relay, if it has one: commands and answers go through it."""
+        self.is_first_to_end = False
+        """Whether the launcher says so."""
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a JSON message, before the rank serves. Raises PeerLostError."""
@@ -76,8 +78,8 @@ class _RemoteHandle(RankHandle):
         self._group.end_processes()
 
     def _lost_at(self, noticed: float) -> float:
-        # The end is known only of all processes together: who of them was first, the connections tell.
-        return noticed
+        # The end is known only of all processes together: who of them was first, the launcher or the connections tell.
+        return 0.0 if self.is_first_to_end else noticed
 
     def release(self) -> None:
         super().release()
@@ -85,7 +87,7 @@ class _RemoteHandle(RankHandle):
             self.relayed.release()
 
     def exit_reason(self, is_dead: bool) -> str:
-        if self.relayed is not None and self in self.relayed.cut_off:
+        if self.relayed is not None and self in self.relayed.cut_off and not self.is_first_to_end:
             return f"was cut off: the relay of its node {self.node} ended or lost its connection"
         return f"on node {self.node} ended or lost its connection"
 
@@ -100,6 +102,8 @@ class ConnectedGroup(WorkerGroup):
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
         """Log of the processes until they know their ranks."""
         self._remote_handles: list[_RemoteHandle] = []
+        self._turns: list[int] = []
+        """By rank, `Introduction.turn`."""
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
@@ -118,6 +122,11 @@ class ConnectedGroup(WorkerGroup):
     @abstractmethod
     def end_processes(self) -> None:
         """Have the launcher kill what still runs; may be called again."""
+
+    def note_first_end(self, turn: int) -> None:
+        """Say whose process ended first: those that were ended because of it may be heard of before."""
+        if turn in self._turns:
+            self._remote_handles[self._turns.index(turn)].is_first_to_end = True
 
     def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
         """Each rank's place among all ranks of its node; None where no other group is there."""
@@ -170,6 +179,7 @@ class ConnectedGroup(WorkerGroup):
             _RemoteHandle(rank, process.node, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met), self.part.first_rank)
         ]
+        self._turns = [process.turn for process in in_order(met)]
         self._handles = list(self._remote_handles)
         if self._ended is not None and self._ended.done():
             self._note_end()

@@ -36,6 +36,11 @@ class Deadlines:
         """One limit for every verb."""
         return cls(Limit(seconds, field), Limit(seconds, field))
 
+    @property
+    def shortest(self) -> Limit:
+        """The least limit of a verb without a given one."""
+        return self._shortest
+
     def of(self, verb: str) -> Limit:
         """The limit of the verb's next call."""
         if verb in self._given:

@@ -125,6 +125,7 @@ class RayGroup(ConnectedGroup):
 
     async def await_end(self) -> str:
         ended, _ = await asyncio.to_thread(ray.wait, self._served)
+        self.note_first_end(self._served.index(ended[0]))
         try:
             ray.get(ended)
             await asyncio.to_thread(ray.wait, self._served, num_returns=len(self._served))

@@ -127,7 +127,7 @@ class RunRanks:
                 self._unless_lost(group, _noted_if_left(group, call, left))
                 for group, call in zip(groups[1:], calls[1:], strict=True)
             ]
-            async with self._watched(method, limit):
+            async with self._watched(method):
                 found = await together([self._without_missing(groups, calls[0]), *engines])
             told = [
                 f"rank {rank}: {report['lost']}"
@@ -182,7 +182,7 @@ class RunRanks:
         engines = [self._unless_lost(group, taken(group)) for group in groups[1:]]
         self._has_unfetched_reports = True
         try:
-            async with self._watched("reshard", limit):
+            async with self._watched("reshard"):
                 found = await together([copied(), *engines])
         except PeerLostError:
             # Engines that are lost to the last may have waited for a trainer, which knows why.
@@ -227,23 +227,20 @@ class RunRanks:
         self._lose(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
-    async def _watched(self, method: str, seconds: float) -> AsyncIterator[None]:
-        """Within, a replica that is stopped is ended after so many seconds; the others only wait for it.
+    async def _watched(self, method: str) -> AsyncIterator[None]:
+        """Within, a replica that is stopped is found and ended; the others only wait for it.
 
-        Where the bridge is broken off, nobody waits: a group that is stopped is ended soon.
+        The limit of a reshard, at first that of a collective, is for those that work. So whether replicas are stopped
+        is looked at as often as the shortest limit says, and soon where the bridge is broken off: then nobody waits.
         """
+        seconds, began = self.trainers.deadlines.shortest.seconds, time.monotonic()
 
         async def watch() -> None:
-            what, groups = f"did not answer `{method}` within {seconds:g} s", self.replicas
-            try:
-                await asyncio.wait_for(self._broken.wait(), seconds)
-            except TimeoutError:
-                pass
-            else:
-                await asyncio.sleep(_LEAVE_SECONDS)
-                what, groups = f"did not leave `{method}` over a broken bridge", self.groups
-            if self.on_lost is not None:
-                await asyncio.gather(*(group.end_if_stopped(what, seconds / 2) for group in groups))
+            while not await self._is_broken_within(seconds):
+                waited = time.monotonic() - began
+                await self._end_stopped(self.replicas, f"did not answer `{method}` within {waited:.0f} s", seconds)
+            await asyncio.sleep(_LEAVE_SECONDS)
+            await self._end_stopped(self.groups, f"did not leave `{method}` over a broken bridge", seconds)
 
         watching = asyncio.create_task(watch())
         try:
@@ -251,6 +248,17 @@ class RunRanks:
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+
+    async def _is_broken_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._broken.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, seconds: float) -> None:
+        if self.on_lost is not None:
+            await asyncio.gather(*(group.end_if_stopped(what, seconds / 2) for group in groups))
 
     def _joining(
         self, groups: Sequence[WorkerGroup], version: int, seconds: float

@@ -244,7 +244,7 @@ class WorkerGroup(ABC):
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
         """End the group where a rank shows no sign of life for so long, because of `what` it did; else it goes on.
 
-        At most once in a call.
+        May be called again: no signal waits then in a rank, for who does not answer the first one is ended.
         """
         if self._ending is not None:
             return
