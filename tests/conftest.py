@@ -27,7 +27,7 @@ from megarl.platform.imports import uncollected
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.shared_fork_servers import shared_fork_servers
 from tests.session_watch import Watch
-from tests.tiers import TIERS, needs_slurm, tier_of
+from tests.tiers import FOLDERS, TIERS, needs_slurm, tier_of
 
 if TYPE_CHECKING:
     from megarl.testing import RankPool
@@ -75,6 +75,13 @@ def pytest_collection() -> Generator[None, object, object]:
     """Without the garbage collector, which takes half of the time in which the files of tests are imported."""
     with uncollected():
         return (yield)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Read no folder whose tests are all of another tier than the one that is asked for."""
+    asked = config.getoption("--tier")
+    is_of_another = collection_path.is_dir() and FOLDERS.get(collection_path.name, asked) != asked
+    return True if asked != "all" and is_of_another else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-TIERS = ("end_to_end", "cluster", "distributed", "fast")
+TIERS = ("end_to_end", "cluster", "distributed", "types", "fast")
 """What each is, pyproject.toml says. Runs start ranks, too: the first that fits counts, and `fast` is what is left."""
 
-FOLDERS = {"end_to_end": "end_to_end"}
+FOLDERS = {"end_to_end": "end_to_end", "distributed": "distributed"}
 
 FIXTURES = {
     "ranks": "distributed",
     "worker_module": "distributed",
     "pool": "distributed",
+    "group": "distributed",
     "cluster": "cluster",
 }
 """Used by the test itself or by another of its fixtures."""
@@ -29,11 +30,17 @@ FILES = {
     "test_bench_rollout.py": "distributed",
     "test_check_overlap.py": "distributed",
     "test_relay.py": "distributed",
+    "test_run_ranks.py": "distributed",
     "test_session_watch.py": "distributed",
     "test_doctor.py": "distributed",
     "test_scripts.py": "distributed",
+    "test_types.py": "types",
+    "test_cli.py": "end_to_end",
+    "test_check_judge.py": "end_to_end",
+    "test_check_partial.py": "end_to_end",
+    "test_check_streaming.py": "end_to_end",
 }
-"""Where ranks start in no fixture, or programs that load torch and vLLM."""
+"""Where ranks start in no fixture, or programs that load torch and vLLM; and where programs run from start to end."""
 
 TESTS = {
     "test_nodes_and_doctor_report_it": "distributed",
@@ -42,6 +49,11 @@ TESTS = {
     "test_a_dry_run_tries_the_rewards": "distributed",
     "test_dry_run_prints_the_sizes_and_starts_nothing": "distributed",
     "test_a_bound_is_measured_with_and_without_correction": "distributed",
+    "test_a_request_that_has_not_begun_is_the_new_weights_own": "distributed",
+    "test_an_engine_that_dies_fails_every_request": "distributed",
+    "test_a_tier_is_known_by_what_a_test_uses": "end_to_end",
+    "test_the_last_lines_say_how_slurm_is_installed": "end_to_end",
+    "test_additions_touch_what_contributing_says": "end_to_end",
 }
 """The same, in files whose other tests start none."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from megarl.rollout.slow import FEWEST, WINDOW, Pace, SlowReplicas
 from megarl.types import Request, SamplingSettings
 
 FAST = Pace(num_tokens=4000, seconds=10.0, request_seconds=80.0)
-STOPPED_SECONDS, RUNNING_SECONDS = 0.1, 0.01
+RUNNING_SECONDS = 0.01
+STOPPED_PER_RUNNING = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +85,15 @@ async def stopped_again_and_again(group: LocalGroup, rank: int) -> AsyncIterator
     process = handle.process
 
     async def stop() -> None:
+        ran = RUNNING_SECONDS
         while True:
             process.signal(signal.SIGSTOP)
-            await asyncio.sleep(STOPPED_SECONDS)
+            # On a busy machine this process too gets its turn late.
+            await asyncio.sleep(STOPPED_PER_RUNNING * ran)
             process.signal(signal.SIGCONT)
+            began = time.monotonic()
             await asyncio.sleep(RUNNING_SECONDS)
+            ran = time.monotonic() - began
 
     stopping = asyncio.create_task(stop())
     try:
