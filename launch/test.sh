@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Passes all tests that this machine can run: style, floors, then pytest, which checks the types too.
 #   launch/test.sh [--install-slurm] [--tier fast|types|distributed|end_to_end|cluster] [arguments of pytest]
-# All tiers take about 22 minutes on two quiet cores, `--tier fast` two. Nothing is installed outside
+# All tiers take about 20 minutes on two quiet cores, `--tier fast` two. Nothing is installed outside
 # .venv unless --install-slurm asks for it: Slurm, and shellcheck for the scripts (Debian, Ubuntu; as root).
 # The last lines say which tests are left out here and why; pytest's own closing line is the very last.
 set -euo pipefail

@@ -49,9 +49,11 @@ Address = tuple[str, int]
 class _RemoteHandle(RankHandle):
     """The handle of a process on any node; it can be ended only together with all others."""
 
-    def __init__(self, rank: int, node: str, connected: socket.socket, log: Path, group: ConnectedGroup) -> None:
+    def __init__(
+        self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup
+    ) -> None:
         super().__init__(rank, log)
-        self.node, self._group = node, group
+        self.node, self.turn, self._group = process.node, process.turn, group
         self.socket = connected
         self.socket.setblocking(False)
         self.relayed: Relayed | None = None
@@ -102,8 +104,6 @@ class ConnectedGroup(WorkerGroup):
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
         """Log of the processes until they know their ranks."""
         self._remote_handles: list[_RemoteHandle] = []
-        self._turns: list[int] = []
-        """By rank, `Introduction.turn`."""
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
@@ -124,9 +124,9 @@ class ConnectedGroup(WorkerGroup):
         """Have the launcher kill what still runs; may be called again."""
 
     def note_first_end(self, turn: int) -> None:
-        """Say whose process ended first: those that were ended because of it may be heard of before."""
-        if turn in self._turns:
-            self._remote_handles[self._turns.index(turn)].is_first_to_end = True
+        """Note whose process ended first: those that were ended because of it may be heard of before."""
+        for handle in self._remote_handles:
+            handle.is_first_to_end = handle.turn == turn
 
     def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
         """Each rank's place among all ranks of its node; None where no other group is there."""
@@ -176,10 +176,9 @@ class ConnectedGroup(WorkerGroup):
 
     def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         self._remote_handles = [
-            _RemoteHandle(rank, process.node, met[process], log_folder / f"rank_{rank:04d}.log", self)
+            _RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met), self.part.first_rank)
         ]
-        self._turns = [process.turn for process in in_order(met)]
         self._handles = list(self._remote_handles)
         if self._ended is not None and self._ended.done():
             self._note_end()

@@ -158,6 +158,10 @@ class RolloutEngine:
             finally:
                 self._channel.release()
 
+    def sampled_so_far(self) -> dict[str, int]:
+        """How many tokens each unfinished request has, by id, between two calls of `advance`; none on followers."""
+        return {name: len(self._tokens_so_far(running)) for name, running in self._running.items()}
+
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Log-probs of a prompt's tokens at temperature 1: float32 [tokens], the first one zero; None on followers.
 

@@ -194,9 +194,7 @@ async def _started(
             tracker.notice(notice)
         folder.set_status("running")
         most = 2 * recipe.rollout.max_concurrent_requests
-        # Tokens of requests that are not parked are known when these end, not when they are sampled: no pace.
-        slow = SlowReplicas(tracker.notice) if recipe.rollout.recompute_kv else None
-        pool = EnginePool(ranks, layout, max_running=most, slow=slow)
+        pool = EnginePool(ranks, layout, max_running=most, slow=SlowReplicas(tracker.notice))
         stack.push_async_callback(close_shared)
         environments = start_environments(recipe, stack, folder.logs_folder)
         sources = [

@@ -29,8 +29,7 @@ METRICS = {
     ),
     "rollout/sampled_tokens": (
         "tokens",
-        "tokens that the engines sampled for the step, those of parked attempts included; under rollout.recompute_kv "
-        "false those of completions that ended",
+        "tokens that the engines sampled for the step, those of requests that a reshard interrupts included",
     ),
     "rollout/evaluation_tokens": ("tokens", "tokens that the engines sampled for the step's evaluation"),
     "rollout/beside_evaluation_tokens": (
@@ -167,6 +166,8 @@ class EnginePool:
         self._num_prompt_tokens = self._num_cached = 0
         self._num_sampled: Counter[str] = Counter()
         """By the purpose of the requests."""
+        self._num_counted: dict[str, int] = {}
+        """Tokens of requests that rest in an engine, or rested there, which are counted already."""
 
     async def generate(
         self,
@@ -222,8 +223,8 @@ class EnginePool:
             self._is_held, self._held_at = True, time.monotonic()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
             await asyncio.wait(pumps)
-        if parks:
-            await asyncio.gather(*(self._park(replica) for replica in self._replicas if replica.running))
+        come_to_rest = self._park if parks else self._count_resting
+        await asyncio.gather(*(come_to_rest(replica) for replica in self._replicas if replica.running))
         # The keys and values of a trajectory's tokens do not outlive the weights, nor does every replica.
         self._homes.clear()
         for replica in self._replicas:
@@ -338,6 +339,18 @@ class EnginePool:
                     pending.parts.append(parked[name])
                 self._file(pending, self._waiting, last=False)
 
+    async def _count_resting(self, replica: _Replica) -> None:
+        """Count what the requests that stay in an engine have sampled: their completions may be of a later step."""
+        try:
+            found, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
+        except PeerLostError as error:
+            self._cut_off(replica, error)
+            if self._failure is not None:
+                raise
+            return
+        replica.pace.num_tokens += sum(self._count_new(name, num_tokens) for name, num_tokens in found.items())
+        self._num_counted |= found
+
     def _file(self, pending: _Pending, queue: Queue, *, last: bool = True) -> None:
         """Queue the request for what is left of a completion; one of which nothing is left is told its parts."""
         name = pending.request.request_id
@@ -440,13 +453,15 @@ class EnginePool:
         return max(1, len(replica.running) // 8) if may_follow else None
 
     def _count(self, completions: Iterable[Completion]) -> int:
-        """Count what was sampled, by purpose; the number of tokens. Nobody waits for a cancelled one: training's."""
-        total = 0
-        for completion in completions:
-            pending = self._pending.get(completion.request_id)
-            self._num_sampled["training" if pending is None else pending.purpose] += len(completion.token_ids)
-            total += len(completion.token_ids)
-        return total
+        """Count what was sampled and is not counted yet; the number of tokens."""
+        return sum(self._count_new(part.request_id, len(part.token_ids)) for part in completions)
+
+    def _count_new(self, name: str, num_tokens: int) -> int:
+        """Count a request's tokens that are not, by purpose. Nobody waits for a cancelled one: training's."""
+        pending = self._pending.get(name)
+        num_new = num_tokens - self._num_counted.pop(name, 0)
+        self._num_sampled["training" if pending is None else pending.purpose] += num_new
+        return num_new
 
     def _tell_advance(self) -> None:
         """Wake those who wait for a change of what the engines run."""
@@ -470,6 +485,7 @@ class EnginePool:
         replica.waiting.clear()
         replica.aborts.clear()
         for name in reversed(names):
+            self._num_counted.pop(name, None)
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1

@@ -11,7 +11,7 @@ METRICS = {
     "rollout/slow_replicas": (
         "count",
         "engine replicas whose tokens a second are far below their siblings', in all and for each request, over the "
-        "newest steps; not judged under rollout.recompute_kv false",
+        "newest steps",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""

@@ -61,6 +61,10 @@ class EngineWorker:
         """As `colocated.Worker.advance`."""
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
+    def sampled_so_far(self, _: None) -> dict[str, int]:
+        """As of `RolloutEngine`."""
+        return self._engine.sampled_so_far()
+
     def engine_metrics(self) -> dict[str, Metric]:
         """Metrics of the engine since the call before, on leaders."""
         return self._engine.metrics()

@@ -115,6 +115,12 @@ def test_every_test_is_of_one_tier(request: pytest.FixtureRequest) -> None:
         assert len([tier for tier in tiers.TIERS if item.get_closest_marker(tier)]) == 1, item.nodeid
 
 
+def test_a_folder_that_is_left_out_has_no_tests_of_another_tier(request: pytest.FixtureRequest) -> None:
+    for item in request.session.items:
+        for part in item.path.parent.parts:
+            assert item.get_closest_marker(tiers.FOLDERS.get(part, tiers.tier_of(item))) is not None, item.nodeid
+
+
 def test_the_tables_name_what_there_is() -> None:
     files = list((ROOT / "tests").rglob("*.py"))
     assert tiers.FILES.keys() <= {path.name for path in files}

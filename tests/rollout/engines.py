@@ -80,6 +80,9 @@ class Engines:
         self.log += [(r.request_id, r.prompt_token_ids.tolist(), r.seed) for r in work[0]]
         return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
 
+    def sampled_so_far(self, _: None) -> dict[str, int]:
+        return self.engine.sampled_so_far()
+
     def unfinished(self) -> int:
         return len(self.engine._running)
 

@@ -47,12 +47,13 @@ class HeldAfter:
         self.pool = EnginePool(self, layout, max_running=32, budget_seconds=0.0)
 
     async def ask(self, ranks: Any, method: str, per_rank: Any, *args: Any, budget_seconds: float = 0.0) -> list[Any]:
-        (new, _), *_ = per_rank
-        self.sent += new
+        if method == "advance":
+            (new, _), *_ = per_rank
+            self.sent += new
         if self.lost.intersection(ranks):
             raise PeerLostError("gone")
         answers = await self._group.ask(ranks, method, per_rank, *args, budget_seconds=budget_seconds)
-        if ranks[0] == 0:
+        if ranks[0] == 0 and method == "advance":
             self._left -= 1
             if self._left == 0:
                 self._holding = asyncio.create_task(self._hold())
@@ -93,10 +94,14 @@ def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGro
         generating = [asyncio.create_task(ranks.pool.generate(one)) for one, _ in plain]
         await ranks.at_rest.wait()
         assert await group.call("unfinished") == [3] and not any(task.done() for task in generating)
+        # What is sampled is known at once, and counted once.
+        assert ranks.pool.metrics()["rollout/sampled_tokens"] == 3 * STEPS
         version = int(plain[0][1].weight_versions[0])
         await group.call("update", 0.97)
         ranks.pool.release()
         found = await asyncio.gather(*generating)
+        num_later = sum(len(done.token_ids) for done in found) - 3 * STEPS
+        assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later
         assert len(ranks.sent) == 3
         pool, (first, _) = EnginePool(group, ONE, max_running=32), plain[0]
         later, again = await pool.generate(first), await pool.generate(first)
@@ -145,6 +150,8 @@ def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(mo
             generating = [asyncio.create_task(ranks.pool.generate(one)) for one in asked]
             await ranks.at_rest.wait()
             num_resting, *_ = await group.call("unfinished")
+            [lost, resting] = await group.scatter("sampled_so_far", [None, None])
+            assert ranks.pool.metrics()["rollout/sampled_tokens"] == sum(lost.values()) + sum(resting.values())
             ranks.lost = {0}
             ranks.pool.settle({1})
             assert num_resting > 0 and ranks.pool.take_lost() == num_resting
@@ -152,5 +159,8 @@ def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(mo
             found = await asyncio.gather(*generating)
             assert [done.request_id for done in found] == [one.request_id for one in asked]
             assert len(ranks.sent) == len(asked) + num_resting
+            # What the lost one had is sampled twice.
+            num_later = sum(len(done.token_ids) for done in found) - sum(resting.values())
+            assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later
 
     asyncio.run(drive())
