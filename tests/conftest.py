@@ -80,7 +80,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Read no folder whose tests are all of another tier than the one that is asked for."""
     asked = config.getoption("--tier")
-    is_of_another = collection_path.is_dir() and FOLDERS.get(collection_path.name, asked) != asked
+    is_folder = collection_path.parent == Path(__file__).parent
+    is_of_another = is_folder and FOLDERS.get(collection_path.name, asked) != asked
     return True if asked != "all" and is_of_another else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 TIERS = ("end_to_end", "cluster", "distributed", "types", "fast")
@@ -64,11 +66,17 @@ def needs_slurm(item: pytest.Item) -> bool:
     return any(reason.startswith("needs Slurm") for reason in reasons)
 
 
+def folder_of(item: pytest.Item) -> str:
+    """The folder of tests/ that a test is in."""
+    tests = Path(__file__).parent
+    return item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
+
+
 def tier_of(item: pytest.Item) -> str:
     own = next((tier for tier in TIERS if item.get_closest_marker(tier)), None)
     code = getattr(getattr(item, "function", None), "__code__", None)
     found = {
-        *(FOLDERS.get(part) for part in item.path.parent.parts),
+        FOLDERS.get(folder_of(item)),
         *(FIXTURES.get(name) for name in getattr(item, "fixturenames", ())),
         *(NAMES.get(name) for name in (code.co_names if code else ())),
         FILES.get(item.path.name),

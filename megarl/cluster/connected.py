@@ -58,8 +58,8 @@ class _RemoteHandle(RankHandle):
         self.socket.setblocking(False)
         self.relayed: Relayed | None = None
         """Its node's relay, if it has one: commands and answers go through it."""
-        self.is_first_to_end = False
-        """Whether the launcher says so."""
+        self.ended_at: float | None = None
+        """When the launcher told that this process ended, the first of all."""
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a JSON message, before the rank serves. Raises PeerLostError."""
@@ -81,7 +81,7 @@ class _RemoteHandle(RankHandle):
 
     def _lost_at(self, noticed: float) -> float:
         # The end is known only of all processes together: who of them was first, the launcher or the connections tell.
-        return 0.0 if self.is_first_to_end else noticed
+        return noticed if self.ended_at is None else min(noticed, self.ended_at)
 
     def release(self) -> None:
         super().release()
@@ -89,7 +89,7 @@ class _RemoteHandle(RankHandle):
             self.relayed.release()
 
     def exit_reason(self, is_dead: bool) -> str:
-        if self.relayed is not None and self in self.relayed.cut_off and not self.is_first_to_end:
+        if self.relayed is not None and self in self.relayed.cut_off and self.ended_at is None:
             return f"was cut off: the relay of its node {self.node} ended or lost its connection"
         return f"on node {self.node} ended or lost its connection"
 
@@ -124,9 +124,10 @@ class ConnectedGroup(WorkerGroup):
         """Have the launcher kill what still runs; may be called again."""
 
     def note_first_end(self, turn: int) -> None:
-        """Note whose process ended first: those that were ended because of it may be heard of before."""
+        """Note whose process ended first, before others are ended for it: their ends may be heard of sooner."""
         for handle in self._remote_handles:
-            handle.is_first_to_end = handle.turn == turn
+            if handle.turn == turn:
+                handle.ended_at = time.time()
 
     def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
         """Each rank's place among all ranks of its node; None where no other group is there."""

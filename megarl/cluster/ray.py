@@ -76,6 +76,8 @@ class RayGroup(ConnectedGroup):
         self._actors: list[Any] = []
         self._served: list[Any] = []
         self._placed: Any = None
+        self._is_ending = False
+        """Whether the driver has ended the actors."""
 
     def host(self) -> str:
         join(self._address)
@@ -125,16 +127,18 @@ class RayGroup(ConnectedGroup):
 
     async def await_end(self) -> str:
         ended, _ = await asyncio.to_thread(ray.wait, self._served)
-        self.note_first_end(self._served.index(ended[0]))
         try:
             ray.get(ended)
             await asyncio.to_thread(ray.wait, self._served, num_returns=len(self._served))
         except RayError as error:
+            if not self._is_ending:
+                self.note_first_end(self._served.index(ended[0]))
             self.end_processes()
             return f"Ray's actors ended: {str(error).strip().splitlines()[-1]}"
         return "Ray's actors ended"
 
     def end_processes(self) -> None:
+        self._is_ending = True
         for actor in self._actors:
             ray.kill(actor)
         if self._placed is not None:

@@ -127,7 +127,7 @@ class RunRanks:
                 self._unless_lost(group, _noted_if_left(group, call, left))
                 for group, call in zip(groups[1:], calls[1:], strict=True)
             ]
-            async with self._watched(method):
+            async with self._watched(method, limit):
                 found = await together([self._without_missing(groups, calls[0]), *engines])
             told = [
                 f"rank {rank}: {report['lost']}"
@@ -182,7 +182,7 @@ class RunRanks:
         engines = [self._unless_lost(group, taken(group)) for group in groups[1:]]
         self._has_unfetched_reports = True
         try:
-            async with self._watched("reshard"):
+            async with self._watched("reshard", limit):
                 found = await together([copied(), *engines])
         except PeerLostError:
             # Engines that are lost to the last may have waited for a trainer, which knows why.
@@ -227,20 +227,22 @@ class RunRanks:
         self._lose(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
-    async def _watched(self, method: str) -> AsyncIterator[None]:
+    async def _watched(self, method: str, limit: float) -> AsyncIterator[None]:
         """Within, a replica that is stopped is found and ended; the others only wait for it.
 
-        The limit of a reshard, at first that of a collective, is for those that work. So whether replicas are stopped
-        is looked at as often as the shortest limit says, and soon where the bridge is broken off: then nobody waits.
+        A reshard that works may take its whole `limit`, at first that of a collective. So whether replicas are stopped
+        is looked at each time the shortest limit of all verbs has passed, and soon after the bridge is broken off.
         """
         seconds, began = self.trainers.deadlines.shortest.seconds, time.monotonic()
+        # Stacks of ranks on other nodes may come late, through a shared file system.
+        patience = limit / 2
 
         async def watch() -> None:
             while not await self._is_broken_within(seconds):
                 waited = time.monotonic() - began
-                await self._end_stopped(self.replicas, f"did not answer `{method}` within {waited:.0f} s", seconds)
+                await self._end_stopped(self.replicas, f"did not answer `{method}` within {waited:.0f} s", patience)
             await asyncio.sleep(_LEAVE_SECONDS)
-            await self._end_stopped(self.groups, f"did not leave `{method}` over a broken bridge", seconds)
+            await self._end_stopped(self.groups, f"did not leave `{method}` over a broken bridge", patience)
 
         watching = asyncio.create_task(watch())
         try:
@@ -256,9 +258,9 @@ class RunRanks:
             return False
         return True
 
-    async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, seconds: float) -> None:
+    async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
         if self.on_lost is not None:
-            await asyncio.gather(*(group.end_if_stopped(what, seconds / 2) for group in groups))
+            await asyncio.gather(*(group.end_if_stopped(what, patience_seconds) for group in groups))
 
     def _joining(
         self, groups: Sequence[WorkerGroup], version: int, seconds: float
@@ -279,8 +281,8 @@ class RunRanks:
     def _call(
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
-        """A group's part in a reshard; `limit` is when those are looked for that are stopped."""
-        # Who waits for a stopped rank is given the time to learn that it is gone.
+        """A group's part in a reshard, which may take `limit` seconds."""
+        # Ranks that wait for a stopped one are given the time to learn that it is gone.
         slack = max(limit, _SLACK_SECONDS) if self.on_lost is not None else limit
         return group.scatter(method, per_rank, *args, slack_seconds=slack, heard=self._break_off_if_left)
 

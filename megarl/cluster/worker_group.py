@@ -244,7 +244,7 @@ class WorkerGroup(ABC):
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
         """End the group where a rank shows no sign of life for so long, because of `what` it did; else it goes on.
 
-        May be called again: no signal waits then in a rank, for who does not answer the first one is ended.
+        May be called again: a rank that did not answer is ended, so none has an unread signal when the next is sent.
         """
         if self._ending is not None:
             return
@@ -407,7 +407,7 @@ class WorkerGroup(ABC):
         return error
 
     def _show_busy_stacks(self) -> None:
-        """As `show_stacks`, of ranks that are in a call, once in a call or at its end."""
+        """As `show_stacks`, of ranks that are in a call or at its end."""
         self.show_stacks()
 
     async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:

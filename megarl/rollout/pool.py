@@ -167,7 +167,7 @@ class EnginePool:
         self._num_sampled: Counter[str] = Counter()
         """By the purpose of the requests."""
         self._num_counted: dict[str, int] = {}
-        """Tokens of requests that rest in an engine, or rested there, which are counted already."""
+        """By request id: the tokens of a request that stayed in its engine over a hold, which were counted then."""
 
     async def generate(
         self,

@@ -31,6 +31,8 @@ optimizer: {{learning_rate: 1e-3}}
 rollout: {{placement: separate, ranks: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 48}}}}
 reward: {{functions: ["held:share_of_digits"]}}
 algorithm: {{old_logprobs: trainer}}
+# Only bridges that are made anew are verified.
+weights: {{verify_every: 0}}
 train: {{steps: 400, prompts_per_step: 4, samples_per_prompt: 4}}
 """
 STEPS_OF_EPOCH = 16
@@ -121,7 +123,7 @@ def is_back(folder: Path, last_step: int) -> bool:
     `last_step` was the last one with a line when the loss was told: the reshard of the next may have been before it.
     """
     return any(
-        step["rollout/replicas"] == 2 and step["time/reshard_verify_seconds"] > 0
+        step["rollout/replicas"] == 2 and step.get("time/reshard_verify_seconds", 0.0) > 0
         for step in steps_of(folder)
         if step["step"] > last_step
     )
@@ -131,7 +133,7 @@ def check_that_a_return_is_verified(steps: list[dict[str, float]]) -> None:
     """The reshard with which a replica came back compared the engines' weights with the trainer's."""
     back = [step for before, step in pairwise(steps) if step["rollout/replicas"] > before["rollout/replicas"]]
     # Who is back before the step's reshard has been missed in no step.
-    assert all(step["time/reshard_verify_seconds"] > 0 for step in back)
+    assert all(step.get("time/reshard_verify_seconds", 0.0) > 0 for step in back)
 
 
 def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:

@@ -151,7 +151,10 @@ def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(mo
             await ranks.at_rest.wait()
             num_resting, *_ = await group.call("unfinished")
             [lost, resting] = await group.scatter("sampled_so_far", [None, None])
-            assert ranks.pool.metrics()["rollout/sampled_tokens"] == sum(lost.values()) + sum(resting.values())
+            # On a busy machine the second engine may have ended some before the first has made its steps.
+            num_ended = sum(len(task.result().token_ids) for task in generating if task.done())
+            num_resting_tokens = sum(lost.values()) + sum(resting.values())
+            assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_resting_tokens + num_ended
             ranks.lost = {0}
             ranks.pool.settle({1})
             assert num_resting > 0 and ranks.pool.take_lost() == num_resting
@@ -160,7 +163,7 @@ def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(mo
             assert [done.request_id for done in found] == [one.request_id for one in asked]
             assert len(ranks.sent) == len(asked) + num_resting
             # What the lost one had is sampled twice.
-            num_later = sum(len(done.token_ids) for done in found) - sum(resting.values())
+            num_later = sum(len(done.token_ids) for done in found) - sum(resting.values()) - num_ended
             assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later
 
     asyncio.run(drive())
