@@ -342,12 +342,15 @@ def serve(
 ) -> None:
     """Serve a trained model as OpenAI's API does, until SIGINT or SIGTERM."""
     from megarl.config import RolloutConfig
-    from megarl.config.rollout import LOOPBACK, EndpointConfig
+    from megarl.config.rollout import LOOPBACK, MIN_TOKEN_CHARACTERS, EndpointConfig
     from megarl.serving.local_model import serve
 
     token = os.environ.get(token_variable) or None
-    if token is None and host not in LOOPBACK:
-        raise ConfigError(f"--host {host}: is no loopback address; set {token_variable} to a token that clients need")
+    if host not in LOOPBACK and len(token or "") < MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"--host {host}: is not a loopback address; set {token_variable} to a token of at least "
+            f"{MIN_TOKEN_CHARACTERS} characters, which clients then need"
+        )
     config = EndpointConfig(host=host, port=port, token=token)
     asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))
 

@@ -13,6 +13,9 @@ from megarl.config.section import Section
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that only this machine reaches."""
 
+MIN_TOKEN_CHARACTERS = 16
+"""A token on a public interface: 16 random letters and digits have 95 bits, too many to guess over a network."""
+
 
 class EndpointConfig(Section):
     host: str = "127.0.0.1"
@@ -20,7 +23,8 @@ class EndpointConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on; 0: any that is free."""
     token: str | None = None
-    """Token of this run, which a client without a session needs: ${oc.env:NAME}. Sessions have secrets of their own."""
+    """Token of this run, which a client without a session needs: ${oc.env:NAME}. Sessions have secrets of their own.
+    At least 16 characters where `host` is not a loopback address."""
     max_connections: PositiveInt = 1000
     """Connections of clients at once; further ones get the status 503, those that are there notice nothing."""
     hold_seconds: PositiveFloat = 540.0
@@ -29,8 +33,12 @@ class EndpointConfig(Section):
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
-        if self.token is None and self.host not in LOOPBACK:
-            raise PydanticCustomError("endpoint", "host is no loopback address: give rollout.endpoint.token too")
+        if self.host not in LOOPBACK and len(self.token or "") < MIN_TOKEN_CHARACTERS:
+            raise PydanticCustomError(
+                "endpoint",
+                "host is not a loopback address: rollout.endpoint.token needs at least {least} characters",
+                {"least": MIN_TOKEN_CHARACTERS},
+            )
         return self
 
 
@@ -43,6 +51,9 @@ class AgentConfig(Section):
     (rollout.stragglers); beyond, its process group is killed, and the attempt ended with an error."""
     max_processes: PositiveInt = 64
     """Programs that run at once on the driver's machine."""
+    environment: tuple[str, ...] = ()
+    """Names of variables that the program gets from the driver's environment, such as a search service's key. It gets
+    PATH, HOME, the locale and Python's own in any case. Keys of megarl, trackers, judges and hubs are refused."""
 
 
 class BudgetConfig(Section):

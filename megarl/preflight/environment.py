@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,11 @@ from megarl.environments import environment_maker, num_processes, with_sandbox
 from megarl.preflight.files import data_paths, takes_problems
 from megarl.types import ConfigError, MegarlError
 
+_OWN_KEYS = frozenset(
+    ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+)
+"""Keys of the trackers and of the Hugging Face Hub, which the driver reads."""
+
 
 def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     """Faults of `rollout.environment`; `has_model` says that the model folder is complete."""
@@ -27,6 +33,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     if name == "command":
         tools: Sequence[Mapping[str, Any]] = ()
         yield from _command(recipe.rollout.agent.command)
+        yield from _inherited_variables(recipe)
     else:
         try:
             tools = _tools(recipe)
@@ -125,3 +132,15 @@ def _command(command: Sequence[str]) -> Iterator[str]:
         yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
     elif shutil.which(command[0]) is None:
         yield f"rollout.agent.command = {list(command)!r}: there is no program {command[0]!r}; give its path"
+
+
+def _inherited_variables(recipe: Recipe) -> Iterator[str]:
+    """Yield a fault for each variable of `rollout.agent.environment` that is unset, or that holds a key of the run."""
+    functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
+    keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS
+    for place, name in enumerate(recipe.rollout.agent.environment):
+        where = f"rollout.agent.environment.{place} = {name}"
+        if name in keys or name.startswith("MEGARL_"):
+            yield f"{where}: holds a key of the run's own, which a program of the policy must not see; leave it out"
+        elif name not in os.environ:
+            yield f"{where}: the environment has no such variable; export it, or leave it out"

@@ -59,6 +59,12 @@ COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
 )  # fmt: skip
 """The counts of a session that are metrics, as `environment/NAME`."""
+INHERITED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
+    "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
+)  # fmt: skip
+"""Variables of the driver's environment that each program gets. The driver's own may hold keys of trackers, judges and
+hubs, which a model's program could print; `rollout.agent.environment` names further ones."""
 _KEPT_BYTES = 1 << 16
 _SHOWN = 400
 _LEAVE_SECONDS = 2.0
@@ -74,7 +80,8 @@ class _ProgramError(Exception):
 class AgentProgram:
     """Runs the recipe's program or `Agent` once an attempt, each with a session of its own.
 
-    The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and on its standard input a JSON object
+    The program finds OPENAI_BASE_URL, OPENAI_API_KEY, the variables of `INHERITED` and those that the recipe names in
+    its environment, no others of the driver's. It finds on its standard input a JSON object
     with the problem's `messages`, `answer`, `record` and `index`, the attempt's `number` and its `seed`. The last line
     that it prints may be its reward, a JSON number or {"reward": number}; or it posts one to the endpoint; else the
     recipe's reward functions score the last completion. An exit code other than 0, or no end within its time, ends the
@@ -136,8 +143,9 @@ class AgentProgram:
 
     async def _run(self, task: Task, session: Session, pool: Generates) -> float | None:
         """The program's reward, if it says one. Raises _ProgramError."""
+        names = (*INHERITED, *self.config.environment)
         environment = {
-            **os.environ,
+            **{name: os.environ[name] for name in names if name in os.environ},
             "OPENAI_BASE_URL": self.endpoint.url_of(session),
             "OPENAI_API_KEY": session.secret,
         }

@@ -15,6 +15,9 @@ from typing import Any
 from megarl.environments import Message
 from megarl.serving.refusal import RequestError
 
+MAX_DEPTH = 64
+"""Levels of nested objects and lists in a request. Chat templates and json.dumps recurse into them, and Python raises
+RecursionError at about 1,000 frames."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -137,14 +140,26 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """The object that arguments as JSON text mean; text that means none stays."""
+    """Return the object that `arguments` stand for as JSON text; other text, or one nested too deeply, is unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    is_object = isinstance(found, dict) and not is_nested_too_deeply(found)
+    return found if is_object else arguments
+
+
+def is_nested_too_deeply(value: Any) -> bool:
+    """Return whether `value` has more than `MAX_DEPTH` levels of objects and lists."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        nested = [item for item in level if isinstance(item, dict | list)]
+        if not nested:
+            return False
+        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
+    return True
 
 
 def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.config.rollout import EndpointConfig
 from megarl.platform.processes import allow_open_files
+from megarl.serving.body import MAX_BODY_BYTES, read_body
 from megarl.serving.protocol import Asked, Reply, model, models, read_conversation, read_prompt
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer, Limits, ModelCallUnderWay, Session, Sessions
 from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError, SamplingSettings
 
-MAX_BODY_BYTES = 32 << 20
 KEEP_ALIVE_SECONDS = 5.0
 """How often a stream that waits for its answer is told so."""
 SESSION_HEADER = "x-megarl-session"
 _SHUTDOWN_SECONDS = 2.0
+_LINGERING_SECONDS = 1.0
+"""Bytes of a refused body are read and discarded for this long, so that its client sees the answer and no reset."""
+_LOGGED_A_MINUTE = 10
+"""Malformed requests that are logged within a minute, one line each; the next line says how many were not."""
 _OTHER_FILES = 512
 """Files that the process may have open beside the endpoint's connections: ranks, programs, logs, who is turned away."""
 
@@ -71,7 +78,13 @@ class Endpoint:
         app.router.add_post("/sessions", self._open)
         app.router.add_post("/sessions/{secret}/reward", self._reward)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS, handle_signals=False
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_endpoint_log(),
+            lingering_time=_LINGERING_SECONDS,
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+            handle_signals=False,
         )
         await self._runner.setup()
         host, port = self._config.host, self._config.port
@@ -105,7 +118,8 @@ class Endpoint:
         except web.HTTPException as error:
             refusal = RequestError(error.text or error.reason, status=error.status)
             response = web.json_response(refusal.body(), status=error.status, headers=refusal.headers())
-        if response.status in (413, 503):
+        if response.status in (401, 413, 503):
+            # The body may be unread: the connection is closed, so that nobody's bytes are waited for.
             response.force_close()
         return response
 
@@ -127,7 +141,8 @@ class Endpoint:
         self._admitted.add(connection)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        raw, body = await _read(request)
+        self._check_right(request)
+        raw, body = await read_body(request)
         session, is_new = self._session(request)
         asked = self._asked(body, session)
         conversation = read_conversation(body)
@@ -135,7 +150,8 @@ class Endpoint:
         return await self._respond(request, session, call, asked, is_chat=True, is_new=is_new)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        raw, body = await _read(request)
+        self._check_right(request)
+        raw, body = await read_body(request)
         session, is_new = self._session(request)
         asked = self._asked(body, session)
         call = session.complete(read_prompt(body), asked.sampling, raw, is_retry=_is_retry(request))
@@ -156,10 +172,10 @@ class Endpoint:
         return web.json_response({"id": session.secret, "base_url": self.url_of(session), "api_key": session.secret})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        _, body = await _read(request)
         session = self._sessions.find(request.match_info["secret"])
         if session is None:
             raise _unknown_key()
+        _, body = await read_body(request)
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
             raise RequestError(f"reward = {reward!r:.40}: give a finite number", param="reward")
@@ -176,20 +192,28 @@ class Endpoint:
         return asked
 
     def _session(self, request: web.Request) -> tuple[Session, bool]:
-        """The session of a request, and whether it was given now. Raises RequestError where it has no right to one."""
-        secret = request.match_info.get("secret") or _key(request)
-        session = self._sessions.find(secret)
+        """Return the session of a request, and whether it is new. Raises RequestError as `_check_right` does."""
+        session = self._sessions.find(_secret(request))
         if session is not None:
             self._sessions.used(session)
             return session, False
-        if "secret" in request.match_info:
-            raise _unknown_key()
-        return self._guest(secret), True
+        self._check_right(request)
+        return self._guest(_secret(request)), True
+
+    def _check_right(self, request: web.Request) -> None:
+        """Raise RequestError where a request has no session and may not open one. Reads no body."""
+        self._check_key(request)
+        if self._sessions.find(_secret(request)) is None:
+            self._guest_limits()
 
     def _guest(self, key: str) -> Session:
-        """A new session for who has the token. Raises RequestError for others."""
+        """Open a session for a client with the token. Raises RequestError for others."""
         if not self._is_token(key):
             raise _unknown_key()
+        return self._sessions.open("guest", "guest", self._sampling, self._guest_limits())
+
+    def _guest_limits(self) -> Limits:
+        """Return the limits of a guest's session. Raises RequestError where the endpoint opens none."""
         if self._guests is None:
             raise RequestError(
                 "this request has no session: use the base URL and the key that the agent was started with "
@@ -197,16 +221,18 @@ class Endpoint:
                 status=401,
                 code="no_session",
             )
-        return self._sessions.open("guest", "guest", self._sampling, self._guests)
+        return self._guests
 
     def _check_key(self, request: web.Request) -> None:
-        secret = request.match_info.get("secret") or _key(request)
+        """Raise RequestError where a request has neither a session's secret nor the token."""
+        secret = _secret(request)
         if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):
             raise _unknown_key()
 
     def _is_token(self, key: str) -> bool:
         token = self._config.token
-        return token is None or hmac.compare_digest(key.encode(), token.encode())
+        # aiohttp decodes headers with surrogateescape, so a key may be text that UTF-8 cannot encode.
+        return token is None or hmac.compare_digest(key.encode(errors="surrogateescape"), token.encode())
 
     async def _respond(
         self,
@@ -270,23 +296,52 @@ class Endpoint:
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)
 
 
-async def _read(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
-    """The body of a request, as sent and as an object. Raises RequestError for one that is too large, or none."""
-    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
-        raise RequestError(f"the body has {request.content_length} bytes; {MAX_BODY_BYTES} are the limit", status=413)
-    raw = await request.read()
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON ({error})") from error
-    if not isinstance(body, dict):
-        raise RequestError("the body is no JSON object")
-    return raw, body
+def _secret(request: web.Request) -> str:
+    """Return what a request gives as its right: the secret of its path, or the key of its header."""
+    return request.match_info.get("secret") or _key(request)
 
 
 def _key(request: web.Request) -> str:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+class _MalformedRequests(logging.Filter):
+    """Log filter: a malformed request is one line without a traceback, at most `_LOGGED_A_MINUTE` lines a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._minute = -1
+        self._num_logged = 0
+        self._num_dropped = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged; a record of a malformed request gets its short form."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            return True
+        minute = int(time.monotonic() / 60)
+        if minute != self._minute:
+            self._minute = minute
+            self._num_logged = 0
+        if self._num_logged >= _LOGGED_A_MINUTE:
+            self._num_dropped += 1
+            return False
+        self._num_logged += 1
+        dropped = f" ({self._num_dropped} more were not logged)" if self._num_dropped else ""
+        self._num_dropped = 0
+        reason = " ".join(str(error).split())
+        record.msg = f"rollout.endpoint: malformed request{dropped}: {type(error).__name__}: {reason:.200}"
+        record.args, record.exc_info, record.exc_text = (), None, None
+        return True
+
+
+def _endpoint_log() -> logging.Logger:
+    """Return a logger of the endpoint's own, so that its filter is not added twice to a shared one."""
+    log = logging.Logger("megarl.serving.endpoint", logging.WARNING)
+    log.parent = logging.getLogger("megarl")
+    log.addFilter(_MalformedRequests())
+    return log
 
 
 def _is_retry(request: web.Request) -> bool:

@@ -75,6 +75,28 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
     assert all(words in line for words in told), line
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        pytest.param("WANDB_API_KEY", "a key of the run's own", id="a tracker's key"),
+        pytest.param("JUDGE_KEY", "a key of the run's own", id="a judge's key"),
+        pytest.param("MEGARL_SERVE_TOKEN", "a key of the run's own", id="the endpoint's token"),
+        pytest.param("NOT_SET_ANYWHERE", "no such variable", id="a variable that is not set"),
+    ],
+)
+def test_an_agent_program_is_refused_the_keys_of_the_run(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    for key in ("WANDB_API_KEY", "JUDGE_KEY", "MEGARL_SERVE_TOKEN", "SEARCH_KEY"):
+        monkeypatch.setenv(key, "secret")
+    judge = {"name": "judge", "kwargs": {"url": "http://127.0.0.1:1", "model": "m", "api_key_env": "JUDGE_KEY"}}
+    agent = {"command": ["true"], "environment": ["SEARCH_KEY", name]}
+    with pytest.raises(ConfigError) as error:
+        check(recipe(reward={"functions": [judge]}, rollout={"environment": "command", "agent": agent}))
+    [line] = [line for line in str(error.value).splitlines() if "rollout.agent" in line]
+    assert f"rollout.agent.environment.1 = {name}" in line and words in line and "secret" not in line
+
+
 def test_faults_of_recipe_and_files_come_together(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()

@@ -53,13 +53,13 @@ async def by_length(sample: Sample) -> Scored:
 def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Callable[..., Trajectory]:
     """`attempt(command, seconds)` is the trajectory of a program."""
 
-    def make(*command: str, seconds: float = 60.0) -> Trajectory:
+    def make(*command: str, seconds: float = 60.0, environment: tuple[str, ...] = ()) -> Trajectory:
         async def drive() -> Trajectory:
             codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
             sessions = Sessions(pool := EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8), codec)
             endpoint = Endpoint(sessions, EndpointConfig(), model="policy", sampling=SAMPLING)
             await endpoint.start()
-            config = AgentConfig(command=command, timeout_seconds=seconds)
+            config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment)
             program = AgentProgram(config, endpoint, sessions, by_length, asyncio.Semaphore(1))
             problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", {"level": 2})
             try:
@@ -92,6 +92,18 @@ def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt:
     assert [[message["content"] for message in new] for new in other.messages] == [["Add."], ["Add.", "No.", "On."]]
     first = segment.token_ids[segment.turns == 0].tolist()
     assert other.segments[0].token_ids[other.segments[0].turns == 0].tolist() == first
+
+
+def test_a_program_gets_the_variables_that_are_named_and_no_others(
+    attempt: Callable[..., Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("SEARCH_KEY", "named")
+    seen = 'names = sorted(set(os.environ) - {"LC_CTYPE", "PWD", "SHLVL", "_"}); print(names, file=sys.stderr); exit(3)'
+    found = attempt(sys.executable, "-c", f"import os, sys; {seen}", environment=("SEARCH_KEY",))
+    assert found.failure is not None
+    assert "SEARCH_KEY" in found.failure and "OPENAI_API_KEY" in found.failure and "PATH" in found.failure
+    assert "WANDB_API_KEY" not in found.failure and "HF_HUB_OFFLINE" not in found.failure
 
 
 def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: Callable[..., Trajectory]) -> None:
