@@ -8,20 +8,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.environments import EnvironmentUnavailableError, Start, Step, Turn
 from megarl.environments.process import EnvironmentProcess, MakeProcess, Process, ProcessSettings
-from megarl.types import Problem
+from megarl.types import PeerLostError, Problem
 
 Result = TypeVar("Result")
 
 
-class EnvironmentProcessError(Exception):
-    """The process of an environment ended, or answered what is no answer."""
+class EnvironmentProcessError(EnvironmentUnavailableError):
+    """The process of an environment ended, or its answer is not valid. The attempt may begin once more in another."""
 
 
 class RaisedError(Exception):
@@ -91,7 +91,16 @@ class Seat:
         return SeatedEnvironment(self)
 
     async def ready(self) -> None:
-        """Start a process where there is none, and wait until it is ready. Errors: see `EnvironmentPool.seat`."""
+        """Start a process where there is none, and wait until it is ready; once more where it ends meanwhile.
+
+        Errors: see `EnvironmentPool.seat`.
+        """
+        with suppress(PeerLostError):
+            await self._start()
+            return
+        await self._start()
+
+    async def _start(self) -> None:
         if self._process is None:
             self._process = self._make()
         try:

@@ -71,7 +71,7 @@ GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "di
 """Groups of metrics in the order of the page; others follow by name."""
 
 FAULTS = re.compile(
-    r"(val/.+/reward_|reward/)(errors|timeouts)|rollout/errors/.+|rollout/restarted|train/(update_skipped|gap_exceeded)"
+    r"(val/.+/reward_|reward/)(errors|timeouts|lost_processes)|rollout/errors/.+|rollout/restarted|train/(update_skipped|gap_exceeded)"
     r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+"
     r"|rollout/(aborted|slow_replicas|lost_requests)"
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,9 +18,17 @@ from typing import Any, Protocol
 
 from megarl.rewards.calling import Sample
 from megarl.rewards.scores import FunctionScore, combined, with_served
-from megarl.rewards.served import ServedReward, ServerFailedError, served_reward
+from megarl.rewards.served import COUNTED_FOR, ServedReward, ServerFailedError, served_reward
 from megarl.rewards.worker import RewardWorker, Scored, WorkerSettings
 from megarl.terminal import FirstOfEachKind
+
+METRICS = {
+    "reward/lost_processes": (
+        "count",
+        "reward processes that ended while they had a sample, which was then scored once more in a fresh process",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
 
 
 class Scorer(Protocol):
@@ -96,6 +105,7 @@ class RewardPool:
         for one in self._served.values():
             one.tell_once = self._notices.tell
         self._weights = {one.name: one.weight for one in settings.served}
+        self._num_lost: Counter[str] = Counter()
         num_workers = num_workers if settings.functions else 0
         numbers = range(first_log, first_log + num_workers)
         logs = [str(log_folder.absolute() / f"reward_{n:04d}.log") if log_folder else None for n in numbers]
@@ -136,10 +146,15 @@ class RewardPool:
         loop = asyncio.get_running_loop()
         scoring = _Scoring()
         try:
-            return await loop.run_in_executor(self._threads, self._score, scoring, sample)
+            scored = await loop.run_in_executor(self._threads, self._score, scoring, sample)
         except asyncio.CancelledError:
             scoring.give_up()
             raise
+        if scored.num_lost:
+            self._num_lost[COUNTED_FOR.get()] += scored.num_lost
+            text = "a reward process ended while it had a sample; a fresh process scored it once more"
+            self._notices.tell("lost process", f"{text} (the first of reward/lost_processes, more are only counted)")
+        return scored
 
     async def _by_all(self, sample: Sample) -> Scored:
         """The functions' and the servers' scores, at the same time; of failures a server's is told first."""
@@ -173,8 +188,11 @@ class RewardPool:
             return Scored.failed("error", f"{', '.join(served)}: {error}")
 
     def metrics(self) -> dict[str, float]:
-        """The counts of each server's calls since the last time (`served.ServedReward.metrics`)."""
-        return {key: value for one in self._served.values() for key, value in one.metrics().items()}
+        """Return counts since the last call: METRICS where processes were lost, and each server's calls."""
+        found = {key: value for one in self._served.values() for key, value in one.metrics().items()}
+        if num_lost := self._num_lost.pop(COUNTED_FOR.get(), 0):
+            found["reward/lost_processes"] = float(num_lost)
+        return found
 
     async def aclose(self) -> None:
         """Close, with the connections to servers."""

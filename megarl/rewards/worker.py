@@ -29,6 +29,8 @@ _SHORT_SECONDS = 0.05
 _MAX_REPLY_BYTES = 64 << 10
 """Limit of a reply: scores or a shortened traceback."""
 _MAX_OUTPUT_CHARACTERS = 2000
+_MAX_LOST = 2
+"""A completion is scored once more where its process ended: the kernel's or an operator's kill is not its fault."""
 
 _SERVER = "megarl.rewards.server:serve"
 
@@ -49,6 +51,8 @@ class Scored:
     """Whether any function judged the answer."""
     is_left_out: bool = False
     """A completion that could not be scored counts as one without a reward."""
+    num_lost: int = 0
+    """Reward processes that ended by themselves or were killed from outside while they had this completion."""
 
     @property
     def kept_reward(self) -> Reward | None:
@@ -150,7 +154,7 @@ class RewardWorker:
             raise PeerLostError(f"the reward process of {self._names} sent {error} while it started") from None
         except (EOFError, OSError):
             ended = self._restart(is_ending=True)
-            raise PeerLostError(
+            raise _ProcessLostError(
                 f"the reward process of {self._names} {ended} while it started{self._output()}"
             ) from None
         if message.get("ready") is not True:
@@ -161,15 +165,24 @@ class RewardWorker:
         self._is_ready = True
 
     def ask(self, sample: Sample) -> Scored:
-        """The reward of a completion: the weighted sum of the functions' scores.
+        """Return the reward of a completion: the weighted sum of the functions' scores.
 
-        Raises as `wait_until_ready`, which it waits for first; the time limits start after that.
+        Where the process ends, while it starts or scores, a fresh one scores once more. Raises as `wait_until_ready`,
+        which it waits for first; the time limits start after that.
         """
         with self._asking:
             self._is_asking = True
         try:
+            for num_lost in range(_MAX_LOST - 1):
+                with suppress(_ProcessLostError):
+                    self.wait_until_ready()
+                    return replace(self._answer(sample), num_lost=num_lost)
             self.wait_until_ready()
-            return self._answer(sample)
+            return replace(self._answer(sample), num_lost=_MAX_LOST - 1)
+        except _ProcessLostError as error:
+            if not error.was_scoring:
+                raise
+            return replace(Scored.failed("error", str(error)), num_lost=_MAX_LOST)
         finally:
             with self._asking:
                 is_interrupted, self._is_asking, self._is_interrupted = self._is_interrupted, False, False
@@ -186,6 +199,7 @@ class RewardWorker:
                     self._connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, sample: Sample) -> Scored:
+        """Return the process's score of a completion. Raises _ProcessLostError where the process ends meanwhile."""
         self._num_requests += 1
         values = sample.values(self._needs, self._settings.correct_score)
         request = {"id": self._num_requests, "values": values}
@@ -207,7 +221,8 @@ class RewardWorker:
             if self._is_interrupted:
                 return Scored.failed("error", f"{self._names}: the scoring was interrupted")
             ended = self._restart(is_ending=True)
-            return Scored.failed("error", f"{self._names}: the reward process {ended} while scoring")
+            text = f"{self._names}: the reward process {ended} while scoring"
+            raise _ProcessLostError(text, was_scoring=True) from None
 
     def close(self) -> None:
         """Kill the process and all that it started."""
@@ -280,6 +295,14 @@ class RewardWorker:
         except OSError:
             return ""
         return f"; it printed:\n{text[-_MAX_OUTPUT_CHARACTERS:]}" if text else ""
+
+
+class _ProcessLostError(PeerLostError):
+    """A reward process ended by itself or was killed from outside."""
+
+    def __init__(self, text: str, *, was_scoring: bool = False) -> None:
+        super().__init__(text)
+        self.was_scoring = was_scoring
 
 
 class _OverdueError(Exception):

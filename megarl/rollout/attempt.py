@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Message, Step
-from megarl.environments.process_pool import RaisedError
+from megarl.environments.process_pool import EnvironmentProcessError, RaisedError
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
 from megarl.rollout.course import Course, History
@@ -33,6 +33,8 @@ Score = Callable[[Sample], Awaitable[Scored]]
 
 GRACE_SECONDS = 2.0
 """How long an environment may take to end after it was cancelled, or to close; then it is left to itself."""
+_ATTEMPTS_AT_A_LOSS = 2
+"""An attempt begins once more where its environment's process ended: a kill from outside is not the policy's fault."""
 _TICK_SECONDS = 0.05
 """Between two looks at a limit that is near: it stays where it is while the engines are held."""
 
@@ -180,7 +182,10 @@ async def attempt(
             ended, failure = await _watched(task, make_environment, engines, course, clock)
             break
         except EnvironmentUnavailableError as error:
-            if restarts + 1 == budget.attempts:
+            most = budget.attempts
+            if isinstance(error, EnvironmentProcessError):
+                most = max(most, _ATTEMPTS_AT_A_LOSS)
+            if restarts + 1 >= most:
                 ended, failure = "error", _failure(error)
                 break
             restarts += 1

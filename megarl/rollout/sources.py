@@ -25,7 +25,7 @@ class Source:
     """Those of training, each with this source's name."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Takes the counts of calls of servers that score (`rewards.scoring.RewardPool.metrics`)."""
+    """Takes the counts of the reward pool, such as calls of servers that score (`rewards.scoring.RewardPool`)."""
 
     def sampling(self, step: int) -> SamplingSettings:
         """The sampling parameters of training in a step, at its temperature."""
@@ -34,7 +34,7 @@ class Source:
 
 
 def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
-    """The counts of calls of servers that score, `reward/NAME/calls` and so on, of all sources since the last time."""
+    """Return the counts of all reward pools since the last call: `reward/NAME/calls`, `reward/lost_processes`..."""
     total: dict[str, float] = {}
     for source in sources:
         for name, value in source.served_metrics().items():

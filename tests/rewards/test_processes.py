@@ -72,6 +72,42 @@ def test_the_end_of_a_process_is_told(module, text, told):
         assert told in failed.detail
 
 
+def test_a_completion_whose_process_is_killed_from_outside_is_scored_once_more(tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    (tmp_path / "killed_once.py").write_text(
+        "import os, pathlib, signal\n"
+        f"mark = pathlib.Path({str(mark)!r})\n"
+        "def score(completion_text):\n"
+        "    if completion_text != 'fine' and not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    notices = []
+    with pool_of("killed_once:score", notice=notices.append) as pool:
+        assert [scored.num_lost for scored in all_scored(pool, "fine", "killed")] == [0, 1]
+        assert failures_of(pool, "killed") == [None]
+        assert pool.metrics() == {"reward/lost_processes": 1.0} and pool.metrics() == {}
+    assert mark.exists() and len(notices) == 1 and "reward/lost_processes" in notices[0]
+
+
+def test_a_process_that_is_killed_while_it_imports_is_started_once_more(tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    (tmp_path / "killed_on_import.py").write_text(
+        "import os, pathlib, signal\n"
+        f"mark = pathlib.Path({str(mark)!r})\n"
+        "if not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def score(completion_text):\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pool_of("killed_on_import:score") as pool:
+        assert score_all(pool, "any") == [Reward(1.0, True, True)] and mark.exists()
+
+
 def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
     (tmp_path / "hangs_on_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -47,6 +47,9 @@ class Acts:
                 time.sleep(1)
         if self.act == "fill":
             self.taken = [bytearray(1 << 28) for _ in range(8)]
+        if self.act.startswith("killed once ") and not os.path.exists(mark := self.act.removeprefix("killed once ")):
+            open(mark, "x").close()
+            os.kill(os.getpid(), signal.SIGKILL)
         if self.act == "die":
             os._exit(3)
         if self.act == "crash":
@@ -94,14 +97,14 @@ EXPECTED = {
     "begin": ("TypeError: reset gave 'at once', not a Start", 0),
     "hang": ("Timeout: the environment's answer took longer than 6 seconds", 1),
     "fill": ("MemoryError: ", 1),
-    "die": ("EnvironmentProcessError: the environment's process ended with exit code 3", 1),
-    "crash": ("EnvironmentProcessError: the environment's process was killed by SIGSEGV", 1),
+    "die": ("EnvironmentProcessError: the environment's process ended with exit code 3", 2),
+    "crash": ("EnvironmentProcessError: the environment's process was killed by SIGSEGV", 2),
     "exit": ("SystemExit: 3", 0),
     "away": ("EnvironmentUnavailableError: no server", 0),
     "text": ("TypeError: step gave 'done', not a Step", 0),
     "object": ("TypeError: it gave what is no JSON: Object of type object is not JSON serializable", 0),
     "nan": ("ValueError: step gave the reward nan", 0),
-    "long": ("EnvironmentProcessError: the environment's process sent a message of ", 1),
+    "long": ("EnvironmentProcessError: the environment's process sent a message of ", 2),
 }
 """What an environment does: the attempt's failure, and how many processes were killed for it."""
 
@@ -146,9 +149,16 @@ def test_what_an_environment_does_in_its_process_ends_its_own_attempt_at_most(fi
         failure, num_killed = EXPECTED[act]
         assert trajectory.ended == "error" and trajectory.reward is None
         assert str(trajectory.failure).startswith(failure) and killed == num_killed, (act, trajectory.failure, killed)
-        assert trajectory.restarts == (act == "away") and trajectory.num_turns == (act != "begin")
+        assert trajectory.restarts == (act in ("away", "die", "crash", "long")) and trajectory.num_turns == (
+            act != "begin"
+        )
     num_kills = sum(num_killed for _, num_killed in EXPECTED.values())
     assert len(pids) <= 2 + num_kills < len(acts), "processes serve one attempt after the other"
+
+
+def test_an_attempt_begins_once_more_where_its_process_is_killed_from_outside(file: Path, tmp_path: Path) -> None:
+    [trajectory], _ = attempts(f"{file}:Acts", [f"killed once {tmp_path / 'mark'}"], ["sorted"])
+    assert (trajectory.ended, trajectory.restarts, trajectory.metrics["process_killed"]) == ("done", 1, 1)
 
 
 def test_a_tool_that_hangs_is_answered_and_its_process_replaced(file: Path) -> None:
