@@ -23,6 +23,7 @@ from megarl.files.atomic import disk_full
 from megarl.platform import rendezvous
 from megarl.platform.imports import uncollected
 from megarl.platform.left_collective import is_left
+from megarl.platform.processes import ENDING_SIGNALS
 from megarl.platform.spans import Span, record, span
 from megarl.types import MegarlError
 
@@ -103,13 +104,16 @@ def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
 
 
 def note_signals() -> None:
-    """Survive signals that a scheduler sends to a whole job; the next answer reports them to the driver."""
+    """Survive signals that ask a job to stop; the next answer reports them to the driver, which saves and ends.
+
+    An operator or a scheduler may send any of them to a rank alone. None may end it, or the run would end unsaved.
+    """
 
     def note(number: int, _: Any) -> None:
         global _asked
         _asked = signal.Signals(number).name
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in ENDING_SIGNALS:
         signal.signal(number, note)
 
 

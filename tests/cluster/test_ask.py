@@ -183,16 +183,17 @@ def test_close_ends_all_calls_that_are_under_way_or_wait():
     asyncio.run(drive())
 
 
-def test_a_signal_to_a_rank_is_heard_with_its_next_answer():
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_a_rank_is_reported_with_its_next_answer(number):
     async def drive():
         async with started() as group:
             heard = []
             group.on_asked = heard.append
-            os.kill((await group.call("pid"))[1], signal.SIGUSR1)
+            os.kill((await group.call("pid"))[1], number)
             await group.ask([0], "product", [1])
             assert heard == []
             while not heard:
                 await group.ask([1], "product", [1])
-            assert heard == ["SIGUSR1"]
+            assert heard == [signal.Signals(number).name]
 
     asyncio.run(drive())
