@@ -57,10 +57,11 @@ class _LocalHandle(RankHandle):
         code = self.process.exit_code
         if not is_dead or code is None:
             return "lost its connection"
-        if code >= 0:
-            return f"exited with code {code}"
-        name = signal.Signals(-code).name
-        return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        how = f"exited with code {code}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            how = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"ended with its fork server, which {how}" if self.process.ended_with_server else how
 
 
 class LocalGroup(WorkerGroup):

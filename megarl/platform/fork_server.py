@@ -116,6 +116,8 @@ class ForkedProcess:
         self.pid: int | None = None
         self.exit_code: int | None = None
         """None while it runs; negative: the signal that killed it."""
+        self.ended_with_server = False
+        """Whether the fork server ended and took this process with it; `exit_code` is then the server's."""
         self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         """Done with the time when the process has ended."""
         self._server = server
@@ -135,6 +137,7 @@ class ForkedProcess:
             self._server.is_ready = True
             return
         # Without a message the server has ended, and all that it forked with it.
+        self.ended_with_server = not message
         self.exit_code = forking.STATUS.unpack(message)[0] if message else self._server.exit_code()
         asyncio.get_running_loop().remove_reader(self._status)
         self.ended.set_result(time.time())

@@ -220,6 +220,19 @@ def test_a_death_between_calls_is_told_by_the_next():
     asyncio.run(drive())
 
 
+def test_a_fork_server_that_is_killed_is_named_rather_than_its_ranks():
+    async def drive():
+        async with started() as group:
+            pid = (await group.call("pid"))[0]
+            server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(server, signal.SIGKILL)
+            with pytest.raises(RankFailedError, match="ended with its fork server, which was killed by SIGKILL"):
+                while True:
+                    await group.call("product", 1)
+
+    asyncio.run(drive())
+
+
 def test_a_silent_rank_is_named_with_its_stack(tmp_path):
     async def drive():
         async with started(log_folder=tmp_path) as group:
