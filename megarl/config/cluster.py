@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from megarl.config.section import Section
 
 GpuKind = PositiveFloat | Literal["h100", "h200", "b200"]
+
+
+def _on_one_line(option: str) -> str:
+    """Return the option. Raises where it has a control character: a line end would begin a line of the batch script."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in option):
+        raise PydanticCustomError("option", "has a line end or another control character; give one option an item")
+    return option
+
+
+CommandOption = Annotated[str, AfterValidator(_on_one_line)]
+"""An option of sbatch or srun, such as --partition=NAME."""
 
 
 class NodeGroup(Section):
@@ -20,7 +32,7 @@ class NodeGroup(Section):
     """Ranks on each of them: one per GPU, or one per CPU slot."""
     gpu_memory_gib: GpuKind | None = None
     """Memory of their GPUs, as cluster.gpu_memory_gib is of the others; default: the same."""
-    sbatch_options: tuple[str, ...] = ()
+    sbatch_options: tuple[CommandOption, ...] = ()
     """Options of sbatch for them in a job of `megarl slurm`, such as --partition=NAME; those of its --sbatch are for
     the trainer's nodes."""
     ray_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
@@ -64,7 +76,7 @@ class ClusterConfig(Section):
     """Timeout of torch.distributed collectives in seconds; exceeding it ends the run."""
     signal_seconds: PositiveInt = 300
     """Seconds before its time limit at which a Slurm job is told to save: more than updates and a checkpoint take."""
-    srun_options: tuple[str, ...] = ()
+    srun_options: tuple[CommandOption, ...] = ()
     """Further options of srun, such as --container-image=FILE and --container-mounts=FROM:TO."""
     preflight: bool = True
     """Check every node before models are built: folders, disk, GPUs, clock, ports, bandwidth."""

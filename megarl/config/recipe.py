@@ -291,7 +291,7 @@ def _merged(path: Path, overrides: Sequence[str]) -> _Merged:
     try:
         text = path.read_text(encoding="utf-8")
         problems = strict_yaml.problems(text)
-        if any(strict_yaml.TOO_DEEP in problem for problem in problems):
+        if any(words in problem for problem in problems for words in (strict_yaml.TOO_DEEP, strict_yaml.TOO_LARGE)):
             raise ConfigError(error_page(path, problems))
         tree = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:

@@ -10,6 +10,11 @@ import yaml
 MAX_DEPTH = 32
 """Sections and lists inside each other; recipes have four."""
 
+MAX_VALUES = 100_000
+"""Values in a recipe, each alias counted with all that it stands for: nine levels of ten aliases are a billion."""
+
+TOO_LARGE = f"holds more than {MAX_VALUES} values, aliases counted each time"
+
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -21,13 +26,31 @@ def problems(text: str, field: str = "") -> list[str]:
     """A line for each value of a YAML text that is not what a reader takes it for: field, value as written, remedy.
 
     Numbers to the base 60 (`1:30`) and 8 (`010`), yes, no, on and off, halves of surrogate pairs, and nesting deeper
-    than MAX_DEPTH. `field` is the place of the text's own value. Raises yaml.YAMLError for what is no YAML.
+    than MAX_DEPTH; nothing else of a text with more than MAX_VALUES values. `field` is the place of the text's own
+    value. Raises yaml.YAMLError for a text that is not YAML.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
         return [_too_deep(field)]
-    return [] if root is None else list(_problems(root, field, 0))
+    if root is None:
+        return []
+    if _num_values(root, {}) > MAX_VALUES:
+        return [f"{field or 'the file'}: {TOO_LARGE}; write the values out, or leave the aliases out"]
+    return list(_problems(root, field, 0))
+
+
+def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values a node stands for, each alias with all of its own. A node inside itself counts once.
+
+    `known` has the counts of nodes by id, so that a node is visited once however many aliases it has.
+    """
+    if id(node) not in known:
+        known[id(node)] = 1
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        items = [item for part in parts for item in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = 1 + sum(_num_values(item, known) for item in items)
+    return known[id(node)]
 
 
 def _problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:

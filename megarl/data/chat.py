@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.files.model_folder import read_object
+from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.platform.processes import fault_of
 from megarl.types import ConfigError, DataError
 
@@ -61,6 +62,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    check_folder_of_files(Path(folder))
     config = Path(folder) / "config.json"
     # transformers and vLLM choose their classes by it.
     if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
@@ -103,7 +105,7 @@ def _template_of(name: str) -> str:
     if name == PLAIN:
         return _PLAIN_TEMPLATE
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return check_regular(Path(name)).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"model.chat_template = {name}: no such file; give the path of a Jinja file, or plain"

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.environments.tools import ToolEnvironment, tool
+from megarl.files.regular import check_regular
 from megarl.files.strict_json import parse
 from megarl.types import DataError
 
@@ -92,7 +93,7 @@ def terms(text: str) -> list[str]:
 def _index_of_file(path: str) -> Index:
     """The index of a JSONL file, made once in a process."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{path}: the corpus cannot be read ({error.strerror}); mend its path") from error
     texts = [_text(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]

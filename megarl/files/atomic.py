@@ -15,6 +15,8 @@ _MAKE_ROOM = (
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM)
+"""Faults of the storage only below the run folder: elsewhere a user's own file may be denied."""
 
 
 @contextmanager
@@ -91,7 +93,20 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
         return _no_room(folder, None)
     if failed := _os_error(error, _FAILED):
         return StorageError(f"{failed.filename or folder}: cannot be written or read ({failed.strerror}).")
+    denied = _os_error(error, _DENIED)
+    if denied is not None and _is_below(folder, denied.filename):
+        return StorageError(
+            f"{denied.filename}: cannot be written or read ({denied.strerror}). Give the run's user write permission "
+            "again, then go on with --resume."
+        )
     return None
+
+
+def _is_below(folder: Path, name: object) -> bool:
+    """Return whether `name`, of an OSError, is a path in `folder` or the folder itself."""
+    if not isinstance(name, str | bytes | os.PathLike):
+        return False
+    return Path(os.path.abspath(os.fsdecode(name))).is_relative_to(folder.absolute())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megarl.files.hub import cached_folder
+from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import parse
 from megarl.types import DataError
 
@@ -25,6 +26,10 @@ def check_model_folder(folder: str | Path) -> list[str]:
     folder = Path(folder)
     if not folder.is_dir():
         return [missing_folder(folder)]
+    try:
+        check_folder_of_files(folder)
+    except DataError as error:
+        return [str(error)]
     problems: list[str] = []
 
     def read(reader: Callable[..., Any], *arguments: Any) -> Any:
@@ -137,9 +142,9 @@ _COPY_AGAIN = "Copy or download the file again."
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises DataError naming the file."""
+    """Return the JSON object in a file. Raises DataError naming the file."""
     try:
-        value = parse(path.read_bytes())
+        value = parse(check_regular(path).read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
     except (OSError, ValueError) as error:

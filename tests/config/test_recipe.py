@@ -9,6 +9,13 @@ from megarl.config import RolloutConfig
 from megarl.config.recipe import load, recipe_changes, to_yaml
 from tests.config.refusals import failure
 
+BOMB = (
+    "{l0: &l0 [x, x, x, x, x, x, x, x, x, x], "
+    + ", ".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10))
+    + "}"
+)
+"""Ten levels of ten aliases, which stand for ten thousand million values."""
+
 
 def written(folder: Path, text: str) -> Path:
     path = folder / "recipe.yaml"
@@ -113,6 +120,14 @@ def test_an_unknown_key_says_where_it_may_belong(small: Path, override: str, hin
         pytest.param("rollout.vllm=" + "[" * 60 + "]" * 60, "nested deeper than 32 levels", id="deep"),
         pytest.param("rollout.vllm=" + "{a: " * 2000 + "}" * 2000, "nested deeper than 32 levels", id="very deep"),
         pytest.param("train.hf_token=geheim", "train.hf_token = '<hidden>': unknown key", id="secret"),
+        pytest.param('cluster.srun_options=["--a\\nb"]', "cluster.srun_options.0", id="line end in an option"),
+        pytest.param(
+            'cluster.groups.engines={sbatch_options: ["--a\\n#SBATCH --b"]}',
+            "cluster.groups.engines.sbatch_options.0",
+            id="line end in an option of sbatch",
+        ),
+        pytest.param("data.validation={a: &a [x, x], b: *a}", "data.validation.a", id="an alias or two is no bomb"),
+        pytest.param(f"rollout.vllm={BOMB}", "more than 100000 values", id="alias bomb"),
     ],
 )
 def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> None:
@@ -129,6 +144,7 @@ def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> No
         pytest.param("", "name: missing", id="empty"),
         pytest.param("rl\n", "unknown key", id="one word"),
         pytest.param("a: " + "[" * 5000, "nested deeper than 32 levels", id="deep"),
+        pytest.param(f"a: {BOMB}\n", "more than 100000 values", id="alias bomb"),
         pytest.param("train:\n  steps: 1:30\n  updates_per_step: 07\n", "train.updates_per_step = 07:", id="doubtful"),
     ],
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,9 @@ def corrupt_header(path: Path) -> None:
         pytest.param(
             lambda f: cut(f / "tokenizer_config.json", 0), "tokenizer_config.json", "cannot", id="tokenizer config"
         ),
+        pytest.param(
+            lambda f: os.mkfifo(f / "merges.txt"), "merges.txt", "not a regular file", id="a named pipe of any name"
+        ),
     ],
 )
 def test_each_damage_is_the_only_line_and_names_the_file(
@@ -89,6 +93,14 @@ def test_each_damage_is_the_only_line_and_names_the_file(
     (problem,) = check_model_folder(folder)
     assert problem.startswith(f"{folder / file}: ")
     assert told in problem
+
+
+def test_a_named_pipe_is_refused_before_it_is_opened(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    for read in (read_model_shape, load_tokenizer):
+        with pytest.raises(DataError, match=r"config\.json: is not a regular file"):
+            read(folder)
 
 
 def test_a_hub_name_is_answered_with_the_download_command(tmp_path: Path) -> None:

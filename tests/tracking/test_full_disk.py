@@ -6,15 +6,16 @@ import contextlib
 import errno
 import io
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from megarl.config import Recipe
-from megarl.files.atomic import append_whole, disk_full, storage_error
+from megarl.files.atomic import append_whole, disk_full, replace_text, storage_error
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -135,6 +136,30 @@ def test_a_run_folder_that_is_gone_is_told_in_one_line(tmp_path: Path) -> None:
     assert caught.value.exit_code == 74
     assert str(caught.value).startswith(f"{folder.path}: the run folder is gone") and "\n" not in str(caught.value)
     assert not folder.path.exists()
+
+
+@contextlib.contextmanager
+def as_another_user() -> Iterator[None]:
+    """The effective user of the block owns nothing: root's own writes are never denied."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
+
+
+def test_a_run_folder_that_is_denied_from_now_on_ends_the_run_with_74(tmp_path: Path) -> None:
+    folder = RunFolder(recipe_on(tmp_path))
+    folder.begin()
+    with pytest.raises(StorageError) as caught, folder:
+        folder.path.chmod(0o500)
+        with as_another_user():
+            replace_text(folder.path / "status.json", "{}")
+    assert caught.value.exit_code == 74 and "Permission denied" in str(caught.value)
+    elsewhere = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "rewards.py"))
+    assert storage_error(folder.path, elsewhere) is None, "a file of the user's own"
 
 
 def test_data_is_appended_whole_or_not_at_all(small_disk: Callable[[str], Path]) -> None:
