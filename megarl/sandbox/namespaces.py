@@ -32,8 +32,12 @@ from megarl.sandbox.kernel import (
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 HOST_NAME = "sandbox"
-COVERED = ("/tmp", "/dev")
-"""Folders of which a program has its own, so that it does not see what the machine has there."""
+_TMP = "/tmp"
+_OUTSIDE_TMP = "/.tmp"
+"""Where trees below the machine's /tmp are mounted: each run's own /tmp would cover them in their place.
+
+A symbolic link in the run's /tmp leads to them. A mount there would be writable to Landlock, as all below /tmp is.
+"""
 _BUILT_AT = "/sys"
 """Where the new root is put together, over what nobody runs Python from; only this process sees it there."""
 _LASTING = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
@@ -90,9 +94,12 @@ def start_run() -> int:
 
 
 def mount_private_tmp(size_bytes: int) -> None:
-    mount(
-        "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
-    )
+    """Cover /tmp with an empty one of a run, which keeps the links to trees. Raises OSError."""
+    links = {name: os.readlink(f"{_TMP}/{name}") for name in os.listdir(_TMP)}
+    options = f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
+    mount("tmpfs", _TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    for name, target in links.items():
+        os.symlink(target, f"{_TMP}/{name}")
 
 
 def _write(proc: int, name: str, text: str) -> None:
@@ -107,39 +114,48 @@ def _write(proc: int, name: str, text: str) -> None:
 
 def _build_root(trees: Sequence[str]) -> None:
     mount("", "/", "", MS_REC | MS_PRIVATE)
-    # Found before anything is mounted over.
-    links = {tree: os.readlink(tree) for tree in trees if os.path.islink(tree)}
     mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     os.umask(0o022)
-    for tree, target in links.items():
-        os.symlink(target, _BUILT_AT + tree)
+    os.makedirs(f"{_BUILT_AT}{_TMP}")
     for tree in trees:
-        if tree in links:
-            continue
         if os.path.isfile(tree):
             _build_file(tree)
-            continue
-        if not os.path.isdir(tree):
-            continue
-        os.makedirs(_BUILT_AT + tree, exist_ok=True)
-        mount(tree, _BUILT_AT + tree, "", MS_BIND | MS_REC)
-        restrict_mount(_BUILT_AT + tree, MS_RDONLY | MS_NOSUID | MS_NODEV, recursive=True)
-    os.makedirs(f"{_BUILT_AT}/dev")
+        elif os.path.isdir(tree):
+            _build_folder(tree)
+    os.makedirs(f"{_BUILT_AT}/dev", exist_ok=True)
     for device in DEVICES:
         os.close(os.open(_BUILT_AT + device, os.O_WRONLY | os.O_CREAT, 0o644))
         mount(device, _BUILT_AT + device, "", MS_BIND)
-    os.makedirs(f"{_BUILT_AT}/tmp")
     os.chdir(_BUILT_AT)
     pivot_root()
     restrict_mount("/", MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
+def _build_folder(path: str) -> None:
+    place = _place(path)
+    os.makedirs(place, exist_ok=True)
+    mount(path, place, "", MS_BIND | MS_REC)
+    restrict_mount(place, MS_RDONLY | MS_NOSUID | MS_NODEV, recursive=True)
+
+
 def _build_file(path: str) -> None:
     """A file alone, unless it is in a folder that is there as a whole."""
-    place = _BUILT_AT + path
+    place = _place(path)
     if os.path.exists(place):
         return
     os.makedirs(os.path.dirname(place), exist_ok=True)
     os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o644))
     mount(path, place, "", MS_BIND)
     restrict_mount(place, MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def _place(path: str) -> str:
+    """Where a tree is mounted while the root is built; one below /tmp gets the link to it, too."""
+    if not path.startswith(f"{_TMP}/"):
+        return _BUILT_AT + path
+    below = path.removeprefix(f"{_TMP}/")
+    # One link for all of a folder of /tmp: libraries find each other by `..`, which follows the real folders.
+    name = below.partition("/")[0]
+    if not os.path.lexists(f"{_BUILT_AT}{_TMP}/{name}"):
+        os.symlink(f"{_OUTSIDE_TMP}/{name}", f"{_BUILT_AT}{_TMP}/{name}")
+    return f"{_BUILT_AT}{_OUTSIDE_TMP}/{below}"

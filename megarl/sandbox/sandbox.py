@@ -25,7 +25,6 @@ import megarl
 from megarl.sandbox.inside import READY
 from megarl.sandbox.layers import LAYERS, Layers
 from megarl.sandbox.load import busy_seconds
-from megarl.sandbox.namespaces import COVERED
 from megarl.types import ConfigError
 
 _START_SECONDS = 60.0
@@ -179,11 +178,6 @@ class Sandbox:
         # Unsuccessful namespaces leave a process of no use behind; the next one does without.
         tried = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
-        if "namespaces" in tried and (hidden := self._hidden()):
-            if "namespaces" in self._settings.require:
-                raise ConfigError(f"sandbox: {hidden}; take Python from another folder, or set sandbox.url")
-            faults["namespaces"] = hidden
-            tried.remove("namespaces")
         while True:
             layers, found = self._start(tried)
             faults |= found
@@ -199,14 +193,6 @@ class Sandbox:
         except BaseException:
             self._close()
             raise
-
-    def _hidden(self) -> str | None:
-        """A folder that a program needs and would not see in its namespaces."""
-        for tree in sorted({*_python()[1], *_packages(self._settings.packages)[0]}):
-            for folder in COVERED:
-                if Path(tree).is_relative_to(folder):
-                    return f"Python or a package of it lies in {tree}, and programs have a {folder} of their own"
-        return None
 
     def _start(self, layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
