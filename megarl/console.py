@@ -190,7 +190,8 @@ def print_layers(found: Examination) -> None:
     console.print(table, *found.notes, found.text, sep="\n")
 
 
-def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) -> None:
+def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
+    """Print what a reshard moves, and its time on a GPU; `is_assumed`: nothing says of which kind the GPUs are."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -209,6 +210,7 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) 
     table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
     table.add_row("staged at once", *size(reshard["staging_bytes"]))
     console = Console(soft_wrap=True, highlight=False)
+    gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
     console.print(f"{layout}; nodes: {_nodes_named(recipe)}")
     console.print(table)
     console.print(
@@ -217,7 +219,7 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) 
         f"planned in {counted['plan_seconds']:.2f} s a rank"
     )
     console.print(
-        f"limits of H200: {reshard['seconds'] * 1e3:.1f} ms (wire {reshard['wire_seconds'] * 1e3:.1f}, memory "
+        f"limits of {gpu}: {reshard['seconds'] * 1e3:.1f} ms (wire {reshard['wire_seconds'] * 1e3:.1f}, memory "
         f"{reshard['memory_seconds'] * 1e3:.1f}); gathered path {reshard['gathered_seconds'] * 1e3:.1f} ms"
     )
     for name, other in orders.items():
@@ -227,6 +229,13 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any]) 
             f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
             f"{other['seconds'] * 1e3:.1f} ms"
         )
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines as they are; one is never broken."""
+    from megarl.terminal import Console
+
+    Console(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
 
 
 def _nodes_named(recipe: Recipe) -> str:
@@ -240,6 +249,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     """Print what each kind of memory takes in each phase, in GiB; host memory behind a +."""
     from rich.table import Table
 
+    from megarl.memory.nodes import fullest_node
     from megarl.terminal import Console
 
     def shown(device_bytes: int, host_bytes: int) -> str:
@@ -267,22 +277,12 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
             console.width, console.measure(printed, options=console.options.update(max_width=500)).maximum
         )
     console.print(printed)
-    counts = max(_ranks_of_nodes(recipe), key=lambda counts: table.host_bytes(*counts))
+    counts = fullest_node(recipe, table)
     at_fullest = zip(counts, table.fullest_host, strict=False)
     ranks = [f"{count} ranks in {phase.name}" for count, phase in at_fullest if count]
     console.print(f"host memory of a node: up to {table.host_bytes(*counts) / 2**30:.0f} GiB, {' and '.join(ranks)}")
     if table.cache is not None:
         console.print(str(table.cache))
-
-
-def _ranks_of_nodes(recipe: Recipe) -> set[tuple[int, int]]:
-    """The numbers of ranks that train and of those that only sample, as nodes have them."""
-    ranks, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
-    if engines is not None:
-        return {(ranks, 0), (0, engines.ranks_per_node)}
-    before = range(0, recipe.cluster.world_size, ranks)
-    trainers = {min(ranks, max(0, recipe.trainer_ranks - first)) for first in before}
-    return {(count, ranks - count) for count in trainers}
 
 
 _BARS = 12

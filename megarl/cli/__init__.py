@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from megarl.cli import convert, data, sandbox, slurm
 from megarl.cli.arguments import Overrides, RecipePath
 from megarl.cli.checking import checked, checking
-from megarl.console import print_error, print_findings, print_memory, print_plan, print_sizes
+from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
 from megarl.terminal import guard_logging, printable
 from megarl.types import ConfigError, MegarlError
 
@@ -202,12 +202,13 @@ def plan(
 ) -> None:
     """Compute memory by phase, and what a reshard will move; no rank is started, config.json is all it reads."""
     from megarl.config.recipe import load
-    from megarl.preflight import aligned, check_plan, table_of
+    from megarl.preflight import aligned, check_plan, gpu_kind, table_of, verdict_of
     from megarl.reshard.cost_model import forecast
 
     loaded = load(recipe, overrides or ())
     shape, layout = check_plan(loaded)
     memory = table_of(loaded, layout)
+    found, kind = verdict_of(loaded, layout, memory), gpu_kind(loaded)
     if not as_json:
         print_memory(loaded, memory)
     layout = aligned(loaded, shape, layout)
@@ -218,11 +219,16 @@ def plan(
         engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
         itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
         bucket_bytes=loaded.weights.bucket_mib << 20,
+        gpu=kind or "h200",
     )
     if as_json:
-        print(json.dumps({"recipe": loaded.name, "model": loaded.model.path, "memory": memory.as_json(), **counted}))
+        head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}
+        print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
-        print_plan(loaded, layout, counted)
+        print_plan(loaded, layout, counted, is_assumed=kind is None)
+        print_lines(found.lines)
+    if found.fits is False:
+        raise typer.Exit(ConfigError.exit_code)
 
 
 @app.command()

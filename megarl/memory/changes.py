@@ -170,6 +170,13 @@ def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str
     return Remedy(ordered, table) if not gpus.exceeded(table) else None
 
 
+def cache_within(table: MemoryTable, limit_gib: float) -> float:
+    """GiB of the largest KV cache with which an engine takes `limit_gib` at most; tenths, negative if none fits."""
+    sampling = [phase for phase in table.phases if phase.of("KV cache").device_bytes]
+    others = max((phase.device_bytes - phase.of("KV cache").device_bytes for phase in sampling), default=0)
+    return math.floor((limit_gib - others / _GIB) * 10) / 10
+
+
 def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
     """The largest KV cache, or share of the GPU, that fits beside the rest while the engine samples; None if none."""
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
@@ -182,7 +189,7 @@ def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | No
         value = math.floor((rollout.gpu_memory_utilization - excess / (gpus.engine * _GIB)) * 100) / 100
         field = "rollout.gpu_memory_utilization"
     else:
-        value = math.floor((rollout.kv_cache_gib - excess / _GIB) * 10) / 10
+        value = cache_within(table, gpus.engine)
         field = "rollout.kv_cache_gib"
     if value <= 0:
         return None

@@ -10,6 +10,9 @@ from megarl.memory.table import MemoryTable, Phase
 GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
 """Memory of a GPU as torch finds it, in GiB. Source: NVIDIA's data sheets, less what the driver keeps."""
 
+MARGIN_GIB = 8.0
+"""GiB of a GPU that a derived KV cache leaves free: NCCL's buffers and the allocator's blocks are only guessed here."""
+
 CONTEXT_BYTES = int(2.2e9)
 """CUDA's context, kernels, workspaces of cuBLAS, and what the allocator's blocks waste. (A guess.)"""
 COMMUNICATOR_BYTES = int(0.35e9)

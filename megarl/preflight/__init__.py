@@ -37,7 +37,7 @@ from megarl.preflight.gpu_formats import format_faults
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
-from megarl.preflight.memory import memory_faults, predicted_memory, table_of
+from megarl.preflight.memory import gpu_kind, memory_faults, predicted_memory, table_of, verdict_of
 from megarl.preflight.quantisation import quantisation
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings
@@ -53,6 +53,7 @@ __all__ = [
     "check_rewards",
     "collect_for",
     "count_records",
+    "gpu_kind",
     "kept_kv",
     "layout_of",
     "load",
@@ -67,6 +68,7 @@ __all__ = [
     "told_formats",
     "uncorrected",
     "uncorrected_fp8",
+    "verdict_of",
     "with_steps",
 ]
 

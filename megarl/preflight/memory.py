@@ -7,18 +7,16 @@ from collections.abc import Iterator
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.families.shape import read_model_shape
-from megarl.memory.changes import Remedy, changed, remedies
 from megarl.memory.devices import CPU, GPU, GPU_MEMORY_GIB, GpuMemory
-from megarl.memory.models import Models, read_models
 from megarl.memory.phases import memory_table
-from megarl.memory.table import MemoryTable, Phase
+from megarl.memory.table import MemoryTable
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.platform.visible_gpus import installed_gpu_gib
+from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
 from megarl.preflight import sizes
+from megarl.preflight.planned_models import models_of
+from megarl.preflight.verdict import Verdict, refusal, verdict_on_cpus, verdict_on_gpus, verdict_without_gpus
 from megarl.types import DataError
 
-_GIB = 2**30
 _SAME_GPU = 0.95
 """A GPU has at least this share of what is written of its kind."""
 
@@ -29,6 +27,14 @@ def gpu_gib(recipe: Recipe) -> float | None:
     if given is None:
         return installed_gpu_gib() if uses_this_machine(recipe) else None
     return GPU_MEMORY_GIB[given] if isinstance(given, str) else given
+
+
+def gpu_kind(recipe: Recipe) -> str | None:
+    """The kind of the trainer's GPUs, h200 say: as it is named, else the installed one; None where nothing says it."""
+    if isinstance(given := recipe.cluster.gpu_memory_gib, str):
+        return given
+    names = [gpu.name.lower() for gpu in installed_gpus()] if uses_this_machine(recipe) else []
+    return next((kind for kind in GPU_MEMORY_GIB if any(kind in name for name in names)), None)
 
 
 def gpu_memory(recipe: Recipe) -> GpuMemory | None:
@@ -45,17 +51,20 @@ def uses_this_machine(recipe: Recipe) -> bool:
     return not runs_on_cpu() and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
-def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
-    """The models of a recipe that can be planned. Raises DataError for a config.json."""
-    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
-    return read_models(recipe, shape, layout, sizes.layout_of(recipe.for_teachers))
-
-
 def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
     """The memory of a recipe by phase: of GPUs where they are named or the environment is theirs, else a CPU's."""
     gpus = gpu_memory(recipe)
     is_gpu = gpus is not None or not runs_on_cpu()
     return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
+
+
+def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Verdict:
+    """The verdict on a recipe's `table`: of GPUs that are named or installed, or of this machine's CPUs."""
+    if (gpus := gpu_memory(recipe)) is not None:
+        return verdict_on_gpus(recipe, models_of(recipe, layout), table, gpus)
+    if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:
+        return verdict_without_gpus()
+    return verdict_on_cpus(recipe, table)
 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
@@ -79,7 +88,7 @@ def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> 
         return  # told already
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
     if over := gpus.exceeded(table):
-        yield _refusal(recipe, models, gpus, over)
+        yield refusal(recipe, models, gpus, over)
     elif table.cache is not None and not table.cache.longest_requests:
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: leaves a KV cache of "
@@ -105,54 +114,3 @@ def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
             f"cluster.gpu_memory_gib = {recipe.cluster.gpu_memory_gib}: this machine's GPUs have {found:.1f} GiB; "
             "leave it out, or run on the GPUs that it names"
         )
-
-
-def _refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
-    told = "; ".join(
-        f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
-        f"{phase.device_bytes / _GIB - gpus.of(phase):.1f} too much ({_largest(phase)})"
-        for phase in sorted(over, key=lambda phase: -phase.device_bytes)
-    )
-    named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
-    given = f"cluster.gpu_memory_gib = {named if named is not None else f'{gpus.trainer:.1f} (of this machine)'}"
-    if engines is not None and engines.gpu_memory_gib is not None:
-        given += f", cluster.groups.engines.gpu_memory_gib = {engines.gpu_memory_gib}"
-    text = f"{given}: {told}"
-    found = remedies(recipe, models, gpus)
-    if found:
-        return f"{text}; what fits: {', or '.join(' '.join(remedy.overrides) for remedy in found)}"
-    if (wider := _wider(recipe, gpus)) is not None:
-        return f"{text}; no offload, recomputation, cache or row length fits; what does: {wider}"
-    return f"{text}; nothing that is tried fits: take more GPUs, or a smaller model"
-
-
-def _largest(phase: Phase) -> str:
-    """The three kinds that take most."""
-    kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
-    return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
-
-
-def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
-    """Twice a parallel size or the nodes, with the cheapest other change, under which the recipe fits."""
-    trainer, cluster = recipe.trainer, recipe.cluster
-    engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
-    for values in (
-        *engines,
-        {"trainer.tp": 2 * trainer.tp},
-        {"trainer.pp": 2 * trainer.pp},
-        {"cluster.nodes": 2 * cluster.nodes},
-        {"trainer.tp": 2 * trainer.tp, "cluster.nodes": 2 * cluster.nodes},
-        {"trainer.pp": 2 * trainer.pp, "cluster.nodes": 2 * cluster.nodes},
-    ):
-        other = changed(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
-        layout = sizes.layout_of(other)
-        models = models_of(other, layout)
-        if any((*sizes.ranks(other), *sizes.batches(other, layout.dp), *sizes.model_fit(other, models.policy.shape))):
-            continue
-        table = memory_table(other, models, GPU, gpu_gib=gpus.engine)
-        own = Remedy(values, table)
-        if not gpus.exceeded(table):
-            return " ".join(own.overrides)
-        if found := remedies(other, models, gpus, most=1):
-            return " ".join((*own.overrides, *found[0].overrides))
-    return None

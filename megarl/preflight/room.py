@@ -10,7 +10,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.memory.devices import CPU
 from megarl.memory.phases import memory_table
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.preflight.memory import models_of
+from megarl.platform.host_memory import machine_bytes
+from megarl.preflight.planned_models import models_of
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
 
@@ -35,7 +36,7 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
             f"cluster.ranks_per_node = {ranks}: this machine has {cores} cores, so that every rank waits for others; "
             f"use at most {_RANKS_PER_CORE * cores}"
         )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_bytes()
     if not runs_on_cpu():
         return
     table = memory_table(recipe, models_of(recipe, layout), CPU)

@@ -1,4 +1,4 @@
-"""The cost model of a plan, before any rank is started: bytes per link, copies, messages, memory, time on H200."""
+"""The cost model of a plan, before any rank is started: bytes per link, copies, messages, memory, time on a GPU."""
 
 from __future__ import annotations
 
@@ -20,12 +20,25 @@ from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
 
-NVLINK_BYTES_PER_SECOND = 450e9
-"""NVLink bandwidth of an H200, each direction."""
-INFINIBAND_BYTES_PER_SECOND = 50e9
-"""Network bandwidth of an H200, each direction."""
-HBM_BYTES_PER_SECOND = 4.3e12
-"""Memory bandwidth of an H200, reads and writes together, as measured for device copies."""
+
+class Speeds(NamedTuple):
+    """Bandwidths of a GPU in bytes per second."""
+
+    nvlink: float
+    """NVLink, each direction."""
+    infiniband: float
+    """Network, each direction."""
+    memory: float
+    """Device memory, reads and writes together."""
+
+
+SPEEDS = {
+    # Device copies on an H200 were measured at 4.3 of the data sheet's 4.8 TB/s. The others: the same share of theirs.
+    "h100": Speeds(450e9, 50e9, 3.0e12),
+    "h200": Speeds(450e9, 50e9, 4.3e12),
+    "b200": Speeds(900e9, 50e9, 7.2e12),
+}
+"""By kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each GPU."""
 
 TIERS = ("local", "same_node", "other_node")
 
@@ -51,6 +64,7 @@ class Traffic:
     """The staging memory of each rank: its largest bucket."""
     wire_seconds: float
     """Time of the exchanges at the bandwidths of NVLink and InfiniBand, each bucket as long as its busiest rank."""
+    speeds: Speeds
 
     @property
     def ratio(self) -> float:
@@ -66,7 +80,7 @@ class Traffic:
 
         # The busiest rank reads and writes what it copies, packs and unpacks.
         moved_bytes = float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max())
-        memory_seconds = moved_bytes / HBM_BYTES_PER_SECOND
+        memory_seconds = moved_bytes / self.speeds.memory
         return {
             "received_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS, self.received, strict=True)},
             "sent_bytes": {tier: over_ranks(row) for tier, row in zip(TIERS[1:], self.sent[1:], strict=True)},
@@ -81,7 +95,7 @@ class Traffic:
             "memory_seconds": memory_seconds,
             # Copies run while the next bucket travels: the slower of the two decides. Launches are not counted.
             "seconds": max(self.wire_seconds, memory_seconds),
-            "gathered_seconds": _wire_seconds(self.gathered),
+            "gathered_seconds": _wire_seconds(self.gathered, self.speeds),
         }
 
 
@@ -93,11 +107,13 @@ def forecast(
     engine_ranks_per_node: int | None = None,
     itemsize: int,
     bucket_bytes: int,
+    gpu: str = "h200",
 ) -> dict[str, Any]:
     """JSON values: the cost of the live reshard and of other rank orders, and the assumed bandwidths.
 
-    `engine_ranks_per_node`: as of `reshard_plan`.
+    `engine_ranks_per_node`: as of `reshard_plan`. `gpu` is a key of SPEEDS.
     """
+    speeds = SPEEDS[gpu]
     planned = partial(
         reshard_plan,
         model,
@@ -116,17 +132,16 @@ def forecast(
         "ranks_per_node": ranks_per_node,
         "model_bytes": sum(map(prod, hf_tensors(model).values())) * itemsize,
         "plan_seconds": plan_seconds,
-        "reshard": count(plan).summary(),
-        "rank_orders": {name: count(planned(layout)).summary() for name, layout in rank_orders(model, parallel)},
-        "bytes_per_second": {
-            "nvlink": NVLINK_BYTES_PER_SECOND,
-            "infiniband": INFINIBAND_BYTES_PER_SECOND,
-            "memory": HBM_BYTES_PER_SECOND,
+        "reshard": count(plan, speeds).summary(),
+        "rank_orders": {
+            name: count(planned(layout), speeds).summary() for name, layout in rank_orders(model, parallel)
         },
+        "gpu": gpu,
+        "bytes_per_second": speeds._asdict(),
     }
 
 
-def count(plan: Plan) -> Traffic:
+def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     """The traffic of a plan over all its ranks, counted once per kind of tensor."""
     num = plan.num_ranks
     received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
@@ -156,7 +171,8 @@ def count(plan: Plan) -> Traffic:
         messages=sum(_count_distinct(codes, num) for codes in pairs),
         buckets=len(plan.exchanged),
         staging=np.ceil(in_bucket.sum(1).max(0)).astype(np.int64) * size,
-        wire_seconds=sum(_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]]) for b in in_bucket),
+        wire_seconds=sum(_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]], speeds) for b in in_bucket),
+        speeds=speeds,
     )
 
 
@@ -289,6 +305,6 @@ def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
     return int(np.count_nonzero(seen))
 
 
-def _wire_seconds(by_link: NDArray[Any]) -> float:
+def _wire_seconds(by_link: NDArray[Any], speeds: Speeds) -> float:
     """Seconds of the busiest rank, NVLink and InfiniBand in parallel; `by_link` bytes [tier, rank]."""
-    return float(max(by_link[1].max() / NVLINK_BYTES_PER_SECOND, by_link[2].max() / INFINIBAND_BYTES_PER_SECOND))
+    return float(max(by_link[1].max() / speeds.nvlink, by_link[2].max() / speeds.infiniband))

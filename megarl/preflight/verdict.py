@@ -1,0 +1,168 @@
+"""The verdict on a recipe's memory: whether it fits, which phase exceeds its limit by how much, and what would fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.memory.changes import Remedy, changed, remedies
+from megarl.memory.devices import GPU, GpuMemory
+from megarl.memory.models import Models
+from megarl.memory.nodes import fullest_node
+from megarl.memory.phases import memory_table
+from megarl.memory.table import MemoryTable, Phase
+from megarl.platform.host_memory import machine_bytes
+from megarl.preflight import sizes
+from megarl.preflight.planned_models import models_of
+
+_GIB = 2**30
+_NOTHING = "nothing that is tried fits: take more GPUs, or a smaller model"
+_NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of comparing a recipe's memory with what there is; `text` says it in a line."""
+
+    fits: bool | None
+    """None: nothing says how much memory there is."""
+    text: str
+    limits: dict[str, int]
+    """Bytes of a GPU by phase, or of the whole host on CPUs."""
+    excess: dict[str, int]
+    """Bytes above the limit, by phase; only phases that do not fit."""
+    remedies: tuple[str, ...] = ()
+    """Overrides for the command line under which the recipe fits, cheapest first."""
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "fits": self.fits,
+            "limit_bytes": self.limits,
+            "excess_bytes": self.excess,
+            "remedies": list(self.remedies),
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """The last lines of `megarl plan`: the verdict, then the cheapest remedy."""
+        return [self.text, *(f"cheapest remedy: {remedy}" for remedy in self.remedies[:1])]
+
+
+def verdict_without_gpus() -> Verdict:
+    """The verdict where nothing says which GPUs a run will have."""
+    return Verdict(None, f"no verdict: nothing names the memory of the run's GPUs; {_NAME_THE_GPU}", {}, {})
+
+
+def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
+    """The error of a start that does not fit: the phases that are too large, and up to three remedies."""
+    text = f"{_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
+    found = _remedies(recipe, models, gpus)
+    if found.narrow:
+        return f"{text}; what fits: {', or '.join(found.narrow)}"
+    if found.wider is not None:
+        return f"{text}; no offload, recomputation, cache or row length fits; what does: {found.wider}"
+    return f"{text}; {_NOTHING}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Remedies:
+    narrow: tuple[str, ...]
+    """Changes on the same ranks, cheapest first."""
+    wider: str | None = None
+    """A change of the parallel sizes or nodes, looked for where no other fits."""
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return self.narrow or ((self.wider,) if self.wider is not None else ())
+
+
+def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
+    if found := remedies(recipe, models, gpus):
+        return _Remedies(tuple(" ".join(remedy.overrides) for remedy in found))
+    return _Remedies((), _wider(recipe, gpus))
+
+
+def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
+    """The verdict on a table of GPUs: each phase against the memory of the GPU that it is on."""
+    limits = {phase.name: int(gpus.of(phase) * _GIB) for phase in table.phases}
+    over = gpus.exceeded(table)
+    excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
+    if over:
+        text = f"does not fit: {_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
+        found = _remedies(recipe, models, gpus).all
+        return Verdict(False, text if found else f"{text}; {_NOTHING}", limits, excess, found)
+    if table.cache is not None and not table.cache.longest_requests:
+        longest = f"{table.cache.longest:,} tokens, the KV cache holds {table.cache.tokens:,}"
+        return Verdict(False, f"does not fit: one request may have {longest}", limits, excess)
+    tightest = min(table.phases, key=lambda phase: limits[phase.name] - phase.device_bytes)
+    taken, limit = tightest.device_bytes / _GIB, gpus.of(tightest)
+    text = (
+        f"fits: {_limits_named(recipe, gpus)}: {tightest.name} takes the most, {taken:.1f} of {limit:.1f} GiB; "
+        f"{limit - taken:.1f} GiB are left"
+    )
+    return Verdict(True, text, limits, excess)
+
+
+def verdict_on_cpus(recipe: Recipe, table: MemoryTable) -> Verdict:
+    """The verdict on a table of CPUs: all ranks of a node, each at its fullest, against this machine's memory."""
+    needed, limit = table.host_bytes(*fullest_node(recipe, table)), machine_bytes()
+    phases = " and ".join(phase.name for phase in table.fullest_host)
+    text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
+    limits = {phase.name: limit for phase in table.phases}
+    if needed <= limit:
+        return Verdict(True, f"fits on CPUs: {text}", limits, {})
+    excess = {phase.name: needed - limit for phase in table.fullest_host}
+    text = f"does not fit on CPUs: {text}; for GPUs {_NAME_THE_GPU}"
+    return Verdict(False, text, limits, excess)
+
+
+def _limits_named(recipe: Recipe, gpus: GpuMemory) -> str:
+    """The fields that say what memory GPUs have, or this machine's."""
+    named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
+    given = f"cluster.gpu_memory_gib = {named if named is not None else f'{gpus.trainer:.1f} (of this machine)'}"
+    if engines is not None and engines.gpu_memory_gib is not None:
+        given += f", cluster.groups.engines.gpu_memory_gib = {engines.gpu_memory_gib}"
+    return given
+
+
+def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
+    """The phases that are too large, largest first, each with its excess in GiB and the three kinds that take most."""
+    return "; ".join(
+        f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
+        f"{phase.device_bytes / _GIB - gpus.of(phase):.1f} too much ({_largest(phase)})"
+        for phase in sorted(over, key=lambda phase: -phase.device_bytes)
+    )
+
+
+def _largest(phase: Phase) -> str:
+    """The three kinds that take most."""
+    kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
+    return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
+
+
+def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
+    """Twice a parallel size or the nodes, with the cheapest other change, under which the recipe fits."""
+    trainer, cluster = recipe.trainer, recipe.cluster
+    engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
+    for values in (
+        *engines,
+        {"trainer.tp": 2 * trainer.tp},
+        {"trainer.pp": 2 * trainer.pp},
+        {"cluster.nodes": 2 * cluster.nodes},
+        {"trainer.tp": 2 * trainer.tp, "cluster.nodes": 2 * cluster.nodes},
+        {"trainer.pp": 2 * trainer.pp, "cluster.nodes": 2 * cluster.nodes},
+    ):
+        other = changed(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
+        layout = sizes.layout_of(other)
+        models = models_of(other, layout)
+        if any((*sizes.ranks(other), *sizes.batches(other, layout.dp), *sizes.model_fit(other, models.policy.shape))):
+            continue
+        table = memory_table(other, models, GPU, gpu_gib=gpus.engine)
+        own = Remedy(values, table)
+        if not gpus.exceeded(table):
+            return " ".join(own.overrides)
+        if found := remedies(other, models, gpus, most=1):
+            return " ".join((*own.overrides, *found[0].overrides))
+    return None
