@@ -29,6 +29,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
         "num_key_value_heads": 2, "vocab_size": 512,
     },
+    "tiny_experts": _EXPERTS
+    | {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+        "num_key_value_heads": 2, "vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "Qwen3-32B": _DENSE | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
     "Qwen3-30B-A3B": _EXPERTS
     | {

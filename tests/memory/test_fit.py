@@ -9,8 +9,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.memory.changes import changed, remedies
-from megarl.memory.devices import GPU, GPU_MEMORY_GIB, GpuMemory
+from megarl.memory.devices import GPU, GPU_MEMORY_GIB, MARGIN_GIB, GpuMemory
 from megarl.memory.phases import memory_table
+from megarl.preflight.learning import optimizers
 from megarl.preflight.memory import memory_faults, models_of
 from megarl.preflight.sizes import batches, layout_of, lengths
 from tests.memory.conftest import RECIPES
@@ -21,6 +22,11 @@ LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))
 
 def faults(recipe: Recipe) -> list[str]:
     return list(memory_faults(recipe, layout_of(recipe), is_start=False))
+
+
+def refused(recipe: Recipe) -> list[str]:
+    """Faults of memory, and states that are to be in host memory twice."""
+    return [*faults(recipe), *optimizers(recipe)]
 
 
 def peak(recipe: Recipe, gib: float | None = None) -> float:
@@ -56,11 +62,11 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
         for override in overrides:
             rest = [o for o in overrides if o != override and not o.startswith("trainer.router_replay")]
             if not override.startswith("trainer.router_replay") and "what fits" in text:
-                assert faults(large(name, f"cluster.gpu_memory_gib={gib}", *rest)), (overrides, override)
+                assert refused(large(name, f"cluster.gpu_memory_gib={gib}", *rest)), (overrides, override)
 
 
 def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo", "cluster.gpu_memory_gib=127")
+    recipe = large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=127")
     found = remedies(recipe, models_of(recipe, layout_of(recipe)), GpuMemory(127.0, 127.0), most=9)
     (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
     assert 126.8 < peak(changed(recipe, cache)) <= 127.0
@@ -69,11 +75,13 @@ def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe])
 def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..., Recipe]) -> None:
     """On a single GPU a model of 14B never fits otherwise; of 8B parameters weights and gradients do, just so."""
     sizes = ("cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1", "trainer.max_tokens_per_microbatch=24576")
-    recipe = large("qwen3_14b_dapo", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110")
+    recipe = large("qwen3_14b_dapo_h200", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110")
     (text,) = faults(recipe)
     (overrides,) = re.findall(r"what fits: (.*?)(?:, or |$)", text)
     assert "trainer.optimizer_offload_fraction=1" in overrides and "optimizer," not in overrides
-    other = large("qwen3_14b_dapo", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110", *overrides.split())
+    other = large(
+        "qwen3_14b_dapo_h200", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110", *overrides.split()
+    )
     assert faults(other) == []
     table = memory_table(other, models_of(other, layout_of(other)), GPU)
     (train,) = [phase for phase in table.phases if phase.name == "train"]
@@ -84,7 +92,7 @@ def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..
 
 def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
     """Qwen3-14B at tp 4: 12.4e9 of its weights are of linear layers, two bytes more of each; none while it samples."""
-    recipe = changed(large("qwen3_14b_dapo"), {"trainer.fp8": "blockwise"})
+    recipe = changed(large("qwen3_14b_dapo_h200"), {"trainer.fp8": "blockwise"})
     phases = {p.name: p for p in memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).phases}
     layer = 5120 * (40 * 128 * 2 + 8 * 128 * 2) + 3 * 5120 * 17408
     for name in ("train", "logprobs"):
@@ -94,7 +102,7 @@ def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
 
 
 def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo")
+    recipe = large("qwen3_14b_dapo_h200")
     shared = changed(recipe, {"rollout.gpu_memory_utilization": 0.98})
     assert peak(shared, GPU_MEMORY_GIB["h200"]) > GPU_MEMORY_GIB["h200"]
     found = remedies(shared, models_of(shared, layout_of(shared)), GpuMemory(*[GPU_MEMORY_GIB["h200"]] * 2))
@@ -104,10 +112,10 @@ def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..., Recipe], name: str) -> None:
-    """Without any of what saves memory it would not fit; cache and rows could not be much larger."""
+    """Without any of what saves memory the margin would not stay; cache and rows could not be much larger."""
     recipe = large(name)
-    gib = GPU_MEMORY_GIB[str(recipe.cluster.gpu_memory_gib)]
-    assert gib * 0.92 < peak(recipe) < gib * 0.96, "a share is left for what is only guessed"
+    gib = GPU_MEMORY_GIB[str(recipe.cluster.gpu_memory_gib)] - MARGIN_GIB
+    assert gib - 0.1 < peak(recipe) <= gib, "the KV cache takes all but the margin"
 
     trainer, rollout = recipe.trainer, recipe.rollout
     for kind in trainer.offload:
@@ -115,6 +123,8 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
         assert peak(changed(recipe, {"trainer.offload": kept})) > gib, kind
     if trainer.recompute != "none":
         assert peak(changed(recipe, {"trainer.recompute": "none"})) > gib
+    if trainer.cp > 1:
+        assert peak(changed(recipe, {"trainer.cp": 1})) > gib
     assert peak(changed(recipe, {"rollout.kv_cache_gib": 1.1 * rollout.kv_cache_gib})) > gib
     rows = trainer.max_tokens_per_microbatch
     longer = changed(recipe, {"trainer.max_tokens_per_microbatch": rows * 3 // 2})
@@ -128,7 +138,7 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
 def test_a_list_of_recomputed_modules_is_made_longer(large: Callable[..., Recipe]) -> None:
     """Beside trainer.recompute=full it would do nothing, which is refused."""
     given = ("trainer.recompute=selective", "trainer.recompute_modules=[core_attn]")
-    recipe = large("qwen3_14b_dapo", *given, "trainer.max_tokens_per_microbatch=65536")
+    recipe = large("qwen3_14b_dapo_h200", *given, "trainer.max_tokens_per_microbatch=65536")
     (text,) = faults(recipe)
     assert "trainer.recompute_modules=[core_attn,mlp]" in text and "trainer.recompute=" not in text
 
@@ -138,10 +148,10 @@ SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.
 
 def test_whichever_kind_of_ranks_does_not_fit_is_named(large: Callable[..., Recipe]) -> None:
     def separate(*overrides: str) -> Recipe:
-        return large("qwen3_14b_dapo", *SEPARATE, *overrides)
+        return large("qwen3_14b_dapo_h200", *SEPARATE, *overrides)
 
     # Where nothing of the trainer is, the KV cache may be larger than in the recipe's own placement.
-    assert faults(large("qwen3_14b_dapo", "rollout.kv_cache_gib=115")) != []
+    assert faults(large("qwen3_14b_dapo_h200", "rollout.kv_cache_gib=115")) != []
     assert faults(separate("rollout.kv_cache_gib=115")) == []
 
     (text,) = faults(separate("rollout.kv_cache_gib=140"))
@@ -164,7 +174,7 @@ def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callab
     def kinds(*overrides: str) -> Recipe:
         engines = "{nodes: 1, ranks_per_node: 4, gpu_memory_gib: h100}"
         return large(
-            "qwen3_14b_dapo", SEPARATE[0], "trainer.offload=[]", f"cluster.groups.engines={engines}", *overrides
+            "qwen3_14b_dapo_h200", SEPARATE[0], "trainer.offload=[]", f"cluster.groups.engines={engines}", *overrides
         )
 
     sound = kinds("rollout.kv_cache_gib=20")
@@ -184,7 +194,7 @@ def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callab
 
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo", *SEPARATE, "rollout.kv_cache_gib=4")
+    recipe = large("qwen3_14b_dapo_h200", *SEPARATE, "rollout.kv_cache_gib=4")
     fullest = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).fullest
     recipe = changed(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
     assert faults(recipe) == [] and fullest.name == "train"
@@ -194,13 +204,13 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[...
 
 def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: None)
-    assert faults(large("qwen3_14b_dapo", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []
+    assert faults(large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []
 
 
 def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: 79.6)
     monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
-    recipe = large("qwen3_14b_dapo", "cluster.launcher=local")
+    recipe = large("qwen3_14b_dapo_h200", "cluster.launcher=local")
     (text,) = memory_faults(recipe, layout_of(recipe), is_start=True)
     assert text == (
         "cluster.gpu_memory_gib = h200: this machine's GPUs have 79.6 GiB; leave it out, or run on the GPUs that it "

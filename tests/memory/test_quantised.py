@@ -22,7 +22,7 @@ from megarl.reshard.quantised import shared_places, spans_of
 
 def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> None:
     """Qwen3-14B at tp 2: 40 layers of 5120 x (40 + 2 * 8 heads + 40) * 128 and 3 * 5120 * 17408, by hand."""
-    recipe = large("qwen3_14b_dapo", "rollout.quantization=fp8", "rollout.kv_cache_dtype=fp8")
+    recipe = large("qwen3_14b_dapo_h200", "rollout.quantization=fp8", "rollout.kv_cache_dtype=fp8")
     projections = 40 * (5120 * (40 + 16 + 40) * 128 + 3 * 5120 * 17408) // 2
     scales = projections // 128**2
     norms, embeddings = 40 * (2 * 5120 + 2 * 128) + 5120, 2 * 151936 // 2 * 5120
@@ -32,7 +32,7 @@ def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> Non
     by_channel = 40 * ((40 + 16) * 128 // 2 + 5120 + 17408 + 5120)
     wanted = projections + 4 * by_channel + 2 * (norms + embeddings + 40960 * 128)
     assert engine_weights(layouts, 0, 2, "fp8_per_channel") == wanted
-    tables = [memory_table(r, models_of(r, layout_of(r)), GPU) for r in (recipe, large("qwen3_14b_dapo"))]
+    tables = [memory_table(r, models_of(r, layout_of(r)), GPU) for r in (recipe, large("qwen3_14b_dapo_h200"))]
     (quantised, plain), (room, usual) = (
         [next(p for p in table.phases if p.name == "reshard") for table in tables],
         [table.cache for table in tables],
@@ -71,8 +71,8 @@ def modules_of(layouts: VllmLayouts, rank: int) -> dict[str, dict[str, int]]:
     ("name", "sizes"),
     [
         # Each rank copies all from itself: nothing is sent, and still the plan has buckets.
-        ("qwen3_14b_dapo", {"tp": 2, "rollout": 2}),
-        ("qwen3_14b_dapo", {"tp": 2, "pp": 2, "rollout": 4}),
+        ("qwen3_14b_dapo_h200", {"tp": 2, "rollout": 2}),
+        ("qwen3_14b_dapo_h200", {"tp": 2, "pp": 2, "rollout": 4}),
         ("qwen3_30b_a3b_gspo", {"tp": 2, "ep": 2, "rollout": 2}),
     ],
 )

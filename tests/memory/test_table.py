@@ -41,7 +41,7 @@ def test_14b_on_eight_gpus_takes_what_was_computed_by_hand(large: Callable[..., 
     more for a save: a gathering of the optimizer's state, as Megatron does it. Here each rank stages its own part in
     host memory, 1.85e9 weights and 12 bytes for each, which takes nothing of the GPU.
     """
-    table = table_of(large("qwen3_14b_dapo", *AS_ON_THE_PAGE))
+    table = table_of(large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE))
     phases = {phase.name: phase for phase in table.phases}
     by_hand = {
         "rollout": {"parameters": 7.4, "gradients": 14.8, "engine weights": 14.8, "KV cache": 51.5, "moments": 0},
@@ -66,8 +66,8 @@ def test_14b_on_eight_gpus_takes_what_was_computed_by_hand(large: Callable[..., 
 
 def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recipe]) -> None:
     """Megatron's own SwiGLU keeps the activated gate, and up with its offset added: 17,408 channels of bf16 each."""
-    steps = large("qwen3_14b_dapo", *AS_ON_THE_PAGE, "trainer.megatron.bias_activation_fusion=false")
-    tables = table_of(large("qwen3_14b_dapo", *AS_ON_THE_PAGE)), table_of(steps)
+    steps = large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE, "trainer.megatron.bias_activation_fusion=false")
+    tables = table_of(large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE)), table_of(steps)
     fused, unfused = (next(p for p in table.phases if p.name == "train").of("activations") for table in tables)
     assert unfused.device_bytes - fused.device_bytes == pytest.approx(40 * 24576 * 2 * 17408 // 4 * 2, rel=1e-6)
 
@@ -76,9 +76,9 @@ def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recip
     ("name", "module", "channels"),
     [
         # Of each layer: its norm is inside the linear layer behind it, so that nothing of a norm is left to save.
-        ("qwen3_14b_dapo", "layernorm", 0),
+        ("qwen3_14b_dapo_h200", "layernorm", 0),
         # The norm's output, gate, up and product, of channels split four ways; the norm's statistics are 4 bytes.
-        ("qwen3_14b_dapo", "mlp", 5120 // 4 + 2 / 4 + 3 * 17408 // 4),
+        ("qwen3_14b_dapo_h200", "mlp", 5120 // 4 + 2 / 4 + 3 * 17408 // 4),
         # Eight experts a token, a quarter more on the fullest rank: the product of 768 channels.
         ("qwen3_30b_a3b_gspo", "moe_act", 8 * 1.25 * 768),
         ("qwen3_30b_a3b_gspo", "moe", 8 * 1.25 * (2048 + 3 * 768) + 3 * 128 * 2 + 4 * 8 * 4),
@@ -144,8 +144,8 @@ def test_requests_that_fit_in_a_cache() -> None:
 
 def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[..., Recipe]) -> None:
     """Of 0.6 * 139.8 GiB the engine's weights, a step, graphs, CUDA and one communicator take a part."""
-    own = table_of(large("qwen3_14b_dapo"), 139.8)
-    share = table_of(changed(large("qwen3_14b_dapo"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
+    own = table_of(large("qwen3_14b_dapo_h200"), 139.8)
+    share = table_of(changed(large("qwen3_14b_dapo_h200"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
     rollout = next(phase for phase in share.phases if phase.name == "rollout")
     others = sum(rollout.of(kind).device_bytes for kind in ("engine weights", "engine step", "CUDA graphs", "CUDA"))
     cache = 0.6 * 139.8 * 2**30 - others - 0.35e9
@@ -154,7 +154,7 @@ def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[...
 
 
 def test_on_a_cpu_all_is_the_hosts(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo")
+    recipe = large("qwen3_14b_dapo_h200")
     table = memory_table(recipe, models_of(recipe, layout_of(recipe)), CPU)
     assert all(phase.device_bytes == 0 for phase in table.phases)
     train = next(phase for phase in table.phases if phase.name == "train")
@@ -184,7 +184,7 @@ SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.
 
 def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) -> None:
     """Each has all of its own, and nothing of the other: a trainer no engine, an engine no weights but its own."""
-    table = table_of(large("qwen3_14b_dapo", *SEPARATE))
+    table = table_of(large("qwen3_14b_dapo_h200", *SEPARATE))
     phases = {phase.name: phase for phase in table.phases}
     parts = {name: (phase.part, phase.rank) for name, phase in phases.items()}
     trainer_rank, engine_rank = ("trainer", 0), ("engine", 8)
@@ -196,13 +196,13 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
     for phase in table.phases:
         has = [kind for kind in (*states, *sampled) if phase.of(kind).device_bytes]
         assert has == list(sampled if phase.part == "engine" else states if phase.name != "start" else states[:3])
-    colocated = {phase.name: phase for phase in table_of(large("qwen3_14b_dapo", "trainer.offload=[]")).phases}
+    colocated = {phase.name: phase for phase in table_of(large("qwen3_14b_dapo_h200", "trainer.offload=[]")).phases}
     # It never sleeps, and never offloads.
     rollout, reshard = phases["rollout"], phases["reshard engine"]
     assert rollout.of("engine weights") == colocated["rollout"].of("engine weights")
     assert reshard.of("KV cache") == rollout.of("KV cache") and reshard.of("staging").device_bytes > 0
     assert phases["reshard"].of("moments") == phases["train"].of("moments") == colocated["train"].of("moments")
-    offloaded = table_of(large("qwen3_14b_dapo", *SEPARATE, "trainer.offload=[optimizer,gradients,parameters]"))
+    offloaded = table_of(large("qwen3_14b_dapo_h200", *SEPARATE, "trainer.offload=[optimizer,gradients,parameters]"))
     assert offloaded == table
     # A phase that both have is predicted at its fullest rank.
     assert table.predicted()["reshard"] == max(phases["reshard"].device_bytes, reshard.device_bytes)
@@ -213,7 +213,7 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
 
 
 def test_a_copy_of_the_weights_is_sent_beside_every_phase_of_the_trainer(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo", *SEPARATE)
+    recipe = large("qwen3_14b_dapo_h200", *SEPARATE)
     tables = [table_of(changed(recipe, {"weights.overlap": flag})) for flag in (False, True)]
     without, beside = ({phase.name: phase for phase in table.phases} for table in tables)
     # 14.77e9 weights in bf16 over tp 4, and two buckets of 256 MiB.
