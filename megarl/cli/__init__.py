@@ -101,9 +101,10 @@ def train(
     display = Display()
     with uncollected():
         with checking(display):
-            from megarl.preflight import load, with_steps
+            from megarl.preflight import load, with_cache, with_steps
 
             loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
+            loaded = with_cache(loaded, is_start=not dry_run)
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
         layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
@@ -202,15 +203,18 @@ def plan(
 ) -> None:
     """Compute memory by phase, and what a reshard will move; no rank is started, config.json is all it reads."""
     from megarl.config.recipe import load
-    from megarl.preflight import aligned, check_plan, gpu_kind, table_of, verdict_of
+    from megarl.preflight import aligned, check_plan, gpu_kind, small_cache, table_of, verdict_of, with_cache
     from megarl.reshard.cost_model import forecast
 
     loaded = load(recipe, overrides or ())
     shape, layout = check_plan(loaded)
+    as_written, loaded = loaded, with_cache(loaded)
     memory = table_of(loaded, layout)
     found, kind = verdict_of(loaded, layout, memory), gpu_kind(loaded)
     if not as_json:
         print_memory(loaded, memory)
+        if loaded is not as_written:
+            print_lines([f"rollout.kv_cache_gib = {loaded.rollout.kv_cache_gib:g} by default: what a GPU has left"])
     layout = aligned(loaded, shape, layout)
     counted = forecast(
         shape,
@@ -223,10 +227,11 @@ def plan(
     )
     if as_json:
         head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}
+        head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, layout, counted, is_assumed=kind is None)
-        print_lines(found.lines)
+        print_lines([*(f"warning: {text}" for text in small_cache(memory)), *found.lines])
     if found.fits is False:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -235,8 +240,9 @@ def plan(
 def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Print a recipe in full: each field and its meaning."""
     from megarl.config.recipe import load, to_yaml
+    from megarl.preflight import with_cache
 
-    print(to_yaml(load(recipe, overrides or ()), comments=True), end="")
+    print(to_yaml(with_cache(load(recipe, overrides or ())), comments=True), end="")
 
 
 @app.command()

@@ -29,14 +29,14 @@ def submit(
 ) -> None:
     """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
     from megarl.cluster.sbatch import submit
-    from megarl.preflight import load, with_steps
+    from megarl.preflight import load, with_cache, with_steps
     from megarl.tracking.display import Display
 
     given = list(overrides or ())
     loaded = load(recipe, given, is_start=False)
     # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
-    checked(with_steps(load(recipe, [*given, *by_slurm])), Display(), is_start=False)
+    checked(with_cache(with_steps(load(recipe, [*given, *by_slurm]))), Display(), is_start=False)
     print(submit(_batch_script(recipe, given), option or ()))
 
 

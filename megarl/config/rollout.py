@@ -174,7 +174,8 @@ class RolloutConfig(Section):
     """A group that may grow no older and is not complete (park): the step waits for it, or it is dropped one step later
     and another prompt drawn (staleness/dropped; starves problems with long answers)."""
     kv_cache_gib: PositiveFloat = 1.0
-    """KV cache of one rank in GiB."""
+    """KV cache of one rank in GiB. Default on GPUs: what `megarl plan` finds left of a GPU's memory, less 8 GiB; on
+    CPUs 1. A run's config.yaml has the value, which a resumed run keeps."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Instead of kv_cache_gib, in vLLM's sense: share of a GPU's memory that weights, a step and KV cache of the engine
     take together while it samples. What the trainer does not offload (trainer.offload) must fit beside it."""

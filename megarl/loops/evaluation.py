@@ -30,7 +30,7 @@ from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import found_folder
 from megarl.loops.sources import make_source, read_heldout, start_environments, start_rewards
 from megarl.loops.stopping import stop_signals
-from megarl.preflight import Dropped, check, check_rewards, load
+from megarl.preflight import Dropped, check, check_rewards, load, with_cache
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.sources import Source
@@ -104,6 +104,7 @@ def prepare(
         cluster = loaded.cluster.model_copy(update={"groups": GroupsConfig()})
         rollout = loaded.rollout.model_copy(update={"placement": "colocated", "ranks": None})
         loaded = loaded.model_copy(update={"cluster": cluster, "rollout": rollout})
+    loaded = with_cache(loaded, is_start=True, is_trained=False)
     layout = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
     written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")

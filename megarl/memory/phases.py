@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -166,7 +167,16 @@ class RankMemory:
         blocks = self.cache_bytes // self._block_bytes
         # vLLM holds one block back.
         tokens = max(0, blocks - 1) * self._block_tokens
-        return CacheRoom(tokens, self.recipe.context_tokens, self.recipe.rollout.max_concurrent_requests)
+        most = self.recipe.rollout.max_concurrent_requests
+        return CacheRoom(tokens, self.recipe.context_tokens, most, min(most, self._requests_of_step))
+
+    @property
+    def _requests_of_step(self) -> int:
+        """Requests of a training step that one engine gets."""
+        train = self.recipe.train
+        attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
+        num_engines = (self.layout.rollout_ranks or self.layout.world_size) // self.layout.rollout_tp
+        return -(-attempts // max(num_engines, 1))
 
     def phases(self) -> Iterator[Phase]:
         """All phases of the run on this rank."""

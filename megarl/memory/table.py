@@ -61,6 +61,24 @@ class CacheRoom:
     longest: int
     """Tokens of the longest request: prompt and completion."""
     max_concurrent_requests: int
+    under_way: int
+    """Requests that a training step gives an engine to decode at once: all of its share, or as many as may be."""
+
+    @property
+    def mean_requests(self) -> int:
+        """Requests that fit together while they have half of the longest's tokens: all grow to it, evenly spread."""
+        return 2 * self.tokens // self.longest
+
+    @property
+    def warning(self) -> str | None:
+        """A line if the cache holds less than a quarter of the requests under way at their mean length."""
+        if 4 * self.mean_requests >= self.under_way:
+            return None
+        return (
+            f"an engine's KV cache of {self.tokens:,} tokens holds {self.mean_requests} of {self.under_way} requests "
+            f"under way at a mean length of {self.longest // 2:,} tokens, the others wait; raise rollout.kv_cache_gib "
+            "(left out: what a GPU has left) or rollout.tp, or offload more (trainer.offload)"
+        )
 
     @property
     def longest_requests(self) -> int:

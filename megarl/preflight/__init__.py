@@ -17,6 +17,7 @@ from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.preflight import distillation, learning, sizes
+from megarl.preflight.default_cache import with_cache
 from megarl.preflight.engine import engine_fit
 from megarl.preflight.environment import environment
 from megarl.preflight.files import (
@@ -40,7 +41,7 @@ from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.memory import gpu_kind, memory_faults, predicted_memory, table_of, verdict_of
 from megarl.preflight.quantisation import quantisation
 from megarl.preflight.rewards import check_rewards
-from megarl.preflight.room import resource_warnings
+from megarl.preflight.room import resource_warnings, small_cache
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
 from megarl.types import ConfigError, DataError
 
@@ -64,11 +65,13 @@ __all__ = [
     "resource_warnings",
     "row_multiple",
     "shortened_warmups",
+    "small_cache",
     "table_of",
     "told_formats",
     "uncorrected",
     "uncorrected_fp8",
     "verdict_of",
+    "with_cache",
     "with_steps",
 ]
 

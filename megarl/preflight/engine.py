@@ -68,24 +68,38 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """The cache of a rank must hold one sequence of the longest kind."""
     rollout = recipe.rollout
-    if rollout.gpu_memory_utilization is not None:
-        return
-    item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
-    block = rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
-    if not isinstance(block, int) or block < 1:
+    if rollout.gpu_memory_utilization is not None or (block := _block_tokens(recipe)) is None:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     longest = recipe.data.max_prompt_tokens + new_tokens
-    block_bytes = cache_block_bytes(shape, rollout.tp, block_tokens=block, itemsize=item_bytes)
-    # vLLM holds one block back.
-    needed = (-(-longest // block) + 1) * block_bytes
+    needed = _needed_bytes(recipe, shape, block, longest)
     if needed > rollout.kv_cache_gib * 2**30:
+        block_bytes = _needed_bytes(recipe, shape, block, 0)
         held = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
             f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {held} tokens on a rank, one sequence of "
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; "
             f"give at least {_gib(needed)}, or lower those"
         )
+
+
+def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
+    """GiB of the smallest KV cache of a rank that holds one sequence of the longest kind."""
+    block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
+    return float(_gib(_needed_bytes(recipe, shape, block, recipe.context_tokens)))
+
+
+def _block_tokens(recipe: Recipe) -> int | None:
+    """Tokens of a block of the KV cache; None for a `block_size` that is not a positive whole number."""
+    block = recipe.rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
+    return block if isinstance(block, int) and block >= 1 else None
+
+
+def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) -> int:
+    """Bytes of a rank's KV cache for one sequence, and for the one block that vLLM holds back."""
+    rollout = recipe.rollout
+    item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
+    return (-(-tokens // block) + 1) * cache_block_bytes(shape, rollout.tp, block_tokens=block, itemsize=item_bytes)
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -9,8 +9,10 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.memory.devices import CPU
 from megarl.memory.phases import memory_table
+from megarl.memory.table import MemoryTable
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.host_memory import machine_bytes
+from megarl.preflight.memory import table_of
 from megarl.preflight.planned_models import models_of
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
@@ -21,6 +23,7 @@ _RANKS_PER_CORE = 4
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     """Warnings of a checked recipe on these machines, a line each."""
     yield from _weakened_sandbox(recipe)
+    yield from small_cache(table_of(recipe, layout))
     cluster = recipe.cluster
     if cluster.launcher != "local":
         return
@@ -47,6 +50,12 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
             f"{phases}, this machine has {memory / 2**30:.1f}; use fewer, or a smaller model (megarl plan prints "
             "what takes it)"
         )
+
+
+def small_cache(table: MemoryTable) -> Iterator[str]:
+    """A warning if the engines' KV cache holds few of the requests under way."""
+    if table.cache is not None and table.cache.warning is not None:
+        yield table.cache.warning
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:

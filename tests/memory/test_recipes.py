@@ -47,7 +47,7 @@ def test_a_recipe_for_gpus_leaves_a_margin(large: Callable[..., Recipe], name: s
 
 @pytest.mark.parametrize("name", [name for name in PLANNED if "14b" in name and name != "qwen3_14b_dapo_h200"])
 def test_14b_trains_on_eight_gpus_of_80_gb(large: Callable[..., Recipe], name: str) -> None:
-    """Less than 80 GB (80e9 bytes) are taken at any time, and less than half of the training time is recomputation."""
+    """Less than 80 GB (80e9 bytes) are taken in any phase, and no layer is recomputed as a whole."""
     recipe = large(name)
     table = table_of(recipe, check_plan(recipe)[1])
     assert recipe.cluster.world_size == 8
