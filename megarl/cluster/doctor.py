@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
-from megarl.platform import cuda_extensions, transformer_engine
+from megarl.platform import compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 
@@ -68,6 +68,7 @@ def examine() -> list[Finding]:
         *versions(installed, requires, extra),
         *_imports(),
         *_devices(shown),
+        *_compilers(),
         *formats,
         *_choices(installed),
         *_machine(),
@@ -165,6 +166,22 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
     else:
         yield Finding("GPUs", "absent", "no NVIDIA driver answers: everything runs on the CPU")
         yield Finding("collectives", "good", "gloo")
+
+
+def _compilers() -> Iterator[Finding]:
+    """Findings about the compilers that engines of a CUDA environment need when they start; none on a CPU build."""
+    if torch.version.cuda is None:
+        return
+    fault = compilers.extension_fault()
+    yield Finding("C compiler", "bad" if fault else "good", fault or f"{compilers.c_compiler()}, with Python.h")
+    if (notice := device.toolkit_notice()) is not None:
+        yield Finding("CUDA toolkit", "bad", notice)
+    toolkit = device.cuda_toolkit()
+    if toolkit is None:
+        yield Finding("CUDA compiler", "absent", f"not found: FlashInfer cannot compile kernels; {_SETUP}")
+    else:
+        fault = compilers.toolkit_fault(toolkit)
+        yield Finding("CUDA compiler", "bad" if fault else "good", f"{fault}; {_SETUP}" if fault else str(toolkit))
 
 
 def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:

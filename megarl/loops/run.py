@@ -32,6 +32,7 @@ from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
+from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, predicted_memory, row_multiple
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.slow import SlowReplicas
@@ -98,6 +99,8 @@ async def _prepare(
     """Put a worker on each rank. Raises ConfigError naming nodes that are not fit."""
     if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
         tracker.tell(f"ranks on {', '.join(nodes)}")
+    if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
+        tracker.notice(notice)
     if recipe.cluster.preflight:
         wrong, told = await inspect(ranks, recipe, folder.path.absolute())
         if wrong:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -74,20 +75,47 @@ def cuda_toolkit() -> Path | None:
     """The folder of the CUDA compiler that FlashInfer and vLLM compile kernels with at run time; None without one.
 
     CUDA_HOME or CUDA_PATH, else what launch/setup.sh made of the wheels that torch came with, else that of the nvcc on
-    the PATH, or the usual folder.
+    the PATH, or the usual folder. A folder that lacks what FlashInfer includes is passed over (`toolkit_notice`).
     """
-    if named := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
-        folders = [Path(named)]
-    else:
-        found = shutil.which("nvcc")
-        folders = [Path(sys.prefix) / "cuda", *([Path(found).resolve().parents[1]] if found else [])]
-        folders.append(Path("/usr/local/cuda"))
-    return next((folder for folder in folders if _is_toolkit(folder)), None)
+    return next((folder for folder in _toolkit_folders() if not _missing_files(folder)), None)
 
 
-def _is_toolkit(folder: Path) -> bool:
+def toolkit_notice() -> str | None:
+    """Return a notice if the toolkit of CUDA_HOME or CUDA_PATH is passed over, with what it lacks; else None."""
+    named = _named_toolkit()
+    if named is None:
+        return None
+    variable, folder = named
+    missing = _missing_files(folder)
+    if not missing:
+        return None
+    other = cuda_toolkit()
+    instead = "no other CUDA toolkit was found" if other is None else f"{other} is used instead"
+    return f"{variable} = {folder}: lacks {', '.join(missing)}, which FlashInfer needs to compile kernels; {instead}."
+
+
+def _toolkit_folders() -> Iterator[Path]:
+    if (named := _named_toolkit()) is not None:
+        yield named[1]
+    yield Path(sys.prefix) / "cuda"
+    if (nvcc := shutil.which("nvcc")) is not None:
+        yield Path(nvcc).resolve().parents[1]
+    yield Path("/usr/local/cuda")
+
+
+def _named_toolkit() -> tuple[str, Path] | None:
+    """Return the variable that names a toolkit and the folder; None where neither is set, or both are empty."""
+    return next(((name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
+
+
+# What the sources of FlashInfer 0.6.18 include. Toolkits of distributions often have the compiler without libraries.
+_INCLUDED_HEADERS = ("cuda_runtime.h", "cublas_v2.h", "cublasLt.h", "curand.h", "curand_kernel.h", "nvrtc.h")
+
+
+def _missing_files(toolkit: Path) -> list[str]:
     # An nvcc on the PATH may be a script that stands for one elsewhere.
-    return os.access(folder / "bin" / "nvcc", os.X_OK) and (folder / "include" / "cuda_runtime.h").is_file()
+    missing = [] if os.access(toolkit / "bin/nvcc", os.X_OK) else ["bin/nvcc"]
+    return missing + [f"include/{name}" for name in _INCLUDED_HEADERS if not (toolkit / "include" / name).is_file()]
 
 
 _WITH_A_MODEL = ("vllm.model_executor.layers.quantization.online.base",)

@@ -88,6 +88,8 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked_to_end.set)
+    if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
+        tell(notice)
     with tempfile.TemporaryDirectory() as logs:
         group = await LocalGroup(rollout.tp, imports=device.forkable_imports("megarl.engine.engine")).start(
             "megarl.serving.local_model:EngineRank",

@@ -53,6 +53,17 @@ def test_all_that_needs_no_driver_is_imported(environment: Path, tmp_path: Path)
     assert done.stdout.splitlines()[-1] == "{}", done.stdout
 
 
+def test_flashinfers_headers_accept_the_compiler(environment: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from megarl.platform import compilers; "
+        "print(compilers.find_spec('flashinfer') is not None, compilers.toolkit_fault(Path(sys.prefix) / 'cuda'))"
+    )
+    command = [str(environment / "bin/python"), "-c", program, str(ROOT)]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environ)
+    assert done.stdout == "True None\n", done.stdout
+
+
 def test_the_toolkit_of_the_wheels_compiles_and_links(environment: Path, tmp_path: Path) -> None:
     """As FlashInfer does it at run time."""
     source, toolkit = tmp_path / "kernel.cu", environment / "cuda"

@@ -32,6 +32,13 @@ def check(versions: dict[str, Version]) -> None:
         if (asked := Requirement(text)).name == "transformer-engine"
     ]
     assert bounds and all(bound.contains(versions["transformer-engine"], prereleases=True) for bound in bounds)
+    check_compiler(versions)
+
+
+def check_compiler(versions: dict[str, Version]) -> None:
+    """Check that the CUDA compiler is of the runtime's CUDA version: FlashInfer's headers refuse any other."""
+    [compiler] = {versions[name] for name in ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")}
+    assert compiler.release[:2] == versions["nvidia-cuda-runtime"].release[:2]
 
 
 def pinned() -> str:
@@ -50,10 +57,14 @@ def test_the_lock_has_one_core_of_torchs_cuda() -> None:
     check(versions_of((ROOT / "launch/requirements-gpu.txt").read_text()))
 
 
-def test_a_second_core_is_noticed() -> None:
+def test_a_second_core_or_another_compiler_is_noticed() -> None:
     versions = versions_of((ROOT / "launch/requirements-gpu.txt").read_text())
     with pytest.raises(AssertionError):
         check(versions | {"transformer-engine-cu12": versions["transformer-engine"]})
+    with pytest.raises(AssertionError):
+        check(versions | dict.fromkeys(("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"), Version("13.5.37")))
+    with pytest.raises(ValueError, match="unpack"):
+        check(versions | {"nvidia-nvvm": Version("13.5.37")})
     with pytest.raises(AssertionError):
         check(versions | {"transformer-engine": Version("2.20.0"), "transformer-engine-cu13": Version("2.20.0")})
 

@@ -26,7 +26,8 @@ def compiler(folder: Path) -> Path:
     nvcc.write_text("#!/bin/sh\n")
     nvcc.chmod(0o755)
     (folder / "include").mkdir()
-    (folder / "include/cuda_runtime.h").write_text("")
+    for name in ("cuda_runtime.h", "cublas_v2.h", "cublasLt.h", "curand.h", "curand_kernel.h", "nvrtc.h"):
+        (folder / "include" / name).write_text("")
     return folder
 
 
@@ -46,8 +47,27 @@ def test_the_toolkit_is_the_users_or_that_of_the_wheels_or_of_the_path(
     assert compiler(bare / "cuda") == device.cuda_toolkit()
     monkeypatch.setenv("CUDA_HOME", str(compiler(tmp_path / "own")))
     assert device.cuda_toolkit() == tmp_path / "own"
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
-    assert device.cuda_toolkit() is None
+    assert device.toolkit_notice() is None
+    monkeypatch.setenv("CUDA_HOME", "")
+    assert device.cuda_toolkit() == bare / "cuda"
+    assert device.toolkit_notice() is None
+
+
+@pytest.mark.parametrize("lacking", ["bin/nvcc", "include/curand.h", "include/cublas_v2.h", "include/nvrtc.h"])
+def test_a_named_toolkit_that_cannot_compile_loses_with_a_notice(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacking: str
+) -> None:
+    named = compiler(tmp_path / "named")
+    (named / lacking).unlink()
+    monkeypatch.setenv("CUDA_HOME", str(named))
+    notice = device.toolkit_notice()
+    assert notice is not None and notice.startswith(f"CUDA_HOME = {named}: ") and lacking in notice
+    if not Path("/usr/local/cuda").exists():
+        assert device.cuda_toolkit() is None
+    own = compiler(bare / "cuda")
+    assert device.cuda_toolkit() == own
+    notice = device.toolkit_notice()
+    assert notice is not None and str(own) in notice
 
 
 def test_ranks_on_a_gpu_stay_offline_and_find_the_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
