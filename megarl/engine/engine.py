@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megarl.config import RolloutConfig
-from megarl.platform import device, vllm_on_cpu
+from megarl.platform import compile_cache, device, vllm_on_cpu
 from megarl.platform.imports import kept_frozen
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
@@ -85,6 +85,8 @@ class RolloutEngine:
         `override` are fields of the model's config.json with other values (`config.override`).
         With top-p, top-k or min-p in `config.sampling`, completions come with the sets of tokens that these kept.
         """
+        # First, because vLLM stops reading its environment variables while the engine is built.
+        compile_cache.use_own_folder()
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(
                 model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed, override=override

@@ -100,6 +100,14 @@ SOURCES = (
         'delattr(layer, "_already_called_process_weights_after_loading")',
         "without this attribute a module quantises again",
     ),
+    Source(
+        "vllm", "compilation/backends.py", "", 'local_cache_dir = os.path.join(cache_dir, f"rank_{rank}_{dp_rank}"',
+        "compiled code is cached by the rank in the engine's world, so each device has a root of its own",
+    ),
+    Source(
+        "vllm", "envs.py", "compile_factors", '"VLLM_CACHE_ROOT",',
+        "the root of the caches is not part of their names",
+    ),
     # FlashInfer
     Source(
         "flashinfer", "jit/cpp_ext.py", "get_cuda_path", 'os.environ.get("CUDA_HOME")',
