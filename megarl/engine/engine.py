@@ -50,6 +50,10 @@ METRICS = {
 """Names, units and meanings, for `tracking.table`."""
 
 
+_MOST_NAMED = 5
+"""Loose tensors that a notice names: the same ones recur in each layer."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Running:
     """A request that runs: vLLM's own id for it, and the first token of each weight version that samples it."""
@@ -110,7 +114,10 @@ class RolloutEngine:
             with refusals_named(config, max_model_len, ValueError, NotImplementedError):
                 self._start(vllm_config)
         self.model: torch.nn.Module = self._worker.get_model()
-        self._sleep_level = 1 if holds_loose_tensors(self.model) else 2
+        loose = loose_tensors(self.model)
+        self._sleep_level = 1 if loose else 2
+        self.sleep_notices = [kept_weights_notice(self.model, loose)] if loose and self._can_sleep else []
+        """What the user of an engine that sleeps must know."""
 
     def _start(self, vllm_config: Any) -> None:
         self._worker = start_worker(vllm_config, device.current().index or 0)
@@ -397,13 +404,28 @@ def sampling_params(request: Request) -> SamplingParams:
     )
 
 
-def holds_loose_tensors(model: torch.nn.Module) -> bool:
-    """Whether a module keeps a tensor that is neither parameter nor buffer: a deep sleep would lose its contents.
+def loose_tensors(model: torch.nn.Module) -> list[str]:
+    """Return the names of tensors that are neither parameter nor buffer: sleep level 2 would lose their contents.
 
-    The KV cache may be lost, and scalars that attention keeps on the host are not part of what sleeps.
+    The KV cache may be lost. Scalars that attention keeps on the host are not part of what sleeps.
     """
-    attributes = (item for module in model.modules() for item in vars(module).items() if item[0] != "kv_cache")
-    return any(isinstance(v, torch.Tensor) and v.numel() > 0 and not (v.is_cpu and v.dim() == 0) for _, v in attributes)
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name != "kv_cache" and isinstance(value, torch.Tensor) and value.numel() > 0
+        if not (value.is_cpu and value.dim() == 0)
+    ]
+
+
+def kept_weights_notice(model: torch.nn.Module, loose: Sequence[str]) -> str:
+    """Return a notice for a model whose weights stay in host memory during sleep because of its loose tensors."""
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    more = f" and {len(loose) - _MOST_NAMED} more" if len(loose) > _MOST_NAMED else ""
+    return (
+        f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank), "
+        f"because vLLM would not restore {', '.join(loose[:_MOST_NAMED])}{more}: neither parameters nor buffers"
+    )
 
 
 def _continue_text(engine: LLMEngine, internal_id: str, kept: list[int]) -> None:

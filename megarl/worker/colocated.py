@@ -64,6 +64,9 @@ class Worker(TrainerWorker):
         """Metrics of the engine since the call before, on leaders."""
         return self.engine.metrics() if self.engine else {}
 
+    def start_notices(self) -> list[str]:
+        return super().start_notices() + (self.engine.sleep_notices if self.engine else [])
+
     def sleep_engine(self) -> None:
         """Free the engine's memory for the trainer until the next reshard."""
         if self.engine:
