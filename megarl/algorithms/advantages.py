@@ -1,9 +1,17 @@
 """Advantages: of samples from their rewards, of tokens from rewards and values.
 
-Sample functions take `rewards` float [samples] and `groups` int [samples], equal numbers forming a group, in any
-order, and return [samples]. A group whose rewards are all equal has advantages of exactly zero wherever the group is
-the baseline. So has a sample alone in its group with `lone_sample` zero; with `lone_sample` reward the baseline of such
-a sample is 0 and its standard deviation 1, so that its advantage is its reward (verl).
+A sample function, also one of the user's own (`algorithm.advantage: path/to/file.py:name`), has this form:
+
+    def name(rewards, groups, *, ...) -> Tensor
+
+It takes `rewards` float [samples] and `groups` int [samples], where equal numbers form a group, in any order and of any
+size. It returns advantages, float [samples]. By keyword it may take `lengths` int [samples], completion tokens, and
+`passes` bool [samples], right answers. Other keywords are fields of the recipe, or of `algorithm.advantage_kwargs`.
+`trial` checks the result.
+
+A group whose rewards are all equal has advantages of exactly zero wherever the group is the baseline. So has a sample
+alone in its group with `lone_sample` zero; with `lone_sample` reward the baseline of such a sample is 0 and its
+standard deviation 1, so that its advantage is its reward (verl).
 """
 
 from __future__ import annotations

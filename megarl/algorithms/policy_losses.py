@@ -1,11 +1,16 @@
 """Policy losses per token, on flat packed tensors.
 
-A policy loss returns `(loss, metrics)`: the loss [tokens] and a dict of detached tensors, each [tokens] too, so that
-whoever sums weight times loss can aggregate every metric in the same way, with the same weights. All tensors are
-[tokens]; gradient flows through `policy_logprobs` alone.
+A policy loss, also one of the user's own (`algorithm.policy_loss: path/to/file.py:name`), has this form:
 
-Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens. A
-sequence is a trajectory here: all its segments, one after the other.
+    def name(policy_logprobs, old_logprobs, advantages, *, clip_high, ...) -> tuple[Tensor, dict[str, Tensor]]
+
+The tensors are float [tokens]. It returns `(loss, metrics)`: the loss float [tokens], and metrics by name, each float
+[tokens] and detached, or {}. The caller sums weight times loss, and averages metrics with the same weights. Gradient
+flows through `policy_logprobs` alone. Keywords are fields of the recipe, or of `algorithm.policy_loss_kwargs`.
+`trial` checks the result.
+
+Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens,
+as fourth and fifth argument. A sequence is a trajectory here: all its segments, one after the other.
 What a token learns from the others of its sequence is a constant to the gradient: so only its own log-prob needs one,
 wherever the others are. Such a loss means what its paper says when each sequence's token weights are equal.
 """

@@ -154,7 +154,8 @@ class AlgorithmConfig(Section):
     ) = None
     """Published method whose values these fields have where the recipe gives none."""
     advantage: Advantage = "grpo"
-    """Advantage estimator of `algorithms.advantages`; gae trains a critic (PPO). Your own: its import path."""
+    """Advantage estimator of `algorithms.advantages`; gae trains a critic (PPO). Your own: its import path, and
+    the form that README's "A loss or an advantage of your own" shows."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount factor gamma, per token (gae)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
@@ -181,7 +182,8 @@ class AlgorithmConfig(Section):
     whiten_advantages: bool = False
     """Whiten advantages over all trained tokens of a step: mean 0, variance 1."""
     policy_loss: PolicyLoss = "clipped"
-    """Policy loss of `algorithms.policy_losses`. Your own: its import path."""
+    """Policy loss of `algorithms.policy_losses`. Your own: its import path, and the form that README's "A loss or an
+    advantage of your own" shows."""
     clip_low: PositiveFloat = 0.2
     """Lower clip range: the ratio is clipped at 1 - clip_low (gmpo: the log-ratio at -clip_low)."""
     clip_high: PositiveFloat = 0.2

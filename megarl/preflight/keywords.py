@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config import Recipe
@@ -23,6 +23,8 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
 _OF_SEQUENCES = ("cu_seqlens", "mask")
 """Further tensors of a policy loss of whole sequences, one that has a parameter cu_seqlens."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
+_TRIAL = "megarl.algorithms.trial"
+"""Calls a function on toy tensors. It imports torch, which only a recipe with a function of the user's own pays for."""
 
 
 def keywords(recipe: Recipe) -> Iterator[str]:
@@ -34,22 +36,43 @@ def keywords(recipe: Recipe) -> Iterator[str]:
         if not is_import_path(name):
             yield from _unfit_kwargs(recipe, field, kwargs_field, name, formulas(field)[name])
             continue
-        try:
-            signature = inspect.signature(import_object(name, field))
-        except ConfigError as error:
-            yield str(error)
-            continue
-        positional = _POSITIONAL[field]
-        if field == "algorithm.policy_loss" and "cu_seqlens" in signature.parameters:
-            positional += _OF_SEQUENCES
-        if fault := _unfit_positional(field, name, signature, positional):
-            yield fault
-            continue
-        taken = _keywords_of(signature, len(positional))
-        yield from _idle_fields(recipe, field, name, taken)
-        yield from _missing(recipe, field, kwargs_field, name, taken)
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-            yield from _unfit_kwargs(recipe, field, kwargs_field, name, taken)
+        yield from _own_function(recipe, field, kwargs_field, name)
+
+
+def _own_function(recipe: Recipe, field: str, kwargs_field: str, name: str) -> Iterator[str]:
+    """Faults of a function of the user's own: of its signature and keywords, or else of a call on toy tensors."""
+    try:
+        function = import_object(name, field)
+    except ConfigError as error:
+        yield str(error)
+        return
+    signature = inspect.signature(function)
+    positional = _POSITIONAL[field]
+    if field == "algorithm.policy_loss" and "cu_seqlens" in signature.parameters:
+        positional += _OF_SEQUENCES
+    if fault := _unfit_positional(field, name, signature, positional):
+        yield fault
+        return
+    taken = _keywords_of(signature, len(positional))
+    faults = [*_idle_fields(recipe, field, name, taken), *_missing(recipe, field, kwargs_field, name, taken)]
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        faults += _unfit_kwargs(recipe, field, kwargs_field, name, taken)
+    yield from faults or _failed_call(recipe, field, kwargs_field, name, function, taken)
+
+
+def _failed_call(
+    recipe: Recipe, field: str, kwargs_field: str, name: str, function: Callable[..., Any], taken: Keywords
+) -> Iterator[str]:
+    """The fault that a call on toy tensors with the recipe's keywords shows."""
+    settings = {keyword: value_at(recipe, own) for keyword, own in FIELDS[field].items() if keyword in taken}
+    settings |= value_at(recipe, kwargs_field)
+    if field == "algorithm.policy_loss":
+        fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings)
+    else:
+        samples = recipe.train.samples_per_prompt
+        fault = import_object(f"{_TRIAL}:advantage_fault", field)(function, settings, samples_per_group=samples)
+    if fault is not None:
+        yield f"{field} = {name}: {fault}"
 
 
 def _unfit_kwargs(recipe: Recipe, field: str, kwargs_field: str, name: str, taken: Keywords) -> Iterator[str]:

@@ -18,6 +18,7 @@ from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.length_penalty import soft_overlong
 from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
+from megarl.algorithms.trial import ResultError, checked_advantages
 from megarl.algorithms.turns import turn_returns
 from megarl.algorithms.value_losses import explained_variance
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
@@ -25,6 +26,7 @@ from megarl.data.batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
 from megarl.rollout.batch import RLBatch
+from megarl.types import ConfigError
 
 METRICS = {
     "critic/value": ("score", "the critic's values, mean over tokens"),
@@ -230,12 +232,19 @@ def _of_samples(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, amon
         "normalize_by_std": algorithm.normalize_by_std,
         "lone_sample": algorithm.lone_sample,
         "k": algorithm.pass_k,
+        "gamma": algorithm.gamma,
+        "gae_lambda": algorithm.gae_lambda,
         "passes": torch.from_numpy(batch.is_correct)[is_taken],
     }
     settings = supported_kwargs(advantage, offered) | algorithm.advantage_kwargs
     if not is_taken.any():
         return torch.zeros_like(scores)
-    found = advantage(scores[is_taken], torch.from_numpy(batch.groups)[is_taken], **settings)
+    rewards = scores[is_taken]
+    result = advantage(rewards, torch.from_numpy(batch.groups)[is_taken], **settings)
+    try:
+        found = checked_advantages(result, rewards)
+    except ResultError as error:
+        raise ConfigError(f"algorithm.advantage = {algorithm.advantage}: {error}") from error
     return torch.zeros_like(scores).masked_scatter(is_taken, found)
 
 

@@ -16,6 +16,7 @@ from megarl.algorithms.kl import KL_ESTIMATORS, k3
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_of_sequences
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
+from megarl.algorithms.trial import ResultError, checked_policy_loss
 from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
@@ -105,15 +106,13 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         given = batch.per_token
         old_logprobs = old_logprobs_of(policy_logprobs, batch)
         arguments = policy_logprobs, old_logprobs, given["advantages"]
-        if is_of_trajectories:
-            loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
-        else:
-            loss, metrics = policy_loss(*arguments, **settings)
-        if loss.shape != policy_logprobs.shape:
-            raise ConfigError(
-                f"algorithm.policy_loss = {config.policy_loss}: returned a loss of shape {tuple(loss.shape)}; return "
-                "one for each token, as policy_logprobs has them"
-            )
+        try:
+            if is_of_trajectories:
+                loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
+            else:
+                loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
+        except ResultError as error:
+            raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
         if (weights := given.get("importance_weights")) is not None:
             loss = loss * weights
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {
@@ -295,5 +294,6 @@ def _on_whole_row(
     mask = whole_row(batch.mask.float(), row) > 0
     is_last = np.diff(batch.samples, append=-1) != 0
     cu_samples = torch.tensor([0, *batch.padded.cumsum()[is_last].tolist()], device=own.device)
-    loss, metrics = policy_loss(policy_logprobs, *others, cu_samples, mask, **settings)
+    result = policy_loss(policy_logprobs, *others, cu_samples, mask, **settings)
+    loss, metrics = checked_policy_loss(result, policy_logprobs)
     return loss[own], {name: value[own] for name, value in metrics.items()}

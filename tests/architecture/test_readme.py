@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 import yaml
 
 from megarl.config import AlgorithmConfig, ClusterConfig, Recipe
 from megarl.config.recipe import load
 from megarl.environments import ENVIRONMENTS, Turn
 from megarl.families import FAMILIES
+from megarl.files.import_path import import_object
+from megarl.preflight.keywords import keywords
 from megarl.rewards import REWARDS, SERVED
 from megarl.rewards.calling import PARAMETERS, bind
 from megarl.types import ToolCall
@@ -104,7 +107,7 @@ def test_named_fields_are_fields_of_the_recipe() -> None:
 
 
 def test_the_recipe_is_read(tmp_path: Path) -> None:
-    recipe, functions, served, mixture, agent, distilled = blocks("yaml")
+    recipe, functions, served, mixture, agent, formulas, distilled = blocks("yaml")
     (tmp_path / "recipe.yaml").write_text(recipe)
     assert load(tmp_path / "recipe.yaml", []).data.system_prompt == "default"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(functions)))
@@ -119,13 +122,15 @@ def test_the_recipe_is_read(tmp_path: Path) -> None:
     assert {source.name: source.weight for source in sources} == {"sums": 3.0, "games": 1.0}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(agent)))
     assert load(tmp_path / "recipe.yaml", []).rollout.agent.command == ("python", "my/agent.py")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(formulas)))
+    assert load(tmp_path / "recipe.yaml", []).algorithm.policy_loss == "my/learning.py:leaky"
     from_teacher = {name: section for name, section in yaml.safe_load(recipe).items() if name != "reward"}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(from_teacher | yaml.safe_load(distilled)))
     assert load(tmp_path / "recipe.yaml", []).teachers == {"teacher0": "models/Qwen3-32B"}
 
 
 def test_the_reward_function_is_called() -> None:
-    source, _, agent = blocks("python")
+    source, _, agent, _ = blocks("python")
     assert "OpenAI()" in agent and compile(agent, "agent.py", "exec")
     found: dict[str, object] = {}
     exec(source, found)
@@ -137,7 +142,7 @@ def test_the_reward_function_is_called() -> None:
 
 
 def test_the_environment_replies_to_a_call() -> None:
-    _, source, _ = blocks("python")
+    _, source, _, _ = blocks("python")
     found: dict[str, object] = {}
     exec(source, found)
     shop = found["Shop"]()  # type: ignore[operator]
@@ -145,3 +150,17 @@ def test_the_environment_replies_to_a_call() -> None:
     step = asyncio.run(shop.step(Turn(0, "", "stop", calls=calls)))
     assert [message["content"] for message in step.messages] == ["6", "error: KeyError: 'salt'"]
     assert shop.tools[0]["function"]["description"] == "The price of some items in euros."
+
+
+def test_the_loss_and_the_advantage_pass_the_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, *_, formulas, _ = blocks("yaml")
+    *_, source = blocks("python")
+    monkeypatch.chdir(tmp_path)
+    Path("my").mkdir()
+    Path("my/learning.py").write_text(source)
+    Path("recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(recipe) | yaml.safe_load(formulas)))
+    loaded = load("recipe.yaml", ["algorithm.clip_high=0.3"])
+    assert list(keywords(loaded)) == []
+    function = import_object("my/learning.py:by_best", "algorithm.advantage")
+    found = function(torch.tensor([0.0, 1.0, 0.5]), torch.tensor([7, 7, 2]), lengths=torch.tensor([10, 20, 100]))
+    assert found.tolist() == pytest.approx([-1.01, -0.02, -0.1])

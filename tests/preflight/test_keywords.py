@@ -12,23 +12,63 @@ from megarl.preflight.keywords import keywords
 
 OWN = """
 def loss(policy_logprobs, old_logprobs, advantages, *, clip_high: float, tau: float, mode: str = "a"):
-    ...
+    return -advantages * policy_logprobs * min(tau, clip_high), {}
 
 
 def of_sequences(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, *, clip_low=0.1):
-    ...
+    assert len(cu_seqlens) == 4 and cu_seqlens[-1] == len(mask) == len(policy_logprobs) and clip_low == 0.3
+    return -advantages * policy_logprobs, {"trained": mask.float()}
 
 
 def open_to_all(policy_logprobs, old_logprobs, advantages, **settings):
-    ...
+    assert settings == {"anything": 1}
+    return -advantages * policy_logprobs, {}
 
 
 def of_two(policy_logprobs, advantages):
     ...
 
 
-def advantage(rewards, groups, *, passes, scale: float = 1.0):
-    ...
+def advantage(rewards, groups, *, passes, lengths, k, scale: float = 1.0):
+    assert passes.shape == lengths.shape == rewards.shape == groups.shape and k == 4
+    return (rewards - rewards.mean()).double() * scale
+
+
+def loss_alone(policy_logprobs, old_logprobs, advantages):
+    return -advantages * policy_logprobs
+
+
+def one_number(policy_logprobs, old_logprobs, advantages):
+    return (-advantages * policy_logprobs).sum(), {}
+
+
+def whole_metric(policy_logprobs, old_logprobs, advantages):
+    return -advantages * policy_logprobs, {"ratio": policy_logprobs.exp().mean()}
+
+
+def detached(policy_logprobs, old_logprobs, advantages):
+    return -advantages * policy_logprobs.detach(), {}
+
+
+def root(policy_logprobs, old_logprobs, advantages):
+    return -advantages * (policy_logprobs - old_logprobs).sqrt(), {}
+
+
+def raising(policy_logprobs, old_logprobs, advantages):
+    return policy_logprobs @ advantages[1:], {}
+
+
+def by_deviation(rewards, groups):
+    grouped = rewards.view(2, -1)
+    return ((grouped - grouped.mean(1, keepdim=True)) / grouped.std(1, keepdim=True)).flatten()
+
+
+def of_groups(rewards, groups):
+    return rewards.view(2, -1).mean(1)
+
+
+def listed(rewards, groups):
+    return rewards.tolist()
 """
 
 
@@ -136,6 +176,27 @@ def test_what_functions_take(algorithm: dict[str, Any]) -> None:
 )
 def test_what_functions_do_not_take(algorithm: dict[str, Any], words: list[str]) -> None:
     [line] = told(algorithm=algorithm)
+    assert all(text in line for text in words), line
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        pytest.param({"policy_loss": "own.py:loss_alone"}, ["returned a tensor [9] of float32; return (loss, "]),
+        pytest.param({"policy_loss": "own.py:one_number"}, ["a tensor [] of float32 as loss, for 9 tokens"]),
+        pytest.param({"policy_loss": "own.py:whole_metric"}, ["a tensor [] of float32 as metric 'ratio'"]),
+        pytest.param({"policy_loss": "own.py:detached"}, ["a loss without gradient"]),
+        pytest.param({"policy_loss": "own.py:root"}, ["not finite as loss"]),
+        pytest.param({"policy_loss": "own.py:raising"}, ["RuntimeError", "own.py, line ", "advantages a tensor [9]"]),
+        pytest.param({"advantage": "own.py:by_deviation"}, ["nan", "where the rewards of a group are equal"]),
+        pytest.param({"advantage": "own.py:of_groups"}, ["a tensor [2] of float32, for 16 samples; return a float"]),
+        pytest.param({"advantage": "own.py:listed"}, ["returned list [0.0, 1.0, ", "for 16 samples"]),
+    ],
+)
+def test_a_call_on_toy_tensors_shows_what_a_function_returns(algorithm: dict[str, Any], words: list[str]) -> None:
+    [line] = told(algorithm=algorithm)
+    [(field, name)] = algorithm.items()
+    assert line.startswith(f"algorithm.{field} = {name}: r")
     assert all(text in line for text in words), line
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from megarl.algorithms.turns import turn_returns
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
 from megarl.rollout.batch import RLBatch
-from megarl.types import Problem, Reward, Segment, Trajectory
+from megarl.types import ConfigError, Problem, Reward, Segment, Trajectory
 from tests.rollout.batches import attempt, batch_of, of_sequences, recipe, segmented, weights
 
 
@@ -166,6 +167,16 @@ def test_corrections_weigh_tokens() -> None:
     metrics = compute_importance_weights(batch, AlgorithmConfig.model_validate({"importance_sampling": "tis"}))
     assert batch.per_token["importance_weights"].tolist() == pytest.approx([0, 0, 1.648721, 2])
     assert metrics == pytest.approx({"importance/mean": 1.824361, "importance/rejected": 0, "importance/cut": 0.5})
+
+
+def test_an_advantage_of_the_user_s_own_that_returns_another_form_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("def of_groups(rewards, groups, *, gamma):\n    return rewards[:1] * gamma\n")
+    changed = recipe(algorithm={"advantage": "own.py:of_groups"})
+    with pytest.raises(ConfigError, match=r"^algorithm\.advantage = own\.py:of_groups: returned a tensor \[1\] of"):
+        _with_advantages([attempt(0, 1.0, 2), attempt(0, 0.0, 2)], changed)
 
 
 def judged(group: int, scores: dict[str, float | None], total: float) -> Trajectory:

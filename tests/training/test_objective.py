@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from megarl.rollout.weights import assign_token_weights
 from megarl.testing import RankPool
 from megarl.training.batch import pack_row
 from megarl.training.objective import StepNumbers, policy_objective
-from megarl.types import TrainingSequence
+from megarl.types import ConfigError, TrainingSequence
 from tests.rollout.batches import rl_batch
 
 LOG_RATIOS = [[0.3, 0.3, 0.0], [-0.1, 0.0], [-0.2, -0.2]]
@@ -100,6 +101,20 @@ def test_tokens_of_lower_entropy_have_kl_and_entropy_bonus_alone() -> None:
     expected = -clipped * (value["entropies"] >= threshold) + 0.2 * (np.exp(difference) - difference - 1)
     assert loss.item() == pytest.approx((expected - 0.05 * value["later"]).sum() / count, rel=1e-5)
     assert metrics == pytest.approx({"entropy/threshold": threshold, "entropy/kept": np.ceil(share * count) / count})
+
+
+def test_a_loss_of_the_user_s_own_that_returns_another_form_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("def bare(policy_logprobs, old_logprobs, advantages):\n    return policy_logprobs\n")
+    config = AlgorithmConfig(policy_loss="own.py:bare")
+    batch = TokenBatch.from_sequences([segment(LOG_RATIOS[0], 1.0, 2)])
+    assign_token_weights(batch, config)
+    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    logprobs = row.per_token["values"].requires_grad_()
+    with pytest.raises(ConfigError, match=r"^algorithm\.policy_loss = own\.py:bare: returned a tensor \[5\] of"):
+        policy_objective(config)(torch.stack([logprobs, logprobs]), row, StepNumbers(0.0))
 
 
 @pytest.mark.parametrize("cp", [1, 2])

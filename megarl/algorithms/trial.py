@@ -1,0 +1,158 @@
+"""The form that a policy loss or an advantage of the user's own must have: checks of its result, and a toy call.
+
+The checks raise ResultError, whose message has the result and the form that is expected. `policy_loss_fault` and
+`advantage_fault` call a function once on toy CPU tensors before a run starts, and return the same message.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.keywords import supported_kwargs
+from megarl.algorithms.policy_losses import LossAndMetrics, is_of_sequences
+
+POLICY_LOSS_RESULT = (
+    "return (loss, metrics): loss a float tensor [tokens], one value for each of policy_logprobs; metrics a dict of "
+    "name to float tensor [tokens], or {}"
+)
+ADVANTAGE_RESULT = "return a float tensor [samples], one advantage for each of rewards"
+
+_LENGTHS = (4, 2, 3)
+"""Tokens of the toy sequences. Each begins with a token that is not trained."""
+_NUM_GROUPS = 2
+"""Toy groups: one with different rewards, one with equal rewards, where a standard deviation is zero."""
+
+
+class ResultError(Exception):
+    """A function does not return what its caller needs. The message has the result and the expected form."""
+
+
+def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetrics:
+    """Return a policy loss's result as (loss [tokens], metrics by name, each [tokens]).
+
+    `policy_logprobs` float [tokens]. Raises ResultError for a result of another form.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise ResultError(f"returned {_described(result)}; {POLICY_LOSS_RESULT}")
+    loss, metrics = result
+    shape = tuple(policy_logprobs.shape)
+    if fault := _unfit(loss, shape):
+        raise ResultError(f"returned {fault} as loss, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
+    for name, value in metrics.items():
+        if fault := _unfit(value, shape):
+            raise ResultError(f"returned {fault} as metric {name!r}, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
+    return loss, dict(metrics)
+
+
+def checked_advantages(result: object, rewards: Tensor) -> Tensor:
+    """Return an advantage estimator's result [samples], in the dtype of `rewards`.
+
+    `rewards` float [samples]. Raises ResultError for a result of another form.
+    """
+    if fault := _unfit(result, tuple(rewards.shape)):
+        raise ResultError(f"returned {fault}, for {len(rewards)} samples; {ADVANTAGE_RESULT}")
+    assert isinstance(result, Tensor)
+    return result.to(rewards.dtype)
+
+
+def policy_loss_fault(policy_loss: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:
+    """Call a policy loss with `settings` as keywords on toy sequences, then back-propagate its loss.
+
+    Return what is wrong: it raises, returns another form, has no gradient, or is not finite on trained tokens. Return
+    None if nothing is.
+    """
+    try:
+        _try_policy_loss(policy_loss, settings)
+    except ResultError as error:
+        return str(error)
+    return None
+
+
+def advantage_fault(
+    advantage: Callable[..., Any], settings: Mapping[str, Any], *, samples_per_group: int
+) -> str | None:
+    """Call an advantage estimator with `settings` as keywords on two toy groups.
+
+    It gets the keywords that a run measures too, if it takes them: `lengths` int64 [samples], `passes` bool [samples].
+    Return what is wrong: it raises, returns another form, or is not finite. Return None if nothing is.
+    """
+    try:
+        _try_advantage(advantage, settings, samples_per_group)
+    except ResultError as error:
+        return str(error)
+    return None
+
+
+def _try_policy_loss(policy_loss: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    cu_seqlens = torch.tensor([0, *_LENGTHS]).cumsum(0)
+    mask = torch.ones(sum(_LENGTHS), dtype=torch.bool)
+    mask[cu_seqlens[:-1]] = False
+    leaf = -torch.linspace(0.1, 2.5, len(mask))
+    leaf.requires_grad_()
+    # As in a run, the log-probs are one row of the model's output: writing into them in place fails here too.
+    policy_logprobs, _ = torch.stack([leaf, leaf])
+    # Half of the tokens have the ratio 1, as all have in a step's first update.
+    old_logprobs = leaf.detach() + 0.3 * (torch.arange(len(mask)) % 2)
+    advantages = torch.linspace(-1.0, 1.0, len(mask))
+    further = (cu_seqlens, mask) if is_of_sequences(policy_loss) else ()
+    result = _call(policy_loss, (policy_logprobs, old_logprobs, advantages, *further), settings)
+    loss, metrics = checked_policy_loss(result, policy_logprobs)
+    for name, values in {"loss": loss, **metrics}.items():
+        if not values[mask].isfinite().all():
+            raise ResultError(f"returned values that are not finite as {name}: {values.detach().tolist()}")
+    slopes = None
+    if loss.requires_grad:
+        [slopes] = torch.autograd.grad(loss[mask].sum(), leaf, allow_unused=True)
+    if slopes is None:
+        raise ResultError("returned a loss without gradient; compute it from policy_logprobs without detach or no_grad")
+    if not slopes.isfinite().all():
+        raise ResultError(f"returned a loss whose gradient is not finite: {slopes.tolist()}")
+
+
+def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], samples_per_group: int) -> None:
+    num_samples = _NUM_GROUPS * samples_per_group
+    sample = torch.arange(num_samples)
+    groups = sample // samples_per_group
+    rewards = torch.where(groups == 0, (sample % 2).float(), 1.0)
+    measured = supported_kwargs(advantage, {"lengths": 5 + sample, "passes": rewards > 0})
+    result = _call(advantage, (rewards, groups), {**measured, **settings})
+    found = checked_advantages(result, rewards)
+    if not found.isfinite().all():
+        raise ResultError(
+            f"returned {found.tolist()} for the rewards {rewards.tolist()} of the groups {groups.tolist()}; all must "
+            "be finite, also where the rewards of a group are equal"
+        )
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings: Mapping[str, Any]) -> object:
+    try:
+        return function(*arguments, **settings)
+    except Exception as error:  # a function of the recipe's author: it may raise anything
+        # The first frame is this one, the second the function's own, if it was entered.
+        frames = traceback.extract_tb(error.__traceback__)[1:2]
+        place = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
+        names = [*signature(function).parameters][: len(arguments)]
+        shapes = ", ".join(f"{name} {_described(tensor)}" for name, tensor in zip(names, arguments, strict=False))
+        raise ResultError(
+            f"raised {type(error).__name__}: {error}{place} when it was called with toy tensors: {shapes}"
+        ) from error
+
+
+def _unfit(value: object, shape: tuple[int, ...]) -> str | None:
+    """The value's description, where it is not a float tensor of that shape."""
+    is_fit = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape
+    return None if is_fit else _described(value)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)} ({', '.join(map(_described, value))})"
+    return f"{value!r:.100}" if value is None else f"{type(value).__name__} {value!r:.100}"
