@@ -300,8 +300,8 @@ def print_survey(found: Survey, *, unit: str) -> None:
     console.print(f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} faulty")
     for fault in found.faults:
         console.print(f"  {fault}")
-    if found.num_faults > len(found.faults):
-        console.print(f"  and {found.num_faults - len(found.faults)} more")
+    if found.num_different_faults > len(found.faults):
+        console.print(f"  and {found.num_different_faults - len(found.faults)} more faults in other words")
     console.print(f"duplicates: {found.num_duplicates}{_list(found.duplicates, found.num_duplicates)}")
     for other, count in found.num_overlaps.items():
         console.print(f"prompts that are in {other} too: {count}")

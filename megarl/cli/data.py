@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megarl.console import print_survey
 from megarl.types import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from megarl.config import Recipe
+    from megarl.data.formats import FieldNames
 
 app = typer.Typer(name="data", help="Look at data.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -15,8 +22,21 @@ app = typer.Typer(name="data", help="Look at data.", no_args_is_help=True, rich_
 @app.command(name="check")
 def check_data(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="File, folder or name on the Hub, as data.train takes it.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[SOURCE]",
+            help="File, folder or name on the Hub, as data.train takes it; left out: all data sets of --recipe.",
+            show_default=False,
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of a recipe whose model, names of fields and system prompt hold; SOURCE is read as its "
+            "training data.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Model folder, or its name on the Hub, whose tokens count.", show_default=False)
     ] = None,
@@ -34,26 +54,99 @@ def check_data(
     data_format: Annotated[
         str | None, typer.Option("--format", help="As data.format; left out: recognised.", show_default=False)
     ] = None,
+    fields: Annotated[
+        str | None,
+        typer.Option(help="As data.fields: '{prompt: question, answer: solution}'.", show_default=False),
+    ] = None,
     answer_field: Annotated[str | None, typer.Option(help="As data.answer_field.", show_default=False)] = None,
     chat_template: Annotated[str | None, typer.Option(help="As model.chat_template.", show_default=False)] = None,
     system_prompt: Annotated[str | None, typer.Option(help="As data.system_prompt.", show_default=False)] = None,
 ) -> None:
     """Read all of a data source: faults by line, lengths, duplicates, overlap with held-out data, the first record."""
+    if recipe is not None:
+        given = {
+            "--model": model, "--kind": kind, "--format": data_format, "--fields": fields,
+            "--answer-field": answer_field, "--chat-template": chat_template, "--system-prompt": system_prompt,
+        }  # fmt: skip
+        _check_of_recipe(
+            recipe, source, heldout or [], [option for option, value in given.items() if value is not None]
+        )
+        return
+    if source is None:
+        raise ConfigError("SOURCE: missing; give a data source, or --recipe RECIPE for all of a recipe")
     from megarl.config import ModelConfig
     from megarl.data.chat import tokenizer_of
-    from megarl.data.formats import FORMATS, FieldNames
     from megarl.data.survey import survey
 
-    if data_format is not None and data_format not in FORMATS:
-        raise ConfigError(f"--format {data_format}: unknown; known are {', '.join(FORMATS)}")
+    names = _names(data_format, fields, answer_field)
     found = survey(
         source,
-        names=FieldNames(data_format, {}, answer_field),
+        names=names,
         kind=kind,
         tokenizer=tokenizer_of(ModelConfig(path=model, chat_template=chat_template)) if model else None,
         system_prompt=system_prompt,
-        others=heldout or (),
+        others=dict.fromkeys(heldout or (), names),
     )
     print_survey(found, unit="tokens" if model else "characters")
     if not found.is_sound:
         raise typer.Exit(DataError.exit_code)
+
+
+def _names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
+    """The names of fields that options give. Raises ConfigError for values that a recipe would refuse too."""
+    import yaml
+    from pydantic import ValidationError
+
+    from megarl.config.data_sets import DataSetConfig
+    from megarl.data.formats import FieldNames
+
+    try:
+        by_name = yaml.safe_load(fields or "{}")
+    except yaml.YAMLError:
+        by_name = None
+    if not isinstance(by_name, dict):
+        raise ConfigError(f"--fields {fields}: gives no names; write '{{prompt: question, answer: solution}}'")
+    try:
+        given = {"format": data_format, "fields": by_name, "answer_field": answer_field}
+        made = DataSetConfig.model_validate({"path": "", **given})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        option = f"--{str(first['loc'][0]).replace('_', '-')} " if first["loc"] else ""
+        known = first["msg"].replace("Input should be", "known are").replace("'", "")
+        raise ConfigError(f"{option}{first['input']}: {known}") from None
+    by_role = {str(role): name for role, name in made.fields.items()}
+    return FieldNames(made.format, by_role, made.answer_field, remedy="--fields '{}'")
+
+
+def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others: list[str]) -> None:
+    """Look at the data sets of a recipe, or at `source` as its training data, compared with `heldout`."""
+    from megarl.config.recipe import load
+    from megarl.preflight.surveys import survey_as_training, surveys
+
+    if others:
+        raise ConfigError(f"{others[0]}: --recipe says what it is; leave one of them out")
+    if heldout and source is None:
+        raise ConfigError("--heldout: without SOURCE, --recipe compares with its data.validation; leave it out")
+    recipe = load(path)
+    tokenizer = _tokenizer(recipe)
+    is_sound = True
+    sets = (
+        surveys(recipe, tokenizer) if source is None else [("", survey_as_training(recipe, source, tokenizer, heldout))]
+    )
+    for field, found in sets:
+        if field:
+            print(f"{field}:")
+        print_survey(found, unit="tokens" if tokenizer else "characters")
+        is_sound &= found.is_sound
+    if not is_sound:
+        raise typer.Exit(DataError.exit_code)
+
+
+def _tokenizer(recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer of the recipe's model; a notice and None where the model is not here."""
+    from megarl.data.chat import tokenizer_of
+
+    if Path(recipe.model.folder).is_dir():
+        return tokenizer_of(recipe.model)
+    print(f"model.path = {recipe.model.path}: is not here, so lengths are in characters")
+    return None

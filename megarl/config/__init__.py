@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from megarl.config.cluster import ClusterConfig
 from megarl.config.curriculum import CurriculumConfig
+from megarl.config.data_sets import DataSet, Format, OptionalDataSet, Role, TrainingData, refuse_two_answers
 from megarl.config.distillation import DistillationConfig
 from megarl.config.learning import (
     OVERLONG_PARTS,
@@ -81,7 +82,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    train: str
+    train: TrainingData
     """Training records: {"messages": {...} or [...]} with "gt_answer" (rl, distillation), an assistant's turn (sft; or
     "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto), or other
     programs' (data.format). A JSON-lines, JSON, CSV, Parquet or Arrow file; a folder of files of one kind; or a data
@@ -89,24 +90,24 @@ class DataConfig(Section):
     --repo-type dataset). SPLIT@ before a folder or name takes the files of one split, such as train@data/gsm8k. Or
     `environment:COUNT` (rl, distillation): so many problems that rollout.environment makes itself, each a function of
     its number."""
-    validation: dict[Name, str] = Field(default_factory=dict)
-    """Validation sets by name, as data.train: problems, or pairs (preference, reward_model); or `environment:COUNT`,
-    problems of other numbers than those of training. Metric: val/NAME/accuracy."""
-    validation_conversations: dict[Name, str] = Field(default_factory=dict)
-    """Validation sets of conversations (sft) by name, as data.train. Metric: val/NAME/loss, nats a token."""
-    ptx: str | None = None
-    """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), as data.train."""
-    format: Literal["colossalrl", "rl2", "verl", "trl", "slime", "openrlhf", "alpaca"] | None = None
+    validation: dict[Name, DataSet] = Field(default_factory=dict)
+    """Validation sets by name, as data.train; or {path: ..., fields: ...} with format, fields and answer_field of its
+    own. Problems, or pairs (preference, reward_model); or `environment:COUNT`, problems of other numbers than those of
+    training. Metric: val/NAME/accuracy."""
+    validation_conversations: dict[Name, DataSet] = Field(default_factory=dict)
+    """Validation sets of conversations (sft) by name, as data.validation. Metric: val/NAME/loss, nats a token."""
+    ptx: OptionalDataSet = None
+    """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), as a set of data.validation."""
+    format: Format | None = None
     """Whose names the fields of records have (megarl.data.formats); left out: as recognised in the first record of each
     source, which a start tells. All fields are in `record`, which reward functions get."""
-    fields: dict[Literal["prompt", "input", "response", "chosen", "rejected", "label", "tools"], str] = Field(
-        default_factory=dict
-    )
-    """Names of your own for fields of the records, such as {prompt: question}; dots reach into objects. `input`: a
-    text that is added to that of the prompt, an empty line between (alpaca)."""
+    fields: dict[Role, str] = Field(default_factory=dict)
+    """Names of your own for fields of the records, such as {prompt: question, answer: solution}; dots reach into
+    objects. `input`: a text that is added to that of the prompt, an empty line between (alpaca). They hold for all sets
+    that do not name their own."""
     answer_field: str | None = None
-    """Field with the gold answer: text, a number, an object or a list; dots reach into objects. Left out: the format's,
-    gt_answer in megarl's own."""
+    """Field with the gold answer, another way to write fields.answer: text, a number, an object or a list; dots reach
+    into objects. Left out: the format's, gt_answer in megarl's own."""
     system_prompt: str | None = None
     """System message put before each conversation that has none; `default`: that of the first of reward.functions whose
     format needs one (boxed, think_answer_tags, code); `none` or left out: no message."""
@@ -124,6 +125,11 @@ class DataConfig(Section):
     """Shuffle the records anew each epoch, by the run's seed."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which problems are drawn more often (rl, distillation)."""
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> Self:
+        refuse_two_answers(self.fields, self.answer_field)
+        return self
 
 
 class TrainConfig(Section):

@@ -229,10 +229,10 @@ def _section_yaml(
     parts = []
     for name, field in type(section).model_fields.items():
         value, own = getattr(section, name), (*place, name)
-        if hasattr(value, "model_fields_set") and own not in references:
+        if _is_section(field) and own not in references:
             inner = _section_yaml(value, own, references, has_effect, comments)
             text = f"{name}:\n{textwrap.indent(inner, '  ')}" if inner else ""
-        elif hasattr(value, "model_fields_set") or has_effect(own):
+        elif _is_section(field) or has_effect(own):
             plain = {name: _printable(value, own, references)}
             text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)
         else:
@@ -404,11 +404,21 @@ def _explain(kind: str, loc: tuple[int | str, ...], value: Any, message: str, re
     if kind == "model_type":
         children = [name for name in known if name.rpartition(".")[0] == place]
         return f"{shown}: is a section; leave it out or set {', '.join(children)}"
+    if is_key and kind == "literal_error":
+        keys = message.removeprefix("Input should be ").replace("'", "")
+        section, doc = place.rpartition(".")[0], _doc_of(place, known)
+        return f"{place}: {value!r} is not a key of {section}; its keys are {keys}. {doc}"
     if is_key:
         return f"{place}: bad name {value!r}; use letters, digits, dots, dashes and underscores"
     wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
-    field = known.get(_in_schema(place)) or known.get(_in_schema(".".join(str(part) for part in loc[:-1])))
-    return f"{shown}: {wrong}" + (f". {_doc(field)}" if field else "")
+    return f"{shown}: {wrong}. {_doc_of(place, known)}".removesuffix(". ")
+
+
+def _doc_of(place: str, known: Mapping[str, FieldInfo]) -> str:
+    """The description of the field that a place is, or is inside of; empty for a place in no field."""
+    parts = _in_schema(place).split(".")
+    found = next((known[name] for end in range(len(parts), 1, -1) if (name := ".".join(parts[:end])) in known), None)
+    return "" if found is None else _doc(found)
 
 
 def _leaves(value: Any) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
-from megarl.data.formats import FieldNames
+from megarl.data.formats import FieldNames, first_of
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
 from megarl.types import DataError, TrainingSequence
@@ -79,11 +79,14 @@ def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
 
 def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """A record's conversation: as it is, or a prompt and its response. Raises DataError."""
+    if not first_of(record.fields, record.format.prompt):
+        record.require("prompt", "response")
     prompt = record.prompt(system_prompt)
     if any(message["role"] == "assistant" for message in prompt) and record.value(record.format.response) is None:
         return prompt
     if record.field(record.format.prompt) in ("messages", "conversations"):
         return prompt
+    record.require("response")
     return (*prompt, *record.messages(field=record.field(record.format.response), role="assistant"))
 
 

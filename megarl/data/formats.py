@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
+
+from megarl.files.strict_json import shortened
 
 PROMPTS = ("messages", "prompt", "context", "conversations")
 RESPONSES = ("response", "completion")
@@ -67,13 +70,29 @@ FORMATS = {
 """Formats by the program whose they are; colossalrl is megarl's own too."""
 
 
+_USUAL_NAMES: dict[str, tuple[str, ...]] = {
+    "prompt": ("messages", "prompt", "question", "problem", "query", "instruction", "input", "conversations", "text"),
+    "answer": ("gt_answer", "answer", "solution", "ground_truth", "final_answer", "label", "target", "output"),
+    "response": ("response", "completion", "output", "answer", "solution"),
+    "chosen": ("chosen", "preferred", "accepted", "winner"),
+    "rejected": ("rejected", "dispreferred", "loser"),
+    "label": ("label", "is_good", "correct"),
+}
+"""Names that data sets in use have for a role, the most likely first: for a remedy, never for reading."""
+_UNKNOWN = "FIELD"
+"""Stands in a remedy for a name that cannot be guessed."""
+
+
 @dataclass(frozen=True, slots=True)
 class FieldNames:
     """How a recipe names the fields of records: their format, None to recognise it, and names of the user's own."""
 
     format: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
+    """Names of the user's own, by role."""
     answer_field: str | None = None
+    remedy: str = "'data.fields={}'"
+    """The text by which a person names the fields of these records; `{}` stands for the names by role."""
 
     def of(self, first: Mapping[str, Any]) -> RecordFormat:
         """The format of records whose first is this one."""
@@ -101,6 +120,56 @@ def recognised(fields: Mapping[str, Any]) -> RecordFormat:
     else:
         name = "colossalrl"
     return FORMATS[name]
+
+
+def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequence[str]) -> list[str]:
+    """The roles that no field of a record has, not even an empty one."""
+    return [
+        role
+        for role in roles
+        if not any(name in fields or value_at(fields, name) is not None for name in getattr(format, role))
+    ]
+
+
+def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
+    """Why a record cannot be read: all roles without a field, the names that were looked for, the remedy to paste."""
+    own = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
+    tried = " and ".join(f"{' or '.join(getattr(format, role))} ({role})" for role in missing)
+    if all(role in own for role in missing):
+        why = "which are the names given"
+    elif names.format is not None:
+        why = f"the names of the format {format.name}, which is given"
+    elif format.name == recognised({}).name and "gt_answer" not in record:
+        why = f"the names of {format.name}, since the record fits none of {', '.join(FORMATS)}"
+    else:
+        why = f"the names of {format.name}, which the first record's fields fit"
+    named = {role: name for role, name in own.items() if role not in missing}
+    named |= _guessed({name: value for name, value in record.items() if name not in named.values()}, missing)
+    remedy = names.remedy.replace("{}", "{" + ", ".join(f"{role}: {name}" for role, name in named.items()) + "}")
+    return (
+        f"no field for {' and '.join(missing)}; the record has {_listed(record)}. Looked for {tried}, {why}. "
+        f"Add what is missing, or name yours: {remedy}"
+    )
+
+
+def _guessed(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
+    """A field for each role: by its usual names, or the texts that are left, in order, where there are as many."""
+    found: dict[str, str] = {}
+    for role in roles:
+        free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in found.values()]
+        if free:
+            found[role] = free[0]
+    open_roles = [role for role in roles if role not in found]
+    texts = [name for name, value in record.items() if isinstance(value, str) and name not in found.values()]
+    names = texts if len(texts) == len(open_roles) else [_UNKNOWN] * len(open_roles)
+    found |= zip(open_roles, names, strict=True)
+    return {role: found[role] for role in roles}
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    """The first few of a record's fields."""
+    first = [repr(shortened(name)) for name in islice(fields, 20)]
+    return ", ".join([*first, f"{len(fields) - 20} more"] if len(fields) > 20 else first) or "none at all"
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:

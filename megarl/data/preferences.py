@@ -81,6 +81,7 @@ def read_judged(
 
 def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
     """A record's pair. Raises DataError, and TooLongError for one of more than `max_tokens`."""
+    record.require("chosen", "rejected", also=("prompt",))
     format = record.format
     chosen, rejected = (
         _conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
@@ -105,6 +106,7 @@ def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, 
 
 def judged_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
     """A record's judged answer. Raises DataError, and TooLongError for one of more than `max_tokens`."""
+    record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
     if not isinstance(label, bool):
         name = record.field(record.format.label)
@@ -143,6 +145,7 @@ def _conversation(record: Record, field: str, system_prompt: str | None) -> tupl
     before = record.messages(system_prompt, field=given, role="user") if given else ()
     answer = record.messages(None if before else system_prompt, field=field, role="assistant")
     if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):
+        record.require("prompt")
         raise record.error(f"what '{field}' answers is missing; give it in 'messages', 'prompt' or 'context'")
     if not before or answer[0]["role"] == "assistant":
         return (*before, *answer)

@@ -101,6 +101,7 @@ def problem_of(
     has_answer: bool = True,
 ) -> Problem:
     """A record as a problem. Raises DataError, and TooLongError for a prompt longer than `max_prompt_tokens`."""
+    record.require("prompt", *(["answer"] if has_answer else []))
     answer, messages = record.answer() if has_answer else "", record.prompt(system_prompt)
     if messages[-1]["role"] not in ("user", "tool"):
         raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megarl.data.formats import FORMATS, FieldNames, RecordFormat, first_of, value_at
+from megarl.data.formats import (
+    FORMATS,
+    FieldNames,
+    RecordFormat,
+    first_of,
+    missing_roles,
+    missing_text,
+    value_at,
+)
 from megarl.data.rows import Row, data_files, rows_of
 from megarl.data.tool_schemas import check_tools
 from megarl.files.strict_json import shortened
@@ -18,6 +25,9 @@ from megarl.types import DataError
 ROLES = ("system", "user", "assistant", "tool")
 _ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant"}
 """Roles as ShareGPT writes them."""
+
+_BY_FORMAT = FieldNames()
+"""The format of the first record says which fields hold what."""
 
 Made = TypeVar("Made")
 
@@ -36,6 +46,8 @@ class Record:
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
     """The unit that `line` counts."""
+    names: FieldNames = _BY_FORMAT
+    """How the recipe names the fields, for an error's remedy."""
 
     def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
         """A DataError that names this line."""
@@ -49,16 +61,20 @@ class Record:
         """The first of these fields that the record has, else the first."""
         return first_of(self.fields, names) or names[0]
 
+    def require(self, *roles: str, also: Sequence[str] = ()) -> None:
+        """Raise one DataError that names all of these roles (`RecordFormat`) that the record has no field for.
+
+        Where one is missing, those of `also` that are missing are named too: roles that some records need not have.
+        """
+        if missing_roles(self.fields, self.format, roles):
+            missing = missing_roles(self.fields, self.format, (*also, *roles))
+            raise self.error(missing_text(self.fields, self.format, self.names, missing))
+
     def answer(self) -> Any:
         """The gold answer: its text, where it is a number, or another JSON value, not null, true or false."""
+        self.require("answer")
         field = self.field(self.format.answer)
         value = value_at(self.fields, field)
-        if value is None and field not in self.fields:
-            raise self.error(
-                f"the record has no field '{field}', only {_names(self.fields)}; "
-                f"add it, name the field that holds the answer in data.answer_field, or the records' format, which is "
-                f"taken to be {self.format.name}, in data.format"
-            )
         if value is None or isinstance(value, bool):
             raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
         if isinstance(value, dict | list):
@@ -71,6 +87,7 @@ class Record:
 
     def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
         """The conversation to answer, from a text, one message or a list of them."""
+        self.require("prompt")
         field = self.field(self.format.prompt)
         # Only `messages` says in its name that it is none.
         return self.messages(system_prompt, field=field, role=None if field == "messages" else "user")
@@ -92,11 +109,9 @@ class Record:
         if isinstance(value, Mapping):
             value = [value]
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-            remedy = f"; data.format may name another format than {self.format.name}" if value is None else ""
             raise self.error(
                 f"'{field}' is {'missing' if value is None else shown(value)}; give "
                 f'{"a text, " if role else ""}one message {{"role": "user", "content": "..."}} or a list of them'
-                f"{remedy}"
             )
         value = [_of_other_names(message) for message in value]
         for place, message in enumerate(value):
@@ -190,8 +205,8 @@ def record_of(path: Path, row: Row, names: FieldNames | None, format: RecordForm
         place = f"{path}, {row.unit} {row.number}"
         raise DataError(f"{place}: {shown(row.value)} is not a JSON object with fields")
     # A field that is empty here may be the one that the others have.
-    format = format or (names or FieldNames()).of({**dict.fromkeys(row.columns), **row.value})
-    return Record(path, row.number, row.value, format, row.unit)
+    format = format or (names or _BY_FORMAT).of({**dict.fromkeys(row.columns), **row.value})
+    return Record(path, row.number, row.value, format, row.unit, names or _BY_FORMAT)
 
 
 def made_of(
@@ -227,9 +242,3 @@ def _of_other_names(message: Any) -> Any:
 def shown(value: Any) -> str:
     """A value as an error message quotes it: as JSON, cut to a few words."""
     return shortened(json.dumps(value, ensure_ascii=False, default=repr))
-
-
-def _names(fields: Mapping[str, Any]) -> str:
-    """The first few of a record's fields."""
-    first = [repr(shortened(name)) for name in islice(fields, 20)]
-    return ", ".join([*first, f"{len(fields) - 20} more"] if len(fields) > 20 else first) or "none at all"

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.conversations import conversation_messages, conversation_of
-from megarl.data.formats import FieldNames, RecordFormat, first_of
+from megarl.data.formats import FieldNames, RecordFormat, first_of, value_at
 from megarl.data.preferences import judged_of, pair_of
 from megarl.data.problems import problem_of
 from megarl.data.records import Record, record_of
@@ -27,7 +28,28 @@ Kind = Literal["problems", "conversations", "pairs", "judged"]
 """The things that records are made into: for rl; for sft; for preference and reward_model; for preference with kto."""
 _NO_LIMIT = 1 << 24
 MOST_TOLD = 20
-"""Faults, duplicates and overlaps that are told; all are counted."""
+"""Different faults, duplicates and overlaps that are listed; all are counted."""
+MOST_PLACES = 5
+"""Further records with the same fault that are listed."""
+
+
+@dataclass(slots=True)
+class Fault:
+    """A fault that one or several records have in the same words."""
+
+    problem: str
+    place: str
+    """The first record that has it: `train.jsonl, line 7`; empty for a fault of a whole file."""
+    further: list[str] = field(default_factory=list)
+    """The next few: `line 8`."""
+    count: int = 1
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.problem}" if self.place else self.problem
+        if not self.further:
+            return text
+        more = ", ..." if self.count - 1 > len(self.further) else ""
+        return f"{text} (and {self.count - 1} more: {', '.join(self.further)}{more})"
 
 
 @dataclass(slots=True)
@@ -40,7 +62,9 @@ class Survey:
     num_records: int = 0
     """Records without a fault."""
     num_faults: int = 0
-    faults: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    """The first different ones; `num_faults` counts records."""
+    num_different_faults: int = 0
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Tokens of each prompt, conversation or pair, those of both answers; characters without a tokenizer."""
     num_duplicates: int = 0
@@ -62,7 +86,8 @@ def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
     """The kind of sequences or problems that a record can be made into, by its fields."""
     if first_of(fields, format.chosen) and first_of(fields, format.rejected):
         return "pairs"
-    if isinstance(fields.get("label"), bool):
+    label = first_of(fields, format.label)
+    if label is not None and isinstance(value_at(fields, label), bool):
         return "judged"
     answer = first_of(fields, format.answer)
     if answer and answer not in format.response:
@@ -77,28 +102,32 @@ def survey(
     kind: Kind | None = None,
     tokenizer: Tokenizer | None = None,
     system_prompt: str | None = None,
-    others: Sequence[str] = (),
+    others: Mapping[str, FieldNames | None] | None = None,
+    has_answers: bool = True,
 ) -> Survey:
     """Look at all records of a source: each is made into what trains, its faults are noted and the next is read.
 
     Without a tokenizer records are only read, and lengths are in characters. `others` are sources whose prompts this
-    one should not have, such as held-out sets. Raises DataError where a source is not there.
+    one should not have, such as held-out sets, and the names of their fields. Without `has_answers` problems need no
+    gold answer. Raises DataError where a source is not there.
     """
-    prompts = {other: _prompts_of(other, names, system_prompt) for other in others}
+    prompts = {other: _prompts_of(other, own, system_prompt) for other, own in (others or {}).items()}
     found: Survey | None = None
     lengths: list[int] = []
     seen: dict[bytes, str] = {}
-    faults: list[str] = []
+    faults: dict[str, Fault] = {}
     for record in _records(source, names, faults):
         if found is None:
             found = Survey(source, kind or kind_of(record.fields, record.format), record.format)
             found.num_overlaps = dict.fromkeys(prompts, 0)
         try:
-            messages = _trained_messages(record, found.kind, system_prompt)
-            sequences = [] if tokenizer is None else _sequences(record, found.kind, tokenizer, system_prompt)
-            prompt = _digest(_prompt_messages(record, system_prompt))
+            messages = _trained_messages(record, found.kind, system_prompt, has_answers)
+            sequences = (
+                [] if tokenizer is None else _sequences(record, found.kind, tokenizer, system_prompt, has_answers)
+            )
+            prompt = _digest(_prompt_messages(record, found.kind, system_prompt))
         except DataError as error:
-            faults.append(str(error))
+            _note(faults, record.path, record.unit, record.line, error)
             continue
         found.num_records += 1
         lengths.append(sum(map(len, sequences)) if tokenizer else len(json.dumps(messages, ensure_ascii=False)))
@@ -113,7 +142,8 @@ def survey(
         if tokenizer is not None and not found.first:
             found.first = _shown(tokenizer, sequences[0])
     found = found or Survey(source, kind or "problems")
-    found.num_faults, found.faults = len(faults), faults[:MOST_TOLD]
+    found.num_faults = sum(fault.count for fault in faults.values())
+    found.num_different_faults, found.faults = len(faults), list(faults.values())[:MOST_TOLD]
     found.lengths = np.array(lengths, np.int64)
     return found
 
@@ -128,7 +158,17 @@ def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, 
     ]
 
 
-def _records(source: str, names: FieldNames | None, faults: list[str]) -> Iterator[Record]:
+def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: DataError) -> None:
+    """Count a fault of a row by its words, which do not have the row's place."""
+    place = f"{path}, {unit} {line}"
+    problem = str(error).removeprefix(f"{place}: ")
+    if (known := faults.setdefault(problem, Fault(problem, place))).place == place:
+        return
+    known.count += 1
+    known.further += [f"{unit} {line}"] * (len(known.further) < MOST_PLACES)
+
+
+def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) -> Iterator[Record]:
     """The records of a source; rows that are none are noted, and those of the rest of a file that cannot be read."""
     format: RecordFormat | None = None
     for path in data_files(source):
@@ -137,45 +177,51 @@ def _records(source: str, names: FieldNames | None, faults: list[str]) -> Iterat
                 try:
                     record = record_of(path, row, names, format)
                 except DataError as error:
-                    faults.append(str(error))
+                    _note(faults, path, row.unit, row.number, error)
                     continue
                 format = record.format
                 yield record
         except DataError as error:
-            faults.append(str(error))
+            faults[str(error)] = Fault(str(error), "")
 
 
 def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
     """The places of a source's prompts by their digests."""
     found: dict[bytes, str] = {}
-    for record in _records(source, names, []):
+    for record in _records(source, names, {}):
+        kind = kind_of(record.fields, record.format)
         try:
-            found.setdefault(_digest(_prompt_messages(record, system_prompt)), f"{record.unit} {record.line}")
+            found.setdefault(_digest(_prompt_messages(record, kind, system_prompt)), f"{record.unit} {record.line}")
         except DataError:
             continue
     return found
 
 
-def _prompt_messages(record: Record, system_prompt: str | None) -> list[Mapping[str, Any]]:
+def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> list[Mapping[str, Any]]:
     """The messages before the assistant's first: of a pair without a prompt of its own, those of both answers."""
     has_prompt = first_of(record.fields, record.format.prompt) is not None
-    messages = record.prompt(system_prompt) if has_prompt else record.messages(system_prompt, field="chosen")
+    if not has_prompt and kind == "pairs":
+        messages = record.messages(system_prompt, field=record.field(record.format.chosen), role="assistant")
+    else:
+        messages = record.prompt(system_prompt)
     first = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return list(messages[:first])
 
 
-def _trained_messages(record: Record, kind: Kind, system_prompt: str | None) -> list[Any]:
+def _trained_messages(record: Record, kind: Kind, system_prompt: str | None, has_answers: bool) -> list[Any]:
     """All of a record that trains."""
     if kind == "problems":
-        return [*record.prompt(system_prompt), record.answer()]
+        record.require("prompt", *(["answer"] if has_answers else []))
+        return [*record.prompt(system_prompt), *([record.answer()] if has_answers else [])]
     if kind == "conversations":
         return list(conversation_messages(record, system_prompt))
+    record.require(*(("chosen", "rejected") if kind == "pairs" else ("response", "label")), also=("prompt",))
     names = (record.format.chosen, record.format.rejected) if kind == "pairs" else (record.format.response,)
-    return [*_prompt_messages(record, system_prompt), *(record.value(name) for name in names)]
+    return [*_prompt_messages(record, kind, system_prompt), *(record.value(name) for name in names)]
 
 
 def _sequences(
-    record: Record, kind: Kind, tokenizer: Tokenizer, system_prompt: str | None
+    record: Record, kind: Kind, tokenizer: Tokenizer, system_prompt: str | None, has_answers: bool
 ) -> Sequence[TrainingSequence]:
     if kind == "pairs":
         return pair_of(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
@@ -184,7 +230,9 @@ def _sequences(
     if kind == "conversations":
         messages = conversation_messages(record, system_prompt)
         return [conversation_of(record, tokenizer, messages, max_tokens=_NO_LIMIT)]
-    problem = problem_of(record, 0, tokenizer, system_prompt=system_prompt, max_prompt_tokens=_NO_LIMIT)
+    problem = problem_of(
+        record, 0, tokenizer, system_prompt=system_prompt, max_prompt_tokens=_NO_LIMIT, has_answer=has_answers
+    )
     tokens = np.array(problem.prompt_token_ids, np.int64)
     return [TrainingSequence(tokens, np.zeros(len(tokens), np.bool_))]
 

@@ -19,8 +19,9 @@ from typing import Any
 from megarl.algorithms.evaluation import Measure
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_ranks
-from megarl.config import Recipe
+from megarl.config import DataConfig, Recipe
 from megarl.config.cluster import GroupsConfig
+from megarl.config.data_sets import DataSetConfig, path_of
 from megarl.config.formulas import either
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import read, to_yaml
@@ -90,8 +91,7 @@ def prepare(
         raise ConfigError(f"--set {unknown[0]}: is no validation set of {file}; it has {either(known)}")
     if not loaded.mixture:
         # The training data need not be here.
-        first = next(iter(loaded.data.validation.values()))
-        loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"train": first})})
+        loaded = loaded.model_copy(update={"data": _without_training_data(loaded.data)})
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
     is_override_given = any(override.startswith("model.override_config") for override in overrides)
@@ -109,6 +109,19 @@ def prepare(
     home = model if (model / "config.yaml").is_file() else Path()
     written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
     return Evaluation(folder, loaded, layout, frozenset(sets or known), written)
+
+
+def _without_training_data(data: DataConfig) -> DataConfig:
+    """The data with a validation set as training data, so that checks read no other file."""
+    sets = list(data.validation.values())
+    for data_set in sets:
+        if isinstance(data_set, str) or not data_set.has_own_names:
+            return data.model_copy(update={"train": path_of(data_set)})
+    # All sets name their own fields, so the names of `data` are free.
+    first = sets[0]
+    assert isinstance(first, DataSetConfig)
+    names = {"format": first.format, "fields": first.fields, "answer_field": first.answer_field}
+    return data.model_copy(update={"train": first.path, **names})
 
 
 def _checked(recipe: Recipe) -> ParallelConfig:

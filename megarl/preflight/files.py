@@ -14,13 +14,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import Recipe
+from megarl.config import DataConfig, Recipe
+from megarl.config.data_sets import DataSet, DataSetConfig, path_of
 from megarl.config.recipe import error_page
 from megarl.data.formats import FieldNames, first_of
 from megarl.data.problems import MADE, num_made
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.rows import data_files as found_files
 from megarl.data.streamed import Collect, OnLong, Streamed, counted, in_memory
+from megarl.data.survey import Kind
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import system_prompt_of
 from megarl.types import ConfigError, DataError, MegarlError, Problem, TrainingSequence
@@ -89,29 +91,26 @@ def _count_of_source(
     recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, kept: Kept
 ) -> dict[str, int]:
     """Records by data file; what is wrong with one is added to `broken`."""
-    data = recipe.data
-    files = {"train": data.train, **data.validation, **({"ptx": data.ptx} if data.ptx else {})}
-    files |= {f"{name} (conversations)": path for name, path in data.validation_conversations.items()}
-    conversations = {data.ptx, *data.validation_conversations.values(), data.train if recipe.loop == "sft" else None}
     counts: dict[str, int] = {}
-    for name, path in files.items():
+    for field, data_set in data_sets(recipe).items():
+        name = _count_name(field)
         digest = blake2b(digest_size=16)
         collect = partial(_noted, digest)
+        kind = kind_of_set(recipe, field)
         try:
-            if recipe.loop in ("preference", "reward_model"):
-                counts[name] = len(read_preferences(recipe, tokenizer, path, dropped, collect=collect))
-            elif path in conversations:
-                counts[name] = len(read_conversations(recipe, tokenizer, path, dropped, collect=collect))
+            if kind in ("pairs", "judged"):
+                counts[name] = len(read_preferences(recipe, tokenizer, data_set, dropped, collect=collect))
+            elif kind == "conversations":
+                counts[name] = len(read_conversations(recipe, tokenizer, data_set, dropped, collect=collect))
             else:
-                is_heldout = name != "train"
-                found = read_problems(recipe, tokenizer, path, dropped, is_heldout=is_heldout, collect=collect)
+                is_heldout = field != "data.train"
+                found = read_problems(recipe, tokenizer, data_set, dropped, is_heldout=is_heldout, collect=collect)
                 counts[name] = len(found)
         except DataError as error:
             broken.append(str(error))
             continue
-        # A validation set may have this name.
-        if path == {"train": data.train, "ptx": data.ptx}.get(name):
-            kept[f"data.{name}"] = f"{counts[name]} records, {digest.hexdigest()}"
+        if field in ("data.train", "data.ptx"):
+            kept[field] = f"{counts[name]} records, {digest.hexdigest()}"
     return counts
 
 
@@ -127,11 +126,31 @@ def _noted(
     return counted(records, noting, on_long)
 
 
-def field_names(recipe: Recipe) -> FieldNames:
-    """How a recipe names the fields of its records."""
-    return FieldNames(
-        recipe.data.format, {str(role): name for role, name in recipe.data.fields.items()}, recipe.data.answer_field
-    )
+def _count_name(field: str) -> str:
+    """How a table of counts names the data set of a field."""
+    kind, _, name = field.removeprefix("data.").partition(".")
+    return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
+
+
+def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> FieldNames:
+    """How a recipe names the fields of a data set's records: the set's own names, or those of `data`.
+
+    `field` is the field that names the set, for an error's remedy; left out, the first that does.
+    """
+    has_own = isinstance(data_set, DataSetConfig) and data_set.has_own_names
+    given = data_set if has_own else recipe.data
+    assert isinstance(given, DataSetConfig | DataConfig)
+    fields = {str(role): name for role, name in given.fields.items()}
+    return FieldNames(given.format, fields, given.answer_field, _remedy(recipe, data_set, field, has_own))
+
+
+def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool) -> str:
+    """The override by which a person names the fields of a data set."""
+    field = field or next((field for field, other in data_sets(recipe).items() if other == data_set), "data.train")
+    alone = f"'{field}={{path: {path_of(data_set)}, fields: {{}}}}'"
+    if has_own:
+        return alone
+    return "'data.fields={}'" if field == "data.train" else f"'data.fields={{}}', or for this set alone {alone}"
 
 
 def told_formats(recipe: Recipe) -> dict[str, str]:
@@ -142,7 +161,8 @@ def told_formats(recipe: Recipe) -> dict[str, str]:
     found: dict[str, str] = {}
     for source in recipe.sources:
         if num_made(source.recipe.data.train) is None:
-            record = next(read_records(source.recipe.data.train, field_names(source.recipe)))
+            train = source.recipe.data.train
+            record = next(read_records(train, field_names(source.recipe, train)))
             roles = ("answer",) if recipe.is_on_policy else ("response", "chosen", "rejected")
             names = {
                 role: first_of(record.fields, getattr(record.format, role)) for role in ("prompt", "input", *roles)
@@ -159,16 +179,16 @@ def collect_for(recipe: Recipe, folder: Path) -> Collect:
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
-def _reading(recipe: Recipe, source: str, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
-    """Keyword arguments of the functions that read a source; what is too long is an error or counted."""
+def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
+    """Keyword arguments of the functions that read a data set; what is too long is an error or counted."""
 
     def drop(_: TooLongError) -> None:
         if dropped is not None:
-            dropped[source] += 1
+            dropped[path_of(data_set)] += 1
 
     return {
         "system_prompt": system_prompt(recipe),
-        "names": field_names(recipe),
+        "names": field_names(recipe, data_set),
         "on_long": drop if recipe.data.overlong == "drop" else None,
         "collect": collect,
     }
@@ -184,7 +204,7 @@ def _some(found: Sequence[Any], source: str) -> Sequence[Any]:
 def read_problems(
     recipe: Recipe,
     tokenizer: Tokenizer,
-    path: str,
+    data_set: DataSet,
     dropped: Dropped | None = None,
     *,
     name: str = "",
@@ -198,6 +218,7 @@ def read_problems(
     """
     from megarl.data import problems
 
+    path = path_of(data_set)
     if (count := problems.num_made(path)) is not None:
         made = problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
         return [replace(problem, source=name) for problem in made] if name else made
@@ -211,7 +232,7 @@ def read_problems(
             name=name,
             needed=by,
             has_answers=bool(recipe.reward.functions),
-            **_reading(recipe, path, dropped, collect),
+            **_reading(recipe, data_set, dropped, collect),
         ),
         path,
     )
@@ -241,18 +262,28 @@ def system_prompt(recipe: Recipe) -> str | None:
 
 
 def read_conversations(
-    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None, *, collect: Collect = in_memory
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    data_set: DataSet,
+    dropped: Dropped | None = None,
+    *,
+    collect: Collect = in_memory,
 ) -> Sequence[TrainingSequence]:
     """The conversations of a data source, each fitting a padded row."""
     from megarl.data import conversations
 
     longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
-    settings = _reading(recipe, path, dropped, collect)
+    path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
     return _some(conversations.read_conversations(path, tokenizer, max_tokens=longest, **settings), path)
 
 
 def read_preferences(
-    recipe: Recipe, tokenizer: Tokenizer, path: str, dropped: Dropped | None = None, *, collect: Collect = in_memory
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    data_set: DataSet,
+    dropped: Dropped | None = None,
+    *,
+    collect: Collect = in_memory,
 ) -> Sequence[Answers]:
     """The pairs of a data source, or for kto its judged answers, each fitting a row however it is padded.
 
@@ -262,7 +293,7 @@ def read_preferences(
 
     multiple = row_multiple(recipe)
     longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
-    settings = _reading(recipe, path, dropped, collect)
+    path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
     if recipe.loop == "reward_model":
         found = preferences.read_preferences(path, tokenizer, max_tokens=longest - 2, is_scored=True, **settings)
         return _some(found, path)
@@ -293,23 +324,32 @@ def data_paths(recipe: Recipe) -> dict[str, str]:
     """The recipe's data files, by the fields that name them."""
     found: dict[str, str] = {}
     for source in recipe.sources:
-        found |= {source.place(field): path for field, path in _paths_of_source(source.recipe).items()}
+        sets = data_sets(source.recipe)
+        found |= {source.place(field): path_of(data_set) for field, data_set in sets.items()}
     return found
 
 
-def _paths_of_source(recipe: Recipe) -> dict[str, str]:
+def data_sets(recipe: Recipe) -> dict[str, DataSet]:
+    """The data sets of a recipe of one source, by the fields that name them."""
     data = recipe.data
-    paths = {"data.train": data.train}
-    paths |= {f"data.validation.{name}": path for name, path in data.validation.items()}
-    paths |= {f"data.validation_conversations.{name}": path for name, path in data.validation_conversations.items()}
-    return paths | ({"data.ptx": data.ptx} if data.ptx else {})
+    found: dict[str, DataSet] = {"data.train": data.train}
+    found |= {f"data.validation.{name}": data_set for name, data_set in data.validation.items()}
+    found |= {f"data.validation_conversations.{name}": it for name, it in data.validation_conversations.items()}
+    return found | ({"data.ptx": data.ptx} if data.ptx else {})
+
+
+def kind_of_set(recipe: Recipe, field: str) -> Kind:
+    """The kind of problems or sequences that the records of a field's data set are made into."""
+    if recipe.loop in ("preference", "reward_model"):
+        return "judged" if recipe.loop == "preference" and recipe.preference.loss == "kto" else "pairs"
+    is_trained_text = field == "data.train" and recipe.loop == "sft"
+    is_conversations = field == "data.ptx" or field.startswith("data.validation_conversations.")
+    return "conversations" if is_trained_text or is_conversations else "problems"
 
 
 def takes_problems(recipe: Recipe, field: str) -> bool:
     """Whether what a field of the data names are problems to sample answers to."""
-    if recipe.is_on_policy:
-        return field == "data.train" or field.startswith("data.validation.")
-    return recipe.loop == "sft" and field.startswith("data.validation.")
+    return kind_of_set(recipe, field) == "problems"
 
 
 def made_sources(recipe: Recipe) -> Iterator[str]:

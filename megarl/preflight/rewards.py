@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.config.data_sets import DataSet, path_of
 from megarl.config.recipe import error_page
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.data.formats import value_at
@@ -49,14 +50,14 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
             yield str(error)
     if not recipe.reward.functions:
         return  # a distillation that measures nothing; records need no answer
-    path = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
-    if num_made(path) is not None:
+    data_set = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
+    if num_made(path_of(data_set)) is not None:
         return  # there is no record to try them on
     lacking = list(_faults_of_records(recipe, served))
     yield from lacking
     if lacking:
         return
-    record = next(read_records(path, field_names(recipe)))
+    record = next(read_records(path_of(data_set), field_names(recipe, data_set)))
     answer = record.answer()
     said = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     sample = Sample(said, answer, record.prompt(system_prompt(recipe)), record.fields, num_tokens=1)
@@ -74,10 +75,12 @@ Check = Callable[[Record], None]
 def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Iterator[str]:
     """For each reward the first record that lacks what it needs."""
     left = _checks(recipe, served)
-    for path in [recipe.data.train] * recipe.is_on_policy + list(recipe.data.validation.values()):
+    trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
+    for data_set in [*trained, *recipe.data.validation.values()]:
+        path = path_of(data_set)
         if not left or num_made(path) is not None:
             continue
-        for record in read_records(path, field_names(recipe)):
+        for record in read_records(path, field_names(recipe, data_set)):
             for name, check in list(left.items()):
                 try:
                     check(record)

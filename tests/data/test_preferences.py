@@ -60,7 +60,7 @@ def test_what_both_say_is_not_trained_and_a_system_prompt_goes_first(tmp_path, t
 @pytest.mark.parametrize(
     ("record", "told"),
     [
-        pytest.param({"messages": USER, "chosen": "5"}, "'rejected' is missing; give a text, one", id="missing"),
+        pytest.param({"messages": USER, "chosen": "5"}, "no field for rejected; the record", id="missing"),
         pytest.param({"messages": USER, "chosen": "5", "rejected": ""}, "'rejected' is \"\"", id="empty"),
         pytest.param({"messages": USER, "chosen": "5", "rejected": "5"}, "are the same; remove the line", id="same"),
         pytest.param({"messages": USER, "chosen": "5", "rejected": {"role": "bot"}}, "rejected[0] has role", id="role"),
@@ -68,8 +68,8 @@ def test_what_both_say_is_not_trained_and_a_system_prompt_goes_first(tmp_path, t
             {"messages": USER, "chosen": [{"role": "user", "content": "4 + 1?"}, said("5")], "rejected": "6"},
             "'chosen' neither continues 'messages' nor begins with it", id="another prompt",
         ),
-        pytest.param({"chosen": [USER], "rejected": "6"}, "what 'rejected' answers is missing", id="no prompt"),
-        pytest.param({"question": "2 + 3?", "chosen": "5", "rejected": "6"}, "what 'chosen' answers", id="other field"),
+        pytest.param({"chosen": [USER], "rejected": "6"}, "no field for prompt; the record has", id="no prompt"),
+        pytest.param({"question": "2 + 3?", "chosen": "5", "rejected": "6"}, "{prompt: question}'", id="other field"),
         pytest.param({"messages": USER, "chosen": "5" * 200, "rejected": "6"}, "the pair has", id="long"),
     ],
 )  # fmt: skip

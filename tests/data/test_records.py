@@ -47,8 +47,8 @@ def test_answers_are_text_or_numbers_or_structured(tmp_path, answer, text):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        pytest.param({"answer": "5"}, "line 1: the record has no field 'gt_answer', only 'answer'", id="missing"),
-        pytest.param({}, "no field 'gt_answer', only none at all", id="no fields"),
+        pytest.param({"answer": "5"}, "line 1: no field for answer; the record has 'answer'.", id="missing"),
+        pytest.param({}, "no field for answer; the record has none at all", id="no fields"),
         pytest.param({"gt_answer": None}, "line 1: 'gt_answer' is null", id="null"),
         pytest.param({"gt_answer": True}, "'gt_answer' is true", id="boolean"),
         pytest.param({"gt_answer": []}, r"'gt_answer' is \[\]; give the answer", id="empty list"),

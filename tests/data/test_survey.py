@@ -35,18 +35,59 @@ def source(tmp_path: Path) -> str:
 def test_all_faults_are_told_with_their_lines(source: str) -> None:
     found = survey(source)
     assert (found.kind, found.num_records, found.num_faults, found.is_sound) == ("problems", 5, 4, False)
-    assert [fault.partition(", ")[2].partition(":")[0] for fault in found.faults] == [
-        "line 2", "line 4", "line 5", "line 8",
-    ]  # fmt: skip
+    assert [fault.place.partition(", ")[2] for fault in found.faults] == ["line 2", "line 4", "line 5", "line 8"]
     assert (found.num_duplicates, found.duplicates) == (1, ["line 6 (as line 1)"])  # line 9 has another answer
     with pytest.raises(DataError, match="no such file"):
         survey("absent.jsonl")
 
 
+def test_equal_faults_are_one_with_a_count(tmp_path: Path) -> None:
+    lines = [problem(1), *[{"frage": "1", "antwort": "2"}] * 8, problem(2, gt_answer=None)]
+    found = survey(write(tmp_path / "a.jsonl", *lines))
+    assert (found.num_faults, found.num_different_faults) == (9, 2)
+    first, second = map(str, found.faults)
+    assert first.startswith(f"{tmp_path}/a.jsonl, line 2: no field for prompt and answer;")
+    assert first.endswith("(and 7 more: line 3, line 4, line 5, line 6, line 7, ...)")
+    assert second == f"{tmp_path}/a.jsonl, line 10: 'gt_answer' is null; give the answer as a string"
+
+
+def test_the_command_takes_fields_or_a_recipe(
+    tmp_path: Path, tiny_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = write(tmp_path / "a.jsonl", *({"frage": f"{n} + 1", "antwort": str(n + 1)} for n in range(3)))
+    heldout = write(tmp_path / "b.jsonl", {"q": "2 + 1", "a": "3"})
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["data", "check", *arguments])
+        printed = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, printed.out + printed.err
+
+    assert run(train, "--fields", "{prompt: frage, answer: antwort}")[0] == 0
+    code, printed = run(train, "--kind", "problems")
+    assert code == 65 and "name yours: --fields '{prompt: frage, answer: antwort}'" in printed
+    code, printed = run(train, "--fields", "{frage: prompt}")
+    assert code == 2 and "--fields frage: known are prompt, answer," in printed
+    data = {
+        "train": train, "fields": {"prompt": "frage", "answer": "antwort"},
+        "validation": {"b": {"path": heldout, "fields": {"prompt": "q", "answer": "a"}}, "c": heldout},
+    }  # fmt: skip
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"name": "r", "loop": "rl", "model": {"path": str(tiny_model())}, "data": data}))
+    code, printed = run("--recipe", str(recipe))
+    assert code == 65 and "data.train:\n" in printed and f"prompts that are in {heldout} too: " in printed
+    assert f"data.validation.b:\n{heldout}: 1 problems, colossalrl; 0 faulty" in printed
+    assert f"data.validation.c:\n{heldout}: 0 problems, colossalrl; 1 faulty" in printed
+    assert run(train, "--recipe", str(recipe))[0] == 0
+    code, printed = run("--recipe", str(recipe), "--kind", "pairs")
+    assert code == 2 and printed.startswith("error: --kind")
+
+
 def test_overlap_with_other_sources_is_that_of_prompts(source: str, tmp_path: Path) -> None:
     heldout = write(tmp_path / "heldout.jsonl", problem(9), problem(2, gt_answer="x"), "{broken")
     other = write(tmp_path / "other.jsonl", problem(10))
-    found = survey(source, others=[heldout, other])
+    found = survey(source, others={heldout: None, other: None})
     assert found.num_overlaps == {heldout: 2, other: 0}
     assert found.overlaps == [f"line 3 ({heldout}, line 2)", f"line 9 ({heldout}, line 2)"]
 

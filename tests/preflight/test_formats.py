@@ -85,7 +85,7 @@ def test_problems(recipe: Callable[..., Recipe], tmp_path: Path, name: str) -> N
 def test_the_recipe_names_all_formats_and_their_fields() -> None:
     formats = {name for kind in get_args(DataConfig.model_fields["format"].annotation) for name in get_args(kind)}
     assert formats == FORMATS.keys()
-    roles = {field.name for field in dataclasses.fields(RecordFormat)} - {"name", "answer", "unread"}
+    roles = {field.name for field in dataclasses.fields(RecordFormat)} - {"name", "unread"}
     assert set(get_args(get_args(DataConfig.model_fields["fields"].annotation)[0])) == roles
 
 
@@ -102,10 +102,77 @@ def test_a_format_and_fields_may_be_named(recipe: Callable[..., Recipe], tmp_pat
     assert read() == ("1 + 2", "5")  # what verl writes is recognised
     assert read(format="colossalrl") == ("1 + 2", "3")
     assert read(fields={"prompt": "q.text"}, answer_field="q") == ("2 + 3", {"text": "2 + 3"})
-    with pytest.raises(DataError, match=r"line 1: the record has no field 'label'"):
+    with pytest.raises(DataError, match=r"line 1: no field for answer; .* the names of the format slime"):
         read(format="slime")
-    with pytest.raises(DataError, match=r"'q\.none' is missing"):
+    with pytest.raises(DataError, match=r"Looked for q\.none \(prompt\), which are the names given"):
         read(fields={"prompt": "q.none"})
+
+
+@pytest.mark.parametrize(
+    ("loop", "record", "words"),
+    [
+        pytest.param(
+            "rl", {"question": "1 + 2", "solution": "3"},
+            ["no field for prompt and answer;", "'data.fields={prompt: question, answer: solution}'", *FORMATS],
+            id="usual names",
+        ),
+        pytest.param(
+            "rl", {"frage": "1 + 2", "antwort": "3"},
+            ["no field for prompt and answer;", "'data.fields={prompt: frage, answer: antwort}'"], id="two texts",
+        ),
+        pytest.param(
+            "rl", {"frage": "1 + 2", "antwort": "3", "quelle": "x"},
+            ["'data.fields={prompt: FIELD, answer: FIELD}'", "the record has 'frage', 'antwort', 'quelle'"],
+            id="three texts",
+        ),
+        pytest.param(
+            "sft", {"frage": "1 + 2", "antwort": "3"},
+            ["no field for prompt and response;", "'data.fields={prompt: frage, response: antwort}'"], id="sft",
+        ),
+        pytest.param(
+            "preference", {"question": "1", "good": "2", "bad": "3"},
+            ["no field for prompt and chosen and rejected;", "{prompt: question, chosen: good, rejected: bad}"],
+            id="pairs",
+        ),
+    ],
+)  # fmt: skip
+def test_all_missing_fields_are_named_with_the_line_to_paste(
+    recipe: Callable[..., Recipe], tmp_path: Path, loop: str, record: dict[str, Any], words: list[str]
+) -> None:
+    path = write(tmp_path / "other.jsonl", record)
+    sampling = {"sampling": {"max_new_tokens": 24} if loop == "rl" else {}}
+    with pytest.raises(DataError) as caught:
+        count_records(recipe(loop=loop, data={"train": path}, rollout=sampling))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_each_data_set_may_name_its_own_fields(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    train = write(tmp_path / "train.jsonl", {"question": "1 + 2", "solution": "3"})
+    own = write(tmp_path / "own.jsonl", {"messages": USER, "gt_answer": "5"})
+    other = write(tmp_path / "other.jsonl", {"q": "1 + 2", "a": "7"})
+    talk = write(tmp_path / "talk.jsonl", {"q": "1 + 2", "said": "3"})
+    sets: dict[str, Any] = {
+        "same": train,
+        "own": {"path": own, "fields": {}},
+        "other": {"path": other, "fields": {"prompt": "q"}, "answer_field": "a"},
+    }
+    made = recipe(
+        data={
+            "train": train, "fields": {"prompt": "question", "answer": "solution"}, "validation": sets,
+            "ptx": {"path": talk, "fields": {"prompt": "q", "response": "said"}},
+        },
+        algorithm={"ptx_coefficient": 0.1, "ptx_conversations": 8},
+    )  # fmt: skip
+    check(made)
+    check_rewards(made)
+    assert count_records(made) == {"train": 1, "same": 1, "own": 1, "other": 1, "ptx": 1}
+    tokenizer = load_tokenizer(made.model.path)
+    answers = {name: read_problems(made, tokenizer, found)[0].answer for name, found in made.data.validation.items()}
+    assert answers == {"same": "3", "own": "5", "other": "7"}
+    assert Recipe.model_validate(made.model_dump(mode="json")).data == made.data
+    wrong = recipe(data={"train": own, "validation": {"other": {"path": other, "format": "trl"}}})
+    with pytest.raises(DataError, match=r"'data\.validation\.other=\{path: .*, fields: \{prompt: q, answer: a\}\}'"):
+        count_records(wrong)
 
 
 @pytest.mark.parametrize("loop", ["rl", "sft", "preference"])
