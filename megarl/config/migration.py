@@ -83,15 +83,22 @@ COUNTERPARTS = (
     # Batches and length of the run
     Counterpart(
         (
-            "rollout_batch_size", "num_prompts_per_step", "inference_batch_size", "data.train_batch_size",
+            "rollout_batch_size", "num_prompts_per_step", "data.train_batch_size",
             "train.batch_size", "batch_size", "prompts_per_rollout",
         ),
         ("train.prompts_per_step",),
     ),
+    Counterpart(("inference_batch_size",), ("train.prompts_per_step",), "over all inferencers: ibs * num_inferencer"),
     Counterpart(
         ("train_batch_size",),
         ("train.prompts_per_step", "train.updates_per_step"),
-        "verl: prompts of a step; OpenRLHF: samples of an update",
+        "verl: prompts of a step; OpenRLHF: samples of an update; ColossalRL: updates_per_step is ibs * num_inferencer "
+        "/ (tbs * dp)",
+    ),
+    Counterpart(
+        ("train_minibatch_size",),
+        note="prompts of one forward batch change no update; trainer.max_tokens_per_microbatch bounds what a forward "
+        "pass holds",
     ),
     Counterpart(("gen_batch_size", "over_sampling_batch_size"), ("algorithm.oversampling",), "over prompts a step"),
     Counterpart(
@@ -106,7 +113,7 @@ COUNTERPARTS = (
     Counterpart(
         (
             "ppo_mini_batch_size", "mini_batch_size", "global_batch_size", "train_global_batch_size",
-            "train_minibatch_size", "num_mini_batches", "steps_per_generation", "num_steps_per_rollout",
+            "num_mini_batches", "steps_per_generation", "num_steps_per_rollout",
         ),
         ("train.updates_per_step",),
         "how many updates a step's samples are split into",
@@ -337,8 +344,8 @@ COUNTERPARTS = (
          "vllm_cfg.tensor_parallel_size", "rollout.tensor_parallel_size", "vllm_num_engines"),
         ("rollout.tp",),
     ),
-    Counterpart(("max_num_seqs", "inference_microbatch_size", "sglang_server_concurrency"),
-                ("rollout.max_concurrent_requests",)),
+    Counterpart(("max_num_seqs", "sglang_server_concurrency"), ("rollout.max_concurrent_requests",)),
+    Counterpart(("inference_microbatch_size",), ("rollout.max_concurrent_requests",), "imbs * num_generations"),
     Counterpart(
         ("enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching",
          "max_model_len", "engine_kwargs"),

@@ -14,6 +14,7 @@ from megarl.config.migration import counterpart
 from megarl.config.recipe import load
 from megarl.preflight import learning, sizes
 from megarl.preflight.keywords import keywords
+from tests.rollout.batches import attempt, batch_of
 
 TABLE = Path(__file__).resolve().parents[2] / "launch/recipes/MIGRATION.md"
 
@@ -88,6 +89,7 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
 OTHERWISE = {
     "ColossalChat --max_length",
     "ColossalChat --num_episodes",
+    "ColossalChat --train_batch_size",
     *(f"TRL beta {beta}" for beta in ("0.0", "0.5", "1.0")),
     "NeMo-RL teacher.megatron_cfg.tensor_model_parallel_size",
 }
@@ -110,3 +112,74 @@ def test_what_a_recipe_is_told_agrees_with_the_table() -> None:
         ):
             wrong[f"{row.program} {row.option}"] = (told.fields, given)
     assert wrong == {}
+
+
+def formulas(program: str) -> dict[str, str]:
+    """The formulas of a program's batch sizes, by field, as the table has them."""
+    text = TABLE.read_text(encoding="utf-8")
+    [section] = [part for part in text.split("\n## ")[1:] if part.partition(":")[0] == program]
+    return dict(re.findall(r"^([a-z_]+\.[a-z_]+) = (.+)$", section, re.MULTILINE))
+
+
+def translated(recipe: Callable[[list[str]], Recipe], program: str, given: dict[str, int], *more: str) -> Recipe:
+    """The recipe that the formulas make of another program's options; every value is a whole number."""
+    values = {field: eval(formula, {}, dict(given)) for field, formula in formulas(program).items()}
+    assert all(value == int(value) for value in values.values()), values
+    return recipe([*(f"{field}={int(value)}" for field, value in values.items()), *more])
+
+
+def update_sizes(made: Recipe) -> list[int]:
+    """Completions of each optimizer update in one step of a recipe, over all ranks, by the code of a run."""
+    train = made.train
+    problems = [
+        [attempt(prompt, 1.0, 1) for _ in range(train.samples_per_prompt)] for prompt in range(train.prompts_per_step)
+    ]
+    batch = batch_of([trajectory for group in problems for trajectory in group], made)
+    assert not [*sizes.batches(made, sizes.layout_of(made).dp)]
+    return [len(part.cu_seqlens) - 1 for part in batch.minibatches(made, 1)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="defaults"),
+        pytest.param({"num_inferencer": 4, "num_trainers": 4, "tp": 2, "tbs": 64}, id="tensor parallel"),
+        pytest.param({"ibs": 8, "num_inferencer": 1, "tbs": 4, "tMbs": 1, "ptp": 2}, id="one update"),
+        pytest.param({"ibs": 16, "tbs": 2, "tMbs": 2, "num_trainers": 4, "pp": 2, "imbs": 4}, id="eight updates"),
+    ],
+)
+def test_the_batch_sizes_of_colossalrl_are_kept(recipe: Callable[[list[str]], Recipe], changes: dict[str, int]) -> None:
+    """Against its own rules: a step is what all inferencers sample; tbs prompts a data-parallel rank are an update."""
+    there = {
+        "ibs": 64, "imbs": 8, "tbs": 32, "tMbs": 8, "tmbs": 2, "num_generations": 8, "num_inferencer": 2,
+        "num_trainers": 2, "tp": 1, "pp": 1, "ptp": 1, "mpt": 512, "mnt": 1024, **changes,
+    }  # fmt: skip
+    there["dp"] = there["num_trainers"] // (there["tp"] * there["pp"])
+    collected = [there["ibs"]] * there["num_inferencer"]
+    updates, waiting = [], 0
+    for prompts in collected:
+        # Every rank takes mini-batches of tMbs prompts of its share; tbs of them make an update.
+        waiting += prompts
+        while waiting >= there["tbs"] * there["dp"]:
+            updates.append(there["tbs"] * there["dp"] * there["num_generations"])
+            waiting -= there["tbs"] * there["dp"]
+    assert waiting == 0
+    parallel = [f"trainer.tp={there['tp']}", f"trainer.pp={there['pp']}", f"rollout.tp={there['ptp']}"]
+    made = translated(recipe, "ColossalRL", there, "rollout.placement=separate", *parallel)
+    assert update_sizes(made) == updates
+    layout = sizes.layout_of(made)
+    assert (layout.dp, layout.rollout_ranks) == (there["dp"], there["num_inferencer"] * there["ptp"])
+    assert len(layout.leaders()) == there["num_inferencer"]
+
+
+def test_the_batch_sizes_of_colossalchat_are_kept(recipe: Callable[[list[str]], Recipe]) -> None:
+    """Each process collects num_collect_steps batches; a pass over them is cut into batches, several an update."""
+    there = {
+        "num_collect_steps": 2, "experience_batch_size": 16, "train_batch_size": 8, "accumulation_steps": 2,
+        "num_update_steps": 5, "max_length": 2048, "dp": 2,
+    }  # fmt: skip
+    passes = there["num_collect_steps"] * there["experience_batch_size"] // there["train_batch_size"]
+    of_update = there["train_batch_size"] * there["accumulation_steps"] * there["dp"]
+    updates = [of_update] * (passes // there["accumulation_steps"] * there["num_update_steps"])
+    made = translated(recipe, "ColossalChat", there, "algorithm.preset=ppo", "cluster.ranks_per_node=2")
+    assert update_sizes(made) == updates == [32] * 10
