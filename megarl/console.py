@@ -129,7 +129,10 @@ def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
 
     for done in found:
         n = done.samples_per_prompt
-        add(done.name, f"{len(done.trajectories) // n} x {n}, T {done.temperature:g}", done.measures)
+        count = f"{len(done.trajectories) // n} x {n}, T {done.temperature:g}"
+        add(done.name, count, done.measures)
+        if not done.measures:
+            table.add_row(done.name, count, "not judged", "", "", "")
         for name, measures in done.by_data_source.items():
             add(f"  {name}", "", measures)
     console = Console(soft_wrap=True, highlight=False, markup=False)

@@ -190,12 +190,12 @@ class Reward:
     """The reward of a completion: the score that is trained on, and two flags whose rates are logged.
 
     A reward function returns one, with the first three fields and perhaps `metrics`; the sum over functions has each
-    one's own score too, and their metrics as FUNCTION/NAME.
+    one's own score too, and their metrics as FUNCTION/NAME. `answer_correct` None: nothing judged the answer.
     """
 
     score: float
     format_valid: bool
-    answer_correct: bool
+    answer_correct: bool | None
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """Score of each function by its name in metrics, without its weight; None where it has no opinion."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -392,6 +392,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     ),
     "algorithm.old_logprobs": _ADVANTAGES,
     "algorithm.dynamic_sampling": (_RL,),
+    "algorithm.dynamic_sampling_metric": _FILTER,
     "algorithm.max_attempts": _FILTER,
     "algorithm.oversampling": _SURPLUS,
     "algorithm.overlong_buffer": (_RL,),

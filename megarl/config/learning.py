@@ -243,8 +243,12 @@ class AlgorithmConfig(Section):
     """Old log-probs, the ratio's denominator, of the weights that sampled: the engine's (rollout), or the trainer's,
     computed before the step's update where needed. With the engine's, `logprob_gap/` is of a step's first update."""
     dynamic_sampling: tuple[float, float] | None = None
-    """Dynamic sampling (DAPO): train only on groups whose accuracy is strictly between these two; others are
-    replaced."""
+    """Dynamic sampling (DAPO): train only on groups whose accuracy is strictly between these two, or whose rewards
+    spread by more than the first (dynamic_sampling_metric); others are replaced."""
+    dynamic_sampling_metric: Literal["accuracy", "reward"] | None = None
+    """Metric of dynamic_sampling: accuracy, or reward, the largest less the smallest reward of the functions or the
+    environment in a group. Default: accuracy where all answers of a group are judged (reward.functions judges_answer),
+    else reward, so that continuous rewards work."""
     max_attempts: PositiveInt = 10
     """Batches of prompts that a step may sample to fill itself, before the run ends."""
     oversampling: Annotated[float, Field(ge=1.0)] = 1.0

@@ -20,6 +20,10 @@ class RewardFunctionConfig(Section):
     kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Keyword arguments that it is called with besides; plain values, which go to another process. Those of judge and
     remote are the fields of `megarl.config.served`."""
+    judges_answer: bool | None = None
+    """true: a Reward's answer_correct, or a score of at least reward.correct_score, is a right answer. false: no
+    verdict. Left out: built-in judges judge, and the only function does while it returns 0 or 1. Without a judge no
+    accuracy, pass_at_K or majority_at_K is logged (`megarl.config.judges`)."""
     needs: tuple[str, ...] = ()
     """Fields of the records that it reads, dots going into objects; a start names the first line that lacks one."""
 
@@ -45,7 +49,7 @@ class RewardConfig(Section):
     kwargs: {...}}. Relative paths begin at the current folder. A distillation without data.validation may have none,
     []: then nothing is measured, and records need no answer."""
     function_weight: NonNegativeFloat = 1.0
-    """Weight of the functions' scores beside the reward model's; 0: they only measure accuracy."""
+    """Weight of the functions' scores beside the reward model's; 0: they only measure accuracy (judges_answer)."""
     model: str | None = None
     """Folder of a reward model (sequence classification with one label, the policy's vocabulary) whose score of prompt
     and completion is added."""

@@ -27,11 +27,17 @@ class ServedConfig(Section):
     """Score of a completion whose last answer has no score that can be read, counted in reward/NAME/substituted; left
     out, it could not be scored (reward.on_failure)."""
     correct_from: float | None = None
-    """Score from which on the answer is correct (val/SET/accuracy); left out, it says nothing of that."""
+    """Score from which on the answer is right (val/SET/accuracy). Left out, a judge's verdict CORRECT is right, and
+    other choices, a scale and `remote` judge only with judges_answer: true."""
     api_key_env: str | None = None
     """Name of the environment variable with the server's key, sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Further headers of each request; no secrets, for the run's folder has the recipe."""
+
+    @property
+    def right_from(self) -> float | None:
+        """Score from which on the answer is right; None: the score is not a verdict."""
+        return self.correct_from
 
 
 class JudgeConfig(ServedConfig):
@@ -66,6 +72,12 @@ class JudgeConfig(ServedConfig):
     """Further fields of the request, such as {seed: 1, response_format: {type: json_object}}."""
     dollars_per_million: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
     """Price of a million tokens of prompt and of answer, for reward/judge/dollars."""
+
+    @property
+    def right_from(self) -> float | None:
+        """As for any server; the choices CORRECT and INCORRECT are verdicts too."""
+        has_own_scores = self.scale is not None or "choices" in self.model_fields_set
+        return 1.0 if self.correct_from is None and not has_own_scores else self.correct_from
 
     @model_validator(mode="after")
     def _has_verdicts(self) -> Self:

@@ -70,9 +70,10 @@ class Step:
     """The answer to a turn: the observation (messages before the next turn), a reward, whether the attempt is done.
 
     The reward of an attempt is the sum of its steps' rewards. Where no step has one, the recipe's reward functions
-    score the text of the last turn. `answer_correct` is for accuracy metrics and `algorithm.dynamic_sampling`; where no
-    step knows, an attempt with a reward above zero counts as correct. `metrics` are numbers of this step, each logged
-    as `environment/NAME`: the mean over attempts of the sum over steps.
+    score the text of the last turn. `answer_correct` is the verdict for accuracy metrics and
+    `algorithm.dynamic_sampling`. Where no step has one, a sum of 1 is right and 0 wrong; after any other sum the run
+    logs no accuracy. `metrics` are numbers of this step, each logged as `environment/NAME`: the mean over attempts of
+    the sum over steps.
     """
 
     messages: tuple[Message, ...] = ()

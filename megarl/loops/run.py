@@ -34,6 +34,7 @@ from megarl.loops.sources import make_source, read_data, start_environments, sta
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, predicted_memory, row_multiple
+from megarl.rollout.answers import had_ended
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.slow import SlowReplicas
 from megarl.tracking.display import Display
@@ -200,6 +201,7 @@ async def _started(
         pool = EnginePool(ranks, layout, max_running=most, slow=SlowReplicas(tracker.notice))
         stack.push_async_callback(close_shared)
         environments = start_environments(recipe, stack, folder.logs_folder)
+        earlier = list(folder.logged_steps())
         sources = [
             await make_source(
                 given,
@@ -211,6 +213,7 @@ async def _started(
                 stack,
                 lambda: bool(stop),
                 tracker,
+                had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
             )
             for given in recipe.sources
         ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.cluster.launchers import environment_processes, reward_workers
 from megarl.config import Recipe
+from megarl.config.judges import judges_answers
 from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.template_history import history_faults, history_notice
@@ -18,6 +19,7 @@ from megarl.environments.process_pool import EnvironmentPool
 from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.scoring import RewardPool
 from megarl.rewards.worker import WorkerSettings, worker_settings
+from megarl.rollout.answers import Answers, unjudged_text
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.sources import Source, sampling_settings
@@ -133,16 +135,21 @@ async def make_source(
     stack: AsyncExitStack,
     is_abandoned: Callable[[], bool],
     screen: Screen,
+    had_ended: bool = False,
 ) -> Source:
     """A source whose attempts are made with these engines; the endpoint of its agent is open until the stack closes.
 
-    `screen` is told of its settings and of each first failure of a kind.
+    `screen` is told of its settings and of each first failure of a kind. `had_ended`: earlier steps of the run showed
+    that its rewards are not verdicts (`rollout.answers`).
     """
     recipe = given.recipe
     rollout = recipe.rollout
     has_turns = rollout.turns_of_attempt > 1
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
         screen.notice(history_notice(history_faults(tokenizer), rollout.history))
+    judges = judges_answers(recipe)
+    if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, given.name)):
+        screen.notice(text)
     sampling = sampling_settings(rollout.sampling)
     agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, screen.notice))
     if agent is not None:
@@ -162,6 +169,7 @@ async def make_source(
         tell_once=screen.notice_once,
         agent=agent.attempt if agent is not None else None,
         environment_pool=environments,
+        answers=Answers(judges, given.name, screen.notice_once, had_ended),
     )
     train, validation = data
     return Source(given.name, given.weight, recipe, sampler, train, validation, rewards.metrics)

@@ -152,7 +152,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
     wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *learning.profiles(recipe)]
-    wrong += [*learning.evaluation(recipe), *keywords(recipe)]
+    wrong += [*learning.evaluation(recipe), *learning.verdicts(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
     wrong += [*learning.stragglers(recipe), *learning.staleness(recipe), *learning.trackers(recipe)]
     wrong += distillation.teachers(recipe) if is_trained else ()

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from itertools import combinations
 from math import ceil
 
-from megarl.config import OptimizerConfig, Recipe
+from megarl.config import AlgorithmConfig, OptimizerConfig, Recipe
 from megarl.config.effects import unmet
 from megarl.config.formulas import either, formulas
+from megarl.config.judges import REMEDY, accuracy_needs, judges_answers
 from megarl.config.optimizer_on_host import obstacles
 from megarl.families.shape import ModelShape
 from megarl.files.import_path import is_import_path
@@ -91,8 +92,9 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
     if recipe.reward.source_field and (match := re.fullmatch(r"data_source/[^/]+/(.+)", measure)):
         measure = match[1]
     measure = re.sub(r"/(low|high)$", "", measure)
+    is_judged = judges_answers(recipe) != "none"
     if measure == "accuracy":
-        return None
+        return None if is_judged else f"there is no accuracy: no reward function judges the answer; {REMEDY}"
     match = re.fullmatch(r"(pass|majority)_at_(\d+)", measure)
     if not match:
         return (
@@ -100,6 +102,8 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
         )
     if int(match[2]) not in recipe.evaluation.ks:
         return f"is not estimated; put {match[2]} into evaluation.k"
+    if not is_judged:
+        return f"is not measured: no reward function judges the answer; {REMEDY}"
     if match[1] == "majority" and reader_of([(function.name, function.kwargs) for function in functions]) is None:
         return "there is no majority: none of reward.functions says where a final answer stands; take pass_at_K"
     return None
@@ -342,6 +346,28 @@ def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 
 
+def verdicts(recipe: Recipe) -> Iterator[str]:
+    """Fields that need to know which answers are right, where nothing judges them."""
+    if not recipe.has_engine or judges_answers(recipe) != "none":
+        return
+    for need in accuracy_needs(recipe):
+        yield f"{need}: needs accuracy, and no reward function judges the answer; {REMEDY}, or leave this out"
+
+
+def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if (allowed := algorithm.dynamic_sampling) is None:
+        return
+    if algorithm.dynamic_sampling_metric == "reward":
+        if allowed[0] < 0 or allowed[1] != 1:
+            yield (
+                f"algorithm.dynamic_sampling = {list(allowed)}: under algorithm.dynamic_sampling_metric = reward the "
+                "first number is the least spread of a group's rewards, 0 or more, and there is no upper bound; "
+                f"write [{max(allowed[0], 0.0):g}, 1]"
+            )
+    elif not 0 <= allowed[0] < allowed[1] <= 1:
+        yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+
+
 def algorithm(recipe: Recipe) -> Iterator[str]:
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
     if algorithm.reference_update_steps is not None and recipe.lora.rank:
@@ -371,8 +397,7 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.advantage == "pass_at_k" and algorithm.pass_k > samples:
         yield f"algorithm.pass_k = {algorithm.pass_k}: exceeds train.samples_per_prompt {samples}; lower it"
-    if (allowed := algorithm.dynamic_sampling) and not 0 <= allowed[0] < allowed[1] <= 1:
-        yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
+    yield from _dynamic_sampling(algorithm)
     if algorithm.reward_order == "normalize_then_sum":
         yield from _reward_order(recipe)
     longest = recipe.rollout.sampling.max_new_tokens

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
 
+from megarl.config.judges import Judging, strongest
 from megarl.rewards import metric_name
 from megarl.types import Reward
 
@@ -33,7 +34,8 @@ METRICS = {
     "reward/unscored": ("count", "samples of which no function has an opinion"),
     "reward/source/SOURCE/count": ("count", "scored samples of a data source (reward.source_field)"),
     "reward/source/SOURCE/mean": ("score", "reward of a data source's samples, mean"),
-    "reward/source/SOURCE/accuracy": ("share", "right answers of a data source"),
+    "reward/source/SOURCE/accuracy": ("share", "right answers of a data source, where all its answers are judged"),
+    "reward/source/SOURCE/unjudged": ("share", "answers of a data source that nothing judged, in place of accuracy"),
     "reward/source/SOURCE/format_valid": ("share", "answers of a data source whose format is valid"),
     "reward/source/SOURCE/FUNCTION": ("score", "score of a reward function in a data source, mean"),
     "reward/NAME/OWN": ("own", "a number of the function's own, mean over the samples that have it"),
@@ -88,20 +90,25 @@ def _checked_score(result: FunctionScore) -> FunctionScore:
     return FunctionScore(_moderate(float(result.score), result), result.format_valid, result.answer_correct, metrics)
 
 
-def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, float]) -> Reward:
+def combined(
+    scores: Mapping[str, FunctionScore | None],
+    weights: Mapping[str, float],
+    judges: Mapping[str, Judging],
+    correct_score: float = 1.0,
+) -> Reward:
     """The reward: the sum of weight x score over the functions that apply, with each function's own score.
 
-    Format and answer are good if all functions that speak of them say so. If none does, the format is valid and the
-    answer correct where the sum is positive. Raises ValueError for too large a sum.
+    The format is good if all functions that judge it say so, or if none judges it. The answer is right if all its
+    `judges` say so (`verdict`), wrong if none of them applies, and not judged (None) without a judge or where a verdict
+    is missing. Raises ValueError for too large a sum.
     """
     opinions = {name: score for name, score in scores.items() if score is not None}
     total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
     formats = [o.format_valid for o in opinions.values() if o.format_valid is not None]
-    answers = [o.answer_correct for o in opinions.values() if o.answer_correct is not None]
     return Reward(
         score=_moderate(total, total),
         format_valid=all(formats) if opinions else False,
-        answer_correct=all(answers) if answers else total > 0,
+        answer_correct=_answer(opinions, judges, correct_score),
         scores={name: None if score is None else score.score for name, score in scores.items()},
         metrics={
             f"{metric_name(name)}/{key}": value
@@ -111,24 +118,57 @@ def combined(scores: Mapping[str, FunctionScore | None], weights: Mapping[str, f
     )
 
 
+def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float) -> bool | None:
+    if strongest(judges.values()) == "none":
+        return None
+    asked = {name: opinion for name, opinion in opinions.items() if judges.get(name, "none") != "none"}
+    verdicts = [verdict(opinion, judges[name], correct_score) for name, opinion in asked.items()]
+    if None in verdicts:
+        return None
+    return bool(verdicts) and all(verdicts)
+
+
+def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
+    """Whether a function that judges the answer says that it is right; None: its score is not a verdict."""
+    if opinion.answer_correct is not None:
+        return opinion.answer_correct
+    if judging == "declared":
+        return opinion.score >= correct_score
+    return verdict_by_value(opinion.score)
+
+
+def verdict_by_value(score: float) -> bool | None:
+    """The verdict of a score that is the only one: 1 is right, 0 wrong, and any other is not a verdict."""
+    return bool(score) if score in (0.0, 1.0) else None
+
+
 def with_served(
     own: Reward | None,
     served: Mapping[str, FunctionScore],
     weights: Mapping[str, float],
+    judges: Mapping[str, Judging],
+    correct_score: float = 1.0,
     *,
     judges_format: bool = True,
     judges_answer: bool = True,
 ) -> Reward:
     """The reward of the functions, `own`, and of servers by name, as `combined` makes it of all of them.
 
-    The flags say whether any of the functions judged format or answer. Raises ValueError for too large a sum.
+    The flags say whether any of the functions judged format or answer; `judges` are those of all functions and servers.
+    Raises ValueError for too large a sum.
     """
     part = None
     if own is not None and any(score is not None for score in own.scores.values()):
         format_valid = own.format_valid if judges_format else None
         answer_correct = own.answer_correct if judges_answer else None
         part = FunctionScore(own.score, format_valid, answer_correct)
-    total = combined({**served, "": part}, {**weights, "": 1.0})
+    of_functions = strongest(kind for name, kind in judges.items() if name not in served)
+    # An own part whose judges have no opinion leaves the verdict to the servers.
+    of_own: Judging = "declared" if part is not None and part.answer_correct is not None else "none"
+    of_served: dict[str, Judging] = {name: judges.get(name, "none") for name in served}
+    total = combined({**served, "": part}, {**weights, "": 1.0}, {**of_served, "": of_own}, correct_score)
+    if total.answer_correct is None and of_functions == "declared" and of_own == "none":
+        total = replace(total, answer_correct=False)
     scores = {metric_name(name): score.score for name, score in served.items()}
     return Reward(
         total.score,
@@ -146,9 +186,10 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
         score = checked(reply["scores"][name])
         scores[metric_name(name)] = None if score is None else score.score
     metrics = reply.get("metrics", {})
-    total = checked(Reward(reply["score"], reply["format_valid"], reply["answer_correct"], metrics=metrics))
+    flags = {name: reply[name] for name in ("format_valid", "answer_correct")}
+    total = checked(FunctionScore(reply["score"], **flags, metrics=metrics))
     assert total is not None
-    return Reward(total.score, bool(total.format_valid), bool(total.answer_correct), scores, total.metrics)
+    return Reward(total.score, bool(total.format_valid), total.answer_correct, scores, total.metrics)
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
@@ -178,6 +219,14 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     return metrics
 
 
+def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
+    """`accuracy`, the share of right answers, where all were judged; else `unjudged`, the share that was not."""
+    verdicts = [reward.answer_correct for reward in rewards]
+    if None in verdicts:
+        return {"unjudged": verdicts.count(None) / len(verdicts)}
+    return {"accuracy": float(np.mean([bool(verdict) for verdict in verdicts]))} if verdicts else {}
+
+
 def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     """Items that are given with the name of its data source, by names as metrics have them.
 
@@ -201,8 +250,8 @@ def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
         own = {
             "count": float(len(found)),
             "mean": float(np.mean([reward.score for reward in found])),
-            "accuracy": float(np.mean([reward.answer_correct for reward in found])),
             "format_valid": float(np.mean([reward.format_valid for reward in found])),
+            **accuracy_metrics(found),
         }
         for function in dict.fromkeys(function for reward in found for function in reward.scores):
             scores = [score for reward in found if (score := reward.scores.get(function)) is not None]

@@ -100,7 +100,7 @@ class RewardPool:
         make_worker: MakeScorer = RewardWorker,
     ) -> None:
         self._notices = FirstOfEachKind(notice)
-        self._on_failure = settings.on_failure
+        self._settings = settings
         self._served: dict[str, ServedReward[Any]] = {one.name: served_reward(one) for one in settings.served}
         for one in self._served.values():
             one.tell_once = self._notices.tell
@@ -127,13 +127,15 @@ class RewardPool:
         the process is killed and replaced: it does not go on with what nobody wants.
         """
         if not self._served and not self._workers:
-            scored = Scored(combined({}, {}))
+            scored = Scored(combined({}, {}, {}))
         elif not self._served:
             scored = await self._by_functions(sample)
         else:
             scored = await self._by_all(sample)
         if failure := scored.failure:
-            scored = replace(scored, is_left_out=self._on_failure == "leave_out")
+            scored = replace(scored, is_left_out=self._settings.on_failure == "leave_out")
+            if self._settings.judging == "none":
+                scored = replace(scored, reward=replace(scored.reward, answer_correct=None))
             fate = "is left out" if scored.is_left_out else "gets zero"
             self._notices.tell(
                 failure,
@@ -179,11 +181,12 @@ class RewardPool:
                 return one
             else:
                 own = one
+        settled = (served, self._weights, self._settings.judges, self._settings.correct_score)
         try:
             if own is None:
-                return Scored(with_served(None, served, self._weights))
+                return Scored(with_served(None, *settled))
             flags = {"judges_format": own.judges_format, "judges_answer": own.judges_answer}
-            return Scored(with_served(own.reward, served, self._weights, **flags))
+            return Scored(with_served(own.reward, *settled, **flags))
         except ValueError as error:
             return Scored.failed("error", f"{', '.join(served)}: {error}")
 

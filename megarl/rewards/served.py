@@ -223,8 +223,8 @@ class ServedReward(Generic[Config]):
         return ConfigError(f"reward.functions: {self.name!r}: {text}")
 
     def _scored(self, score: float) -> FunctionScore:
-        correct_from = self.config.correct_from
-        found = checked(FunctionScore(score, answer_correct=None if correct_from is None else score >= correct_from))
+        right_from = self.config.right_from
+        found = checked(FunctionScore(score, answer_correct=None if right_from is None else score >= right_from))
         assert found is not None
         return found
 

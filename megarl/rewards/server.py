@@ -6,8 +6,9 @@ import os
 import socket
 import traceback
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+from megarl.config.judges import Judging
 from megarl.platform.frames import receive, send
 from megarl.platform.processes import limit_memory
 from megarl.rewards import resolve
@@ -38,7 +39,11 @@ def serve(connection: socket.socket) -> None:
         except (ConfigError, SandboxError) as error:
             send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
             return
-        weights = {f["name"]: f["weight"] for f in start["functions"]}
+        weighing = _Weighing(
+            weights={f["name"]: f["weight"] for f in start["functions"]},
+            judges={f["name"]: f["judging"] for f in start["functions"]},
+            correct_score=start["correct_score"],
+        )
         limit_memory(MEMORY_LIMIT_BYTES)
         send(connection, {"ready": True, "needs": sorted(needs)})
         process = os.getpid()
@@ -46,7 +51,7 @@ def serve(connection: socket.socket) -> None:
             request = receive(connection, None)
             if sandbox is not None:
                 request["values"]["sandbox"] = sandbox
-            answer = _answer(functions, weights, request["values"])
+            answer = _answer(functions, weighing, request["values"])
             if os.getpid() != process:
                 # A function forked, and this is the copy: the connection belongs to the original.
                 os._exit(0)
@@ -60,13 +65,21 @@ def _started(settings: dict[str, Any]) -> AnySandbox:
     return sandbox
 
 
-def _answer(functions: dict[str, BoundFunction], weights: dict[str, float], values: dict[str, Any]) -> dict[str, Any]:
+class _Weighing(NamedTuple):
+    """How scores become a reward (`scores.combined`)."""
+
+    weights: dict[str, float]
+    judges: dict[str, Judging]
+    correct_score: float
+
+
+def _answer(functions: dict[str, BoundFunction], weighing: _Weighing, values: dict[str, Any]) -> dict[str, Any]:
     scores: dict[str, FunctionScore | None] = {}
     name = ""
     try:
         for name, function in functions.items():
             scores[name] = checked(function(values))
-        total = combined(scores, weights)
+        total = combined(scores, *weighing)
     except BaseException:  # SystemExit and the time-outs of some libraries are no Exception
         return {"error": f"{name}: {_shortened_traceback()}"}
     return {
@@ -76,7 +89,7 @@ def _answer(functions: dict[str, BoundFunction], weights: dict[str, float], valu
         "scores": total.scores,
         "metrics": total.metrics,
         "judges_format": any(score is not None and score.format_valid is not None for score in scores.values()),
-        "judges_answer": any(score is not None and score.answer_correct is not None for score in scores.values()),
+        "judges_answer": any(score is not None and weighing.judges[name] != "none" for name, score in scores.items()),
     }
 
 

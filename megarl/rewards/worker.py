@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.machinery import PathFinder
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config import RewardConfig, SandboxConfig
+from megarl.config.judges import Judging, judging, strongest
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.platform.frames import FrameError, UnsendableError, receive, receive_answer, send, within
 from megarl.platform.killable import KillableProcess
@@ -86,6 +88,13 @@ class WorkerSettings:
     """The rewards of servers, which no process of its own asks."""
     on_failure: Literal["zero", "leave_out"] = "zero"
     """Fate of completions that could not be scored."""
+    judges: Mapping[str, Judging] = field(default_factory=dict)
+    """How each of `functions` and `served` judges the answer, by name; those that are missing do not."""
+
+    @property
+    def judging(self) -> Judging:
+        """How all of them together judge the answer."""
+        return strongest(self.judges.values())
 
 
 def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
@@ -98,6 +107,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
         functions=tuple(function for function in reward.functions if served_kind(function.name) is None),
         served=tuple(function for function in reward.functions if served_kind(function.name) is not None),
         on_failure=reward.on_failure,
+        judges=judging(reward.functions),
         correct_score=reward.correct_score,
         timeout_seconds=reward.timeout_seconds,
         wall_timeout_seconds=reward.wall_timeout_seconds or max(10 * reward.timeout_seconds, 30.0),
@@ -269,9 +279,15 @@ class RewardWorker:
         self._connection = self._process.connection
         start = {
             "functions": [
-                {"name": function.name, "weight": function.weight, "kwargs": function.kwargs}
+                {
+                    "name": function.name,
+                    "weight": function.weight,
+                    "kwargs": function.kwargs,
+                    "judging": settings.judges.get(function.name, "none"),
+                }
                 for function in settings.functions
             ],
+            "correct_score": settings.correct_score,
             "sandbox": asdict(settings.sandbox),
         }
         with suppress(OSError):  # a process that ended already is noticed when its answer is awaited

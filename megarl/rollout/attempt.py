@@ -15,6 +15,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Message, Step
 from megarl.environments.process_pool import EnvironmentProcessError, RaisedError
 from megarl.rewards.calling import Sample
+from megarl.rewards.scores import verdict_by_value
 from megarl.rewards.worker import Scored
 from megarl.rollout.course import Course, History
 from megarl.rollout.parts import seed_of
@@ -393,7 +394,7 @@ def _as_json(message: Message) -> dict[str, Any]:
 def _of_steps(steps: Sequence[Step]) -> Reward:
     score = float(sum(step.reward for step in steps if step.reward is not None))
     known = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
-    return Reward(score, format_valid=True, answer_correct=known[-1] if known else score > 0)
+    return Reward(score, format_valid=True, answer_correct=known[-1] if known else verdict_by_value(score))
 
 
 def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

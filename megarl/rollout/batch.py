@@ -93,7 +93,7 @@ class RLBatch(TokenBatch):
             groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
             num_sampled=np.array([trajectory.num_sampled for trajectory in trajectories]),
             num_turns=np.array([trajectory.num_turns for trajectory in trajectories]),
-            is_correct=np.array([reward is not None and reward.answer_correct for reward in rewards]),
+            is_correct=np.array([reward is not None and bool(reward.answer_correct) for reward in rewards]),
             is_scored=is_scored,
             environments=tuple(trajectory.environment for trajectory in trajectories),
             scores=_scores_by_function(trajectories),

@@ -13,6 +13,7 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
 from megarl.rollout.batch import RLBatch
+from megarl.rollout.dynamic_sampling import passes_filter, refuse_unjudged, starved_text
 from megarl.rollout.groups import Draw, sample_groups
 from megarl.rollout.sources import Source, mixture_of
 from megarl.rollout.state import (
@@ -83,13 +84,9 @@ class Buffer:
         self._late_seconds = 0.0
         while len(state.waiting) < num_groups:
             if self._num_batches == algorithm.max_attempts:
-                raise MegarlError(
-                    f"{self._num_batches} batches of {self._batch_size} prompts gave {len(state.waiting)} of "
-                    f"{num_groups} groups whose accuracy is within algorithm.dynamic_sampling "
-                    f"{algorithm.dynamic_sampling}. Use problems of another difficulty, or raise "
-                    "algorithm.max_attempts or train.samples_per_prompt."
-                )
-            passing = [g for g in await self._draw(weight_version) if passes_filter(g, algorithm.dynamic_sampling)]
+                found = f"{self._num_batches} batches of {self._batch_size} prompts gave {len(state.waiting)} of "
+                raise MegarlError(starved_text(algorithm, f"{found}{num_groups} groups", in_groups(self.sampled)))
+            passing = [g for g in await self._draw(weight_version) if passes_filter(g, algorithm)]
             self._num_passed += len(passing)
             state.waiting = state.waiting + passing
         taken, state.waiting = state.waiting[:num_groups], state.waiting[num_groups:]
@@ -104,8 +101,13 @@ class Buffer:
         return problem
 
     def _observe(self, group: Group) -> None:
-        """Tell the curriculum of a complete group how much of it is right."""
-        judged = [t.reward.answer_correct for t in group if t.reward is not None]
+        """Give the curriculum the share of a complete group that is right.
+
+        Raises MegarlError where the recipe needs verdicts and the group has none.
+        """
+        source = self._sources[group[0].problem.source]
+        refuse_unjudged(group, source.recipe)
+        judged = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
         if judged:
             positions, problem = self._state.positions, group[0].problem
             self._state.positions = self._mixture.observe(positions, problem, sum(judged) / len(judged))
@@ -219,12 +221,3 @@ class Buffer:
     def _needs_entropies(self) -> bool:
         """Whether the trainer's entropies say which tokens learn from the reward."""
         return self._recipe.algorithm.entropy_top_share is not None
-
-
-def passes_filter(group: Group, dynamic_sampling: tuple[float, float] | None) -> bool:
-    """Whether the accuracy of a group's scored attempts is inside the open interval; True without one."""
-    if dynamic_sampling is None:
-        return True
-    low, high = dynamic_sampling
-    rewards = [t.reward for t in group if t.reward is not None]
-    return bool(rewards) and low < sum(reward.answer_correct for reward in rewards) / len(rewards) < high

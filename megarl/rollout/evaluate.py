@@ -9,14 +9,18 @@ from typing import Any
 
 from megarl.algorithms.evaluation import Measure, majority_at_k, mean_with_interval, pass_at_k
 from megarl.rewards.final_answers import ReadAnswer, reader_of
-from megarl.rewards.scores import function_metrics
+from megarl.rewards.scores import accuracy_metrics, function_metrics
 from megarl.rewards.served import COUNTED_FOR
 from megarl.rollout.metrics import by_data_source
 from megarl.rollout.sources import Source, sampling_settings, served_metrics
 from megarl.types import MegarlError, Trajectory
 
 METRICS = {
-    "val/SET/accuracy": ("share", "correct answers of a validation set; of preferences: pairs that are won"),
+    "val/SET/accuracy": (
+        "share",
+        "right answers of a validation set, where all are judged (judges_answer); of preferences: pairs that are won",
+    ),
+    "val/SET/unjudged": ("share", "scored answers that nothing judged; then there is no accuracy, pass or majority"),
     "val/SET/pass_at_K": ("share", "problems that one of K attempts solves, without bias from all sets of K"),
     "val/SET/majority_at_K": ("share", "problems whose most frequent final answer of K attempts is right"),
     "val/SET/MEASURE/low": ("share", "lower bound of the 95 % interval of accuracy, pass_at_K or majority_at_K"),
@@ -46,7 +50,7 @@ class EvaluatedSet:
     samples_per_prompt: int
     temperature: float
     measures: Mapping[str, Measure]
-    """`accuracy`, `pass_at_K` and `majority_at_K`, as `measures_of`."""
+    """`accuracy`, `pass_at_K` and `majority_at_K`, as `measures_of`; none where an answer was not judged."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
     """The same of each data source that the records name (`reward.source_field`), where there are several."""
     counts: Mapping[str, float]
@@ -68,6 +72,8 @@ class EvaluatedSet:
         metrics = function_metrics(rewards) | _scalars(self.measures)
         for name, measures in self.by_data_source.items():
             metrics |= {f"data_source/{name}/{key}": value for key, value in _scalars(measures).items()}
+        if unjudged := accuracy_metrics(rewards).get("unjudged"):
+            metrics["unjudged"] = unjudged
         metrics["format_valid"] = sum(r.format_valid for r in rewards) / len(found)
         metrics["completion_tokens/mean"] = sum(t.num_sampled for t in found) / len(found)
         return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.counts)
@@ -108,9 +114,9 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         read = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
         given = (settings.samples_per_prompt, settings.ks, read)
         grouped = by_data_source(found, recipe.reward.source_field)
-        parts = grouped.items() if len(grouped) > 1 else ()
         # Majorities take a while, and the event loop has calls to answer.
         whole = await asyncio.to_thread(measures_of, found, *given)
+        parts = grouped.items() if len(grouped) > 1 and whole else ()
         of_parts = {key: await asyncio.to_thread(measures_of, own, *given) for key, own in parts}
         yield EvaluatedSet(
             name,
@@ -130,8 +136,11 @@ def measures_of(
     """Means over problems, of `samples_per_prompt` consecutive attempts each, with 95 % intervals.
 
     `accuracy`: the share of correct attempts, avg@n; for each k of `ks`, `pass_at_K` and, with `read_answer`,
-    `majority_at_K` (`algorithms.evaluation`). An attempt that is not scored is not correct.
+    `majority_at_K` (`algorithms.evaluation`). An attempt that is not scored is not correct. Nothing where an answer was
+    scored and not judged.
     """
+    if any(t.reward is not None and t.reward.answer_correct is None for t in trajectories):
+        return {}
     starts = range(0, len(trajectories), samples_per_prompt)
     problems = [trajectories[start : start + samples_per_prompt] for start in starts]
     flags = [[t.reward is not None and bool(t.reward.answer_correct) for t in attempts] for attempts in problems]

@@ -14,6 +14,7 @@ from megarl.environments import Environment
 from megarl.environments.process_pool import EnvironmentPool
 from megarl.rewards.calling import Sample
 from megarl.rewards.worker import Scored
+from megarl.rollout.answers import Answers
 from megarl.rollout.attempt import Budget, Score, Task, attempt
 from megarl.rollout.course import History
 from megarl.rollout.pool import EnginePool, Generates, gather_unless_abandoned
@@ -130,6 +131,7 @@ class GroupSampler:
     tell_once: Callable[[str, str], object] = lambda kind, text: None
     agent: Callable[[Task, Budget, Generates], Awaitable[Trajectory]] | None = None
     environment_pool: EnvironmentPool | None = None
+    answers: Answers = field(default_factory=Answers)
 
     async def sample(
         self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
@@ -178,7 +180,7 @@ class GroupSampler:
                 environment_seconds=trajectory.environment_seconds + waited,
             )
         self._tell(trajectory)
-        return trajectory
+        return self.answers.settle(trajectory)
 
     async def _played(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -10,17 +11,18 @@ import numpy as np
 from megarl.algorithms.importance import gap_metrics
 from megarl.config import Recipe
 from megarl.data.formats import value_at
-from megarl.rewards.scores import by_source_name, function_metrics, source_metrics
+from megarl.rewards.scores import accuracy_metrics, by_source_name, function_metrics, source_metrics
 from megarl.rollout.state import Group, in_one
 from megarl.tracking.metrics import Metric, merge, values
-from megarl.types import Ended, Trajectory
+from megarl.types import Ended, Reward, Trajectory
 
 METRICS = {
     "reward/mean": ("score", "reward of the step's samples, mean"),
     "reward/std": ("score", "standard deviation of the samples' rewards"),
     "reward/min": ("score", "least reward of the step's samples"),
     "reward/max": ("score", "largest reward of the step's samples"),
-    "reward/accuracy": ("share", "scored samples whose answer is correct"),
+    "reward/accuracy": ("share", "scored samples whose answer is right, where all are judged (judges_answer)"),
+    "reward/unjudged": ("share", "scored samples whose answer nothing judged; then there is no reward/accuracy"),
     "reward/format_valid": ("share", "scored samples whose format is valid"),
     "reward/zero_variance_groups": ("share", "groups whose rewards are all equal: no learning signal"),
     "rollout/completion_tokens/mean": ("tokens", "sampled tokens of an attempt, mean"),
@@ -138,8 +140,15 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
     """Metrics of the rewards of each data source (`rewards.scores.source_metrics`); without those that have none."""
     rewarded = [t for t in trajectories if t.reward is not None]
-    grouped = by_data_source(rewarded, field)
-    return source_metrics({name: [t.reward for t in own if t.reward is not None] for name, own in grouped.items()})
+    # Accuracy may have ended within these attempts: then the verdicts before that do not count by themselves.
+    unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
+    rewards: dict[str, list[Reward]] = {}
+    for name, own in by_data_source(rewarded, field).items():
+        for t in own:
+            assert t.reward is not None
+            reward = replace(t.reward, answer_correct=None) if t.environment in unjudged else t.reward
+            rewards.setdefault(name, []).append(reward)
+    return source_metrics(rewards)
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
@@ -160,18 +169,22 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
     lengths = np.array([t.num_sampled for t in trajectories])
     groups = np.array([t.group for t, _ in scored])
     flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
-    return function_metrics(judged) | {
-        "reward/mean": float(scores.mean()),
-        "reward/std": float(scores.std()),
-        "reward/min": float(scores.min()),
-        "reward/max": float(scores.max()),
-        "reward/accuracy": float(np.mean([reward.answer_correct for reward in judged])),
-        "reward/format_valid": float(np.mean([reward.format_valid for reward in judged])),
-        "reward/zero_variance_groups": float(np.mean(flat)),
-        "rollout/completion_tokens/mean": float(lengths.mean()),
-        "rollout/completion_tokens/max": float(lengths.max()),
-        "rollout/truncated": float(np.mean([t.ended == "length" for t in trajectories])),
-    }
+    verdicts = {f"reward/{name}": value for name, value in accuracy_metrics(judged).items()}
+    return (
+        function_metrics(judged)
+        | verdicts
+        | {
+            "reward/mean": float(scores.mean()),
+            "reward/std": float(scores.std()),
+            "reward/min": float(scores.min()),
+            "reward/max": float(scores.max()),
+            "reward/format_valid": float(np.mean([reward.format_valid for reward in judged])),
+            "reward/zero_variance_groups": float(np.mean(flat)),
+            "rollout/completion_tokens/mean": float(lengths.mean()),
+            "rollout/completion_tokens/max": float(lengths.max()),
+            "rollout/truncated": float(np.mean([t.ended == "length" for t in trajectories])),
+        }
+    )
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -13,7 +13,8 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.data.batch import TokenBatch
-from megarl.rollout.buffer import Buffer, passes_filter
+from megarl.rollout.buffer import Buffer
+from megarl.rollout.dynamic_sampling import passes_filter, starved_text
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import RecordedPool, StartedGroup
 from megarl.rollout.sources import Source
@@ -153,11 +154,8 @@ class PartialBuffer(Buffer):
         """Raise a MegarlError where no group is left that could fill the step."""
         state = self._state
         if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._num_live:
-            raise MegarlError(
-                f"{self._num_started} prompts gave {len(state.waiting)} groups whose accuracy is within "
-                f"algorithm.dynamic_sampling {self._recipe.algorithm.dynamic_sampling}. Use problems of another "
-                "difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
-            )
+            found = f"{self._num_started} prompts gave {len(state.waiting)} groups"
+            raise MegarlError(starved_text(self._recipe.algorithm, found, self._collected))
 
     def _start(self, group: StartedGroup) -> None:
         self._pools[group.draw] = []
@@ -206,7 +204,7 @@ class PartialBuffer(Buffer):
             group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
             self._collected.append(group)
             self._observe(group)
-            if passes_filter(group, recipe.algorithm.dynamic_sampling):
+            if passes_filter(group, recipe.algorithm):
                 state.waiting = [*state.waiting, group]
             else:
                 state.given_up += 1
@@ -252,7 +250,7 @@ class PartialBuffer(Buffer):
         self._num_started = 0
         self.sampled = in_one(collected)
         self._num_batches = len(collected)
-        self._num_passed = sum(passes_filter(group, self._recipe.algorithm.dynamic_sampling) for group in collected)
+        self._num_passed = sum(passes_filter(group, self._recipe.algorithm) for group in collected)
         self._counts |= _metrics_of_taken(taken, self._step) | {
             "rollout/in_flight": float(len(state.started)),
             "rollout/ready": float(len(state.waiting)),

@@ -19,6 +19,7 @@ from megarl.config.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
 from megarl.environments import Agent, Message, environment_maker, is_agent
 from megarl.rewards.calling import Sample
+from megarl.rewards.scores import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
 from megarl.rollout.pool import EnginePool, Generates
 from megarl.rollout.waiting import TimedPool
@@ -125,7 +126,7 @@ class AgentProgram:
         if failure is not None:
             return trajectory
         if (given := session.reward if session.reward is not None else reward) is not None:
-            return replace(trajectory, reward=Reward(given, format_valid=True, answer_correct=given > 0))
+            return replace(trajectory, reward=Reward(given, True, verdict_by_value(given)))
         scored = await self.score(_sample(task.problem, session))
         return replace(trajectory, reward=scored.kept_reward, failure=scored.failure)
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -135,6 +135,14 @@ class RunFolder:
         for section, found in facts.items():
             self._attempt[section] = {**self._attempt.get(section, {}), **found}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
+
+    def logged_steps(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics.jsonl: each step's number and metrics, also of earlier attempts of the run."""
+        if not self.metrics_file.exists():
+            return
+        with self.metrics_file.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
 
     def note(self, text: str, step: int | None) -> None:
         """Append a warning to the attempt's notices.jsonl; where that cannot be written, it is on the screen alone."""

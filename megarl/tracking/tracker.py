@@ -172,12 +172,10 @@ class Tracker:
     def _first_and_last_accuracies(self) -> dict[str, tuple[float, float]]:
         """Of each validation set, also where an earlier attempt has logged the first."""
         found: dict[str, list[float]] = {}
-        with self._folder.metrics_file.open(encoding="utf-8") as file:
-            for line in file:
-                if '"val/' in line:
-                    for name, value in json.loads(line).items():
-                        if is_accuracy(name) and value is not None:
-                            found.setdefault(name.split("/")[1], []).append(value)
+        for row in self._folder.logged_steps():
+            for name, value in row.items():
+                if is_accuracy(name) and value is not None:
+                    found.setdefault(name.split("/")[1], []).append(value)
         return {name: (values[0], values[-1]) for name, values in found.items()}
 
 

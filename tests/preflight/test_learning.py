@@ -9,12 +9,16 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check, kept_kv, uncorrected
+from megarl.rollout.answers import unjudged_text
 from megarl.types import ConfigError
 
 PPO = {"preset": "ppo"}
 RANKS_4 = {"ranks_per_node": 4}
 SEPARATE = {"placement": "separate"}
 TWO_ENGINES = SEPARATE | {"ranks": 2}
+
+UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
+"""Functions of the user's, none of which says that it judges the answer."""
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,31 @@ TWO_ENGINES = SEPARATE | {"ranks": 2}
             {"algorithm": {"dynamic_sampling": [0.9, 0.1]}},
             ["algorithm.dynamic_sampling = [0.9, 0.1]: give two accuracies"],
             id="filter range",
+        ),
+        pytest.param(
+            {"algorithm": {"dynamic_sampling": [0.5, 0.9], "dynamic_sampling_metric": "reward"}},
+            ["algorithm.dynamic_sampling = [0.5, 0.9]", "algorithm.dynamic_sampling_metric = reward", "write [0.5, 1]"],
+            id="spread with an upper bound",
+        ),
+        pytest.param(
+            {"reward": UNJUDGED, "algorithm": {"preset": "dapo", "dynamic_sampling_metric": "accuracy"}},
+            ["algorithm.dynamic_sampling_metric = accuracy", "judges_answer: true"],
+            id="DAPO by an accuracy that nothing measures",
+        ),
+        pytest.param(
+            {"reward": UNJUDGED, "algorithm": {"dynamic_sampling": [0.2, 0.8]}},
+            ["algorithm.dynamic_sampling = [0.2, 0.8]: needs accuracy", "judges_answer: true"],
+            id="a range of accuracies that nothing measures",
+        ),
+        pytest.param(
+            {"reward": UNJUDGED, "data": {"curriculum": {"band": [0.1, 0.9]}}},
+            ["data.curriculum.band = [0.1, 0.9]: needs accuracy", "judges_answer: true"],
+            id="a curriculum without verdicts",
+        ),
+        pytest.param(
+            {"reward": UNJUDGED, "algorithm": {"advantage": "pass_at_k"}},
+            ["algorithm.advantage = pass_at_k: needs accuracy", "judges_answer: true"],
+            id="pass_at_k without verdicts",
         ),
         pytest.param(
             {"train": {"samples_per_prompt": 1}}, ["train.samples_per_prompt = 1", "use 2 or more"], id="group"
@@ -210,6 +239,9 @@ def test_a_run_of_no_steps_needs_something_to_evaluate(recipe: Callable[..., Rec
         ("pass_at_8", "boxed", "put 8 into evaluation.k"),
         ("reward/code/passed", "boxed", "measured are accuracy"),
         ("accuracy/low", "boxed", None),
+        ("accuracy", "length", "judges_answer: true"),
+        ("pass_at_4/low", "length", "judges_answer: true"),
+        ("majority_at_4", "length", "judges_answer: true"),
         ("majority_at_4", "multiple_choice", None),
         ("reward/code/passed", "code", None),
         ("data_source/org_a/pass_at_4", "boxed", None),
@@ -232,3 +264,17 @@ def test_the_best_model_is_chosen_by_what_is_measured(
     with pytest.raises(ConfigError) as caught:
         check(made)
     assert f"checkpoint.best = val/a/{measure}" in str(caught.value) and told in str(caught.value)
+
+
+def test_dapo_filters_continuous_rewards_by_their_spread(recipe: Callable[..., Recipe]) -> None:
+    for reward in (UNJUDGED, {"functions": ["boxed_of_mine.py:graded"]}):
+        check(recipe(reward=reward, algorithm={"preset": "dapo"}))
+        check(recipe(reward=reward, algorithm={"preset": "dapo", "dynamic_sampling_metric": "reward"}))
+
+
+def test_a_start_says_once_that_there_is_no_accuracy(recipe: Callable[..., Recipe]) -> None:
+    told = unjudged_text(recipe(reward=UNJUDGED, algorithm={"preset": "dapo"}), "single_turn")
+    assert told is not None and "judges_answer: true" in told and "algorithm.dynamic_sampling" in told
+    assert unjudged_text(recipe(), "single_turn") is None
+    assert unjudged_text(recipe(reward={"functions": ["mine.py:exact"]}), "single_turn") is None
+    assert unjudged_text(recipe(reward=UNJUDGED, rollout={"environment": "guess_number"}), "guess_number") is None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.config import RewardConfig
+from megarl.config.judges import Judging, judging
 from megarl.rewards.scores import (
     FunctionScore,
+    accuracy_metrics,
     by_source_name,
     checked,
     combined,
@@ -37,27 +41,86 @@ def test_what_counts_as_a_result(result: object, expected: FunctionScore | None)
     assert checked(result) == expected
 
 
+NOBODY: dict[str, Judging] = {"a": "none", "b": "none"}
+FIRST: dict[str, Judging] = {"a": "declared", "b": "none"}
+BOTH: dict[str, Judging] = {"a": "declared", "b": "declared"}
+
+
 @pytest.mark.parametrize(
-    ("scores", "expected"),
+    ("scores", "judges", "expected"),
     [
-        pytest.param({"a": FunctionScore(2.0), "b": FunctionScore(3.0)}, (0.5, True, True), id="numbers alone"),
-        pytest.param({"a": FunctionScore(1.0), "b": FunctionScore(3.0)}, (-0.5, True, False), id="a negative sum"),
         pytest.param(
-            {"a": FunctionScore(1.0, True, True), "b": FunctionScore(3.0)}, (-0.5, True, True), id="one judges"
+            {"a": FunctionScore(2.0), "b": FunctionScore(3.0)}, NOBODY, (0.5, True, None), id="a sum is not a verdict"
         ),
         pytest.param(
-            {"a": FunctionScore(1.0, True, True), "b": FunctionScore(0.0, False, True)}, (1, False, True), id="all"
+            {"a": FunctionScore(1.0, True, True), "b": FunctionScore(3.0)}, NOBODY, (-0.5, True, None), id="unasked"
         ),
-        pytest.param({"a": FunctionScore(1.0, True, False), "b": None}, (1.0, True, False), id="one has no opinion"),
-        pytest.param({"a": None, "b": None}, (0.0, False, False), id="none has an opinion"),
+        pytest.param({"a": FunctionScore(0.0), "b": FunctionScore(-9.0)}, FIRST, (4.5, True, False), id="wrong, paid"),
+        pytest.param({"a": FunctionScore(1.0), "b": FunctionScore(9.0)}, FIRST, (-3.5, True, True), id="right, unpaid"),
+        pytest.param(
+            {"a": FunctionScore(1.0, True, True), "b": FunctionScore(0.0, False, True)},
+            BOTH,
+            (1, False, True),
+            id="all",
+        ),
+        pytest.param(
+            {"a": FunctionScore(1.0, True, True), "b": FunctionScore(0.0)}, BOTH, (1, True, False), id="one refuses"
+        ),
+        pytest.param({"a": FunctionScore(1.0, True, False), "b": None}, BOTH, (1.0, True, False), id="one applies"),
+        pytest.param({"a": None, "b": None}, BOTH, (0.0, False, False), id="none has an opinion"),
+        pytest.param({"a": None, "b": None}, NOBODY, (0.0, False, None), id="none has an opinion or judges"),
     ],
 )
 def test_scores_are_weighed_and_added(
-    scores: dict[str, FunctionScore | None], expected: tuple[float, bool, bool]
+    scores: dict[str, FunctionScore | None],
+    judges: dict[str, Judging],
+    expected: tuple[float, bool, bool | None],
 ) -> None:
-    reward = combined(scores, {"a": 1.0, "b": -0.5})
+    reward = combined(scores, {"a": 1.0, "b": -0.5}, judges)
     assert (reward.score, reward.format_valid, reward.answer_correct) == expected
     assert reward.scores == {name: score and score.score for name, score in scores.items()}
+
+
+def test_the_score_of_a_right_answer_is_the_recipes() -> None:
+    for score, is_right in ((10.0, True), (1.0, False)):
+        assert combined({"a": FunctionScore(score)}, {"a": 0.2}, FIRST, correct_score=10.0).answer_correct is is_right
+
+
+@pytest.mark.parametrize(("score", "expected"), [(1.0, True), (0.0, False), (0.5, None), (-1.0, None), (2.0, None)])
+def test_an_only_functions_score_is_a_verdict_where_it_is_one_or_zero(score: float, expected: bool | None) -> None:
+    assert combined({"a": FunctionScore(score)}, {"a": 0.2}, {"a": "by_value"}).answer_correct is expected
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        (["boxed"], {"boxed": "declared"}),
+        (["rew.py:exact"], {"rew.py:exact": "by_value"}),
+        (["rew.py:exact", "rew.py:brevity"], {"rew.py:exact": "none", "rew.py:brevity": "none"}),
+        (
+            [{"name": "rew.py:exact", "judges_answer": True}, "length"],
+            {"rew.py:exact": "declared", "length": "none"},
+        ),
+        ([{"name": "boxed", "judges_answer": False}, "a.b:c"], {"boxed": "none", "a.b:c": "none"}),
+        (["length"], {"length": "none"}),
+        (["reasoning_gym.chain_sum", "format"], {"reasoning_gym.chain_sum": "declared", "format": "none"}),
+        (
+            ["judge", {"name": "judge.style", "kwargs": {"choices": {"GOOD": 1, "BAD": 0}}}],
+            {"judge": "declared", "judge.style": "none"},
+        ),
+        ([{"name": "remote", "kwargs": {"correct_from": 0.5}}, "judge"], {"remote": "declared", "judge": "declared"}),
+        (["remote", "format"], {"remote": "none", "format": "none"}),
+    ],
+)
+def test_who_judges_the_answer(functions: list[Any], expected: dict[str, Judging]) -> None:
+    assert judging(RewardConfig.model_validate({"functions": functions}).functions) == expected
+
+
+def test_accuracy_is_measured_where_all_answers_are_judged() -> None:
+    right, wrong, unjudged = (Reward(0.5, True, verdict) for verdict in (True, False, None))
+    assert accuracy_metrics([right, wrong]) == {"accuracy": 0.5}
+    assert accuracy_metrics([right, right, unjudged, unjudged]) == {"unjudged": 0.5}
+    assert accuracy_metrics([]) == {}
 
 
 def test_metrics_of_each_function() -> None:
@@ -93,14 +156,27 @@ def test_scores_of_servers_are_added_as_those_of_functions() -> None:
     scores = {"a": FunctionScore(2.0), "b": FunctionScore(1.0, format_valid=False), "c": None}
     served = {"judge.x": FunctionScore(0.5, answer_correct=True)}
     weights = {"a": 1.0, "b": -1.0, "c": 1.0, "judge.x": 4.0}
-    own = combined(scores, weights)
-    merged = with_served(own, served, weights, judges_format=True, judges_answer=False)
-    assert merged == combined({**scores, **served}, weights)
+    judges: dict[str, Judging] = {"judge.x": "declared"}
+    own = combined(scores, weights, {})
+    merged = with_served(own, served, weights, judges, judges_format=True, judges_answer=False)
+    assert merged == combined({**scores, **served}, weights, judges)
     assert (merged.score, merged.format_valid, merged.answer_correct) == (3.0, False, True)
-    alone = with_served(None, served, weights)
-    assert alone == combined(served, weights)
-    nothing = combined({"c": None}, weights)
-    assert with_served(nothing, served, weights) == combined({"c": None, **served}, weights)
+    alone = with_served(None, served, weights, judges)
+    assert alone == combined(served, weights, judges)
+    nothing = combined({"c": None}, weights, {})
+    assert with_served(nothing, served, weights, judges) == combined({"c": None, **served}, weights, judges)
+
+
+@pytest.mark.parametrize(
+    ("own_verdict", "expected"), [(True, True), (False, False), (None, True)], ids=["right", "wrong", "no opinion"]
+)
+def test_functions_and_servers_must_agree_on_the_answer(own_verdict: bool | None, expected: bool) -> None:
+    judges: dict[str, Judging] = {"a": "declared", "judge": "declared"}
+    opinion = None if own_verdict is None else FunctionScore(1.0, answer_correct=own_verdict)
+    own = combined({"a": opinion}, {"a": 1.0}, {"a": "declared"})
+    served = {"judge": FunctionScore(1.0, answer_correct=True)}
+    merged = with_served(own, served, {"judge": 1.0}, judges, judges_answer=own_verdict is not None)
+    assert merged.answer_correct is expected
 
 
 def test_metrics_of_each_data_source() -> None:
@@ -132,7 +208,7 @@ def test_a_score_that_float32_cannot_hold_sums_of_is_refused(score: float) -> No
 
 def test_a_sum_beyond_the_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="outside"):
-        combined({"a": FunctionScore(6e5), "b": FunctionScore(6e5)}, {"a": 1.0, "b": 1.0})
+        combined({"a": FunctionScore(6e5), "b": FunctionScore(6e5)}, {"a": 1.0, "b": 1.0}, {})
 
 
 @pytest.mark.parametrize("result", ["1", [1.0], 1j, Reward("1", True, True), Reward(True, True, True)])  # type: ignore[arg-type]

@@ -26,11 +26,12 @@ def test_scores_are_those_of_the_function_called_directly():
 
 def test_without_functions_all_rewards_are_zero():
     with pool_of() as pool:
-        assert len(pool) == 0 and score_all(pool, "3", "4", answer="3") == [Reward(0.0, False, False)] * 2
+        assert len(pool) == 0 and score_all(pool, "3", "4", answer="3") == [Reward(0.0, False, None)] * 2
 
 
 def test_several_functions_are_summed_and_must_all_agree(module):
-    with pool_of(f"{module}:act", f"{module}:second", correct_score=2.0) as pool:
+    functions = [{"name": f"{module}:{name}", "judges_answer": True} for name in ("act", "second")]
+    with pool_of(*functions, correct_score=2.0) as pool:
         assert score_all(pool, "answer", "ill") == [Reward(2.25, True, True), Reward(2.25, False, False)]
 
 
@@ -48,7 +49,7 @@ def test_functions_of_a_file_see_the_sample_and_are_weighed(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     functions = (
         {"name": "opinions.py:steps", "weight": 0.5, "kwargs": {"per_level": 4}},
-        "opinions.py:reward_fn",
+        {"name": "opinions.py:reward_fn", "judges_answer": True},
     )
     sample = Sample("5", "5", ({"role": "user", "content": "2 + 3?"},), {"level": 3}, num_tokens=2)
 
@@ -59,6 +60,28 @@ def test_functions_of_a_file_see_the_sample_and_are_weighed(tmp_path, monkeypatc
         both, one = asyncio.run(score(pool))
     assert both.reward == Reward(0.5 * (4 * 3 - 2) + 1.0, True, True, {"steps": 10.0, "reward_fn": 1.0})
     assert one.reward == Reward(0.0, True, False, {"steps": None, "reward_fn": 0.0})
+
+
+PAID_FOR_WRONG = """
+def exact(completion_text, answer):
+    return float(completion_text == answer)
+
+def brevity(num_tokens):
+    return 1 / (1 + num_tokens)
+"""
+
+
+def test_a_paid_wrong_answer_is_not_right(tmp_path, monkeypatch):
+    (tmp_path / "rew.py").write_text(PAID_FOR_WRONG)
+    monkeypatch.chdir(tmp_path)
+    brevity = {"name": "rew.py:brevity", "weight": 0.2}
+    for exact, verdicts in (
+        ("rew.py:exact", [None, None]),
+        ({"name": "rew.py:exact", "judges_answer": True}, [True, False]),
+    ):
+        with pool_of(exact, brevity) as pool:
+            rewards = score_all(pool, "5", "6", answer="5")
+        assert [(r.score, r.answer_correct) for r in rewards] == list(zip([1.2, 0.2], verdicts, strict=True))
 
 
 def test_a_message_that_json_cannot_hold_fails_its_sample_alone(tmp_path, monkeypatch):

@@ -11,10 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megarl.config import Recipe
+from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.batch import TokenBatch
 from megarl.rollout.attempt import Task
-from megarl.rollout.buffer import Buffer, passes_filter
+from megarl.rollout.buffer import Buffer
+from megarl.rollout.dynamic_sampling import passes_filter
 from megarl.rollout.sources import Source
 from megarl.rollout.state import TIMES, Group, RLState, finder, in_one
 from megarl.rollout.stitch import ModelCall, stitch
@@ -40,6 +41,7 @@ class Students:
 
     right: dict[int, int]
     seeds: list[str] = field(default_factory=list)
+    is_judged: bool = True
 
     @property
     def pool(self) -> Students:
@@ -67,7 +69,7 @@ class Students:
     def one(self, problem: Problem, group: int, number: int, name: str) -> Trajectory:
         is_right = number < self.right[problem.index]
         segments = stitch([ModelCall(np.array(problem.prompt_token_ids, np.int32), self.completion(name))])
-        reward = Reward(10.0 * is_right, True, is_right)
+        reward = Reward(10.0 * is_right, True, is_right if self.is_judged else None)
         return Trajectory(
             "single_turn", problem, group, number, segments, reward, texts=("text",), messages=((*problem.messages,),)
         )
@@ -103,13 +105,19 @@ class Collected:
         return self.state.load(folder, finder({n: source.problems for n, source in self.buffer._sources.items()}))
 
 
-def collection(right: dict[int, int], *, updates: int = 1, epochs: int = 1, **algorithm: Any) -> Collected:
+def filtered(dynamic_sampling: tuple[float, float], metric: Any = None) -> AlgorithmConfig:
+    return AlgorithmConfig(dynamic_sampling=dynamic_sampling, dynamic_sampling_metric=metric)
+
+
+def collection(
+    right: dict[int, int], *, updates: int = 1, epochs: int = 1, data: dict[str, Any] | None = None, **algorithm: Any
+) -> Collected:
     train = {
         "prompts_per_step": 3, "samples_per_prompt": SAMPLES, "updates_per_step": updates, "epochs_per_step": epochs,
     }  # fmt: skip
     recipe = Recipe.model_validate(
         {
-            "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False},
+            "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False, **(data or {})},
             "train": train, "algorithm": algorithm, "seed": 7,
         }
     )  # fmt: skip
@@ -164,15 +172,67 @@ def test_groups_that_teach_nothing_are_replaced_and_what_is_left_over_waits() ->
 @pytest.mark.parametrize(("right", "is_taught"), [(0, False), (1, False), (2, True), (3, False), (4, False)])
 def test_the_bounds_are_excluded(right: int, is_taught: bool) -> None:
     group = [Students({0: right}).one(PROBLEMS[0], 0, number, f"{number}") for number in range(SAMPLES)]
-    assert passes_filter(group, (0.25, 0.75)) == is_taught
+    assert passes_filter(group, filtered((0.25, 0.75))) == is_taught
 
 
 def test_attempts_that_were_not_scored_do_not_count_as_wrong() -> None:
     group = [Students({0: 2}).one(PROBLEMS[0], 0, number, f"{number}") for number in range(SAMPLES)]
     right = [t for t in group if t.reward is not None and t.reward.answer_correct]
     unscored = [replace(t, reward=None) for t in group if t not in right]
-    assert right and not passes_filter([*right, *unscored], (0.0, 1.0))
-    assert not passes_filter(unscored, (-1.0, 1.0))
+    assert right and not passes_filter([*right, *unscored], filtered((0.0, 1.0)))
+    assert not passes_filter(unscored, filtered((-1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("scores", "metric", "low", "passes"),
+    [
+        ((0.2, 0.7, 0.9, 0.4), None, 0.0, True),
+        ((0.5, 0.5, 0.5, 0.5), None, 0.0, False),
+        ((0.5, 0.5, 0.5, 0.6), None, 0.2, False),
+        ((3.0, -8.0, 0.5, 0.6), "reward", 10.0, True),
+    ],
+)
+def test_continuous_rewards_pass_by_their_spread(
+    scores: tuple[float, ...], metric: str | None, low: float, passes: bool
+) -> None:
+    made = [Students({0: 2}).one(PROBLEMS[0], 0, number, f"{number}") for number in range(SAMPLES)]
+    group = [replace(t, reward=Reward(score, True, None)) for t, score in zip(made, scores, strict=True)]
+    assert passes_filter(group, filtered((low, 1.0), metric)) == passes
+
+
+def test_the_metric_may_be_chosen_against_the_verdicts() -> None:
+    made = [Students({0: 2}).one(PROBLEMS[0], 0, number, f"{number}") for number in range(SAMPLES)]
+    all_right = [replace(t, reward=Reward(number, True, True)) for number, t in enumerate(made)]
+    assert not passes_filter(all_right, filtered((0.0, 1.0)))
+    assert passes_filter(all_right, filtered((0.0, 1.0), "reward"))
+
+
+@pytest.mark.parametrize(
+    ("field", "algorithm", "data"),
+    [
+        ("algorithm.dynamic_sampling_metric", {"dynamic_sampling": (0, 1), "dynamic_sampling_metric": "accuracy"}, {}),
+        ("algorithm.dynamic_sampling = [0.2, 0.8]", {"dynamic_sampling": (0.2, 0.8)}, {}),
+        ("algorithm.advantage = pass_at_k", {"advantage": "pass_at_k"}, {}),
+        ("data.curriculum.band", {}, {"curriculum": {"band": [0.1, 0.9]}}),
+    ],
+)
+def test_what_needs_verdicts_ends_a_run_at_the_first_group_without(
+    field: str, algorithm: dict[str, Any], data: dict[str, Any]
+) -> None:
+    collected = collection(MIXED, data=data, **algorithm)
+    collected.students.is_judged = False
+    with pytest.raises(MegarlError, match="judges_answer") as caught:
+        collected.take()
+    assert field in str(caught.value)
+
+
+def test_advice_fits_the_metric() -> None:
+    collected = collection(
+        dict.fromkeys(range(10), 4), dynamic_sampling=(0, 1), dynamic_sampling_metric="reward", max_attempts=1
+    )
+    with pytest.raises(MegarlError, match="rewards differ") as caught:
+        collected.take()
+    assert "in 3 of the last 3" in str(caught.value) and "of another difficulty" not in str(caught.value)
 
 
 def test_a_step_that_nothing_fills_ends_the_run() -> None:

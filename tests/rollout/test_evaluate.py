@@ -77,6 +77,15 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
     assert metrics == pytest.approx({f"val/{name}/{key}": value for name in sets for key, value in of_set.items()})
 
 
+def test_nothing_is_measured_of_a_set_whose_answers_were_not_all_judged() -> None:
+    unjudged = replace(trajectory(0.4), reward=Reward(0.4, True, None))
+    found = [trajectory(1.0), unjudged, trajectory(1.0), trajectory(0.0)]
+    assert measures_of(found, 2, (1, 2), None) == {}
+    done = EvaluatedSet("easy", found, 2, 1.0, {}, {}, {})
+    metrics = done.metrics
+    assert metrics["val/easy/unjudged"] == 0.25 and not any("accuracy" in name for name in metrics)
+
+
 def everything(sources: list[Source]) -> list[EvaluatedSet]:
     async def collect() -> list[EvaluatedSet]:
         return [done async for done in evaluate(sources, 0.0)]

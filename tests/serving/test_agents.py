@@ -79,7 +79,7 @@ def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt:
     checks = 'assert (told["answer"], told["record"], told["index"], told["number"]) == ("7", {"level": 2}, 3, 2)\n'
     again = 'ask([*told["messages"], {"role": "assistant", "content": answer}, {"role": "user", "content": "On."}])\n'
     found = attempt(sys.executable, "-c", ASKING + checks + again + 'print("so"); print(0.25)')
-    assert found.failure is None and found.reward == Reward(0.25, True, True)
+    assert found.failure is None and found.reward == Reward(0.25, True, None)
     assert (found.environment, found.group, found.number, found.num_turns) == ("command", 1, 2, 2)
     [segment] = found.segments
     assert found.num_sampled == int(segment.loss_mask.sum()) > 1 and found.metrics["forks"] == 0

@@ -1,0 +1,61 @@
+"""Dynamic sampling: which groups train, by their accuracy or by the spread of their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config import AlgorithmConfig, Recipe
+from megarl.config.judges import REMEDY, accuracy_needs
+from megarl.types import MegarlError, Reward, Trajectory
+
+
+def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bool:
+    """Whether a group is trained on, by its scored attempts; True without `algorithm.dynamic_sampling`.
+
+    accuracy: the share of right answers is inside the open interval. reward: the largest reward is above the smallest
+    by more than the interval's first number. Without `algorithm.dynamic_sampling_metric` it is accuracy where all
+    answers of the group are judged, else reward. A group without a scored attempt does not pass.
+    """
+    if algorithm.dynamic_sampling is None:
+        return True
+    low, high = algorithm.dynamic_sampling
+    rewards = [t.reward for t in group if t.reward is not None]
+    if not rewards:
+        return False
+    if (algorithm.dynamic_sampling_metric or _derived(rewards)) == "reward":
+        scores = [reward.score for reward in rewards]
+        return max(scores) - min(scores) > low
+    return low < sum(bool(reward.answer_correct) for reward in rewards) / len(rewards) < high
+
+
+def _derived(rewards: Sequence[Reward]) -> str:
+    return "accuracy" if all(reward.answer_correct is not None for reward in rewards) else "reward"
+
+
+def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
+    """Raise MegarlError where an answer of a group was not judged, and the recipe cannot train without verdicts."""
+    if all(t.reward is None or t.reward.answer_correct is not None for t in group):
+        return
+    if needs := accuracy_needs(recipe):
+        raise MegarlError(
+            f"{'; '.join(needs)}: needs to know which answers are right, and a reward that is neither 0 nor 1 came "
+            f"without a verdict; {REMEDY}, or give answer_correct in the environment's last step"
+        )
+
+
+def starved_text(algorithm: AlgorithmConfig, found: str, groups: Sequence[Sequence[Trajectory]]) -> str:
+    """The message where too few groups pass: `found` says how many did; `groups` are those that were sampled last."""
+    low, high = algorithm.dynamic_sampling or (0.0, 1.0)
+    metric = algorithm.dynamic_sampling_metric or _derived([t.reward for g in groups for t in g if t.reward])
+    if metric == "accuracy":
+        return (
+            f"{found} whose accuracy is within algorithm.dynamic_sampling ({low:g}, {high:g}). Use problems of another "
+            "difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
+        )
+    flat = [g for g in groups if len({t.reward.score for t in g if t.reward is not None}) < 2]
+    return (
+        f"{found} whose rewards differ by more than {low:g} (algorithm.dynamic_sampling, by "
+        f"algorithm.dynamic_sampling_metric = reward); in {len(flat)} of the last {len(groups)} all rewards are equal. "
+        "Use a reward that grades answers more finely, raise train.samples_per_prompt, "
+        "rollout.sampling.temperature or algorithm.max_attempts, or lower the first number."
+    )
