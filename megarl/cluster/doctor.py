@@ -160,9 +160,7 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
         yield Finding("GPUs", "good" if len(kinds) == 1 else "bad", told)
         yield Finding("collectives", "good", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     elif shown:
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-        told = f"{len(shown)} ({shown[0]}), which torch {torch.__version__}, {built}, cannot use; {_SETUP}"
-        yield Finding("GPUs", "bad", told)
+        yield Finding("GPUs", "bad", device.fault("auto") or f"{len(shown)} ({shown[0]}), which are hidden from torch")
     else:
         yield Finding("GPUs", "absent", "no NVIDIA driver answers: everything runs on the CPU")
         yield Finding("collectives", "good", "gloo")

@@ -25,9 +25,11 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: S
     """Start the ranks of a cluster, with a `NodeReport` as first worker; see `WorkerGroup.start`.
 
     `replica_sizes` are the ranks of each engine replica that gets a group of its own; the trainers have the others.
-    Raises ConfigError or DiskFullError if this machine is to run them and its shared memory cannot be written.
+    Raises ConfigError or DiskFullError if this machine is to run them and lacks the device (`cluster.device`), or its
+    shared memory cannot be written.
     """
     if cluster.launcher == "local":
+        device.require(cluster.device)
         check_shared_memory()
     key = secrets.token_bytes(32)
     starts = [cluster.world_size - sum(replica_sizes[index:]) for index in range(len(replica_sizes))]
@@ -67,7 +69,7 @@ async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first
         {},
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
-        environment=device.rank_environment(kind.ranks_per_node),
+        environment=device.rank_environment(kind.ranks_per_node, cluster.device),
     )
 
 

@@ -18,7 +18,7 @@ from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.platform import cuda_extensions, transformer_engine
+from megarl.platform import cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.platform.visible_gpus import installed_gpus
@@ -36,7 +36,7 @@ class NodeReport:
         self._server: socket.socket | None = None
 
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Unreadable model folders, space in the run folder, shared memory, GPUs, clock of this rank's node.
+        """Unreadable model folders, space in the run folder, shared memory, device, GPUs, clock of this rank's node.
 
         Also the GPUs that it may use with their compute capabilities, the versions of libraries that decide what these
         can do, why installed CUDA libraries cannot be imported, and a port to connect to, open until `close`.
@@ -51,6 +51,7 @@ class NodeReport:
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "shared_memory": _shared_memory_fault(),
+            "device": device.fault(),
             "gpus": gpus(),
             "usable_gpus": installed_gpus(),
             "versions": None if cuda_extensions.runs_on_cpu() else library_versions(),
@@ -165,6 +166,8 @@ def faults(
             yield f"node {node}: {run_folder} has {free:.0f} MiB left; make room or set runs_folder"
         if report["shared_memory"]:
             yield f"node {node}: {report['shared_memory']}"
+        if report["device"]:
+            yield f"node {node}: {report['device']}"
         if most and len(report["gpus"]) < max(ranks_per_node, most):
             yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
         for module, fault in report["broken"].items():

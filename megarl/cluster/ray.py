@@ -25,6 +25,7 @@ from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
 from megarl.environments.process import EnvironmentProcess, MakeProcess, ProcessSettings
+from megarl.platform import chosen_device
 from megarl.rewards.on_ray import actor_on, nodes_in_turn
 from megarl.types import ConfigError, PeerLostError
 
@@ -90,7 +91,8 @@ class RayGroup(ConnectedGroup):
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             alive = [node for node in alive if all(node.get(name, 0.0) >= amount for name, amount in others.items())]
             # With a GPU build of torch, nodes without GPUs are not what is waited for.
-            kind = "GPU" if torch.version.cuda or any(node.get("GPU") for node in alive) else "CPU"
+            has_gpus = torch.version.cuda or any(node.get("GPU") for node in alive)
+            kind = "GPU" if has_gpus and environment.get(chosen_device.VARIABLE) != "cpu" else "CPU"
             have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
             if sum(count >= per_node for count in have) >= nodes:
                 break

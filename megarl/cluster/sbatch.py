@@ -32,12 +32,15 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         raise ConfigError(
             "cluster.groups.engines: a Ray cluster inside a Slurm job has nodes of one kind; set cluster.launcher=slurm"
         )
-    values = _sizes(cluster) | {"job-name": recipe.name, "signal": f"B:USR1@{cluster.signal_seconds}"}
+    has_gpus = cluster.device != "cpu"
+    if not has_gpus:
+        template = re.sub(r"(?m)^#SBATCH --gpus-per-node=.*\n", "", template)
+    values = _sizes(cluster, has_gpus) | {"job-name": recipe.name, "signal": f"B:USR1@{cluster.signal_seconds}"}
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
     if (engines := cluster.groups.engines) is not None:
         # Of one name the components, too, would wait for each other.
-        own = _sizes(engines) | {"job-name": f"{recipe.name}-engines"}
+        own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
         options = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive"]
         component = "\n".join(f"#SBATCH {option}" for option in ["hetjob", *options, *engines.sbatch_options])
         template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
@@ -46,10 +49,11 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
 
 
-def _sizes(nodes: ClusterConfig | NodeGroup) -> dict[str, object]:
+def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
     """The options of sbatch for so many like nodes."""
     per_node = nodes.ranks_per_node
-    return {"nodes": nodes.nodes, "ntasks-per-node": per_node, "gpus-per-node": per_node}
+    sizes: dict[str, object] = {"nodes": nodes.nodes, "ntasks-per-node": per_node}
+    return sizes | ({"gpus-per-node": per_node} if has_gpus else {})
 
 
 def _header(recipe: Recipe) -> str:

@@ -61,6 +61,9 @@ class ClusterConfig(Section):
     """Number of nodes (machines) in the job."""
     ranks_per_node: PositiveInt = 1
     """Ranks on each node: one per GPU, or one per CPU slot."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks. `auto`: `cuda` on nodes with NVIDIA GPUs, else `cpu`. A GPU that torch cannot use, as with
+    an old driver, is an error, never a CPU."""
     start_timeout_seconds: PositiveFloat = 300.0
     """Seconds within which all ranks must have connected."""
     build_timeout_seconds: PositiveFloat = 3600.0

@@ -91,6 +91,7 @@ class RolloutEngine:
         """
         # First, because vLLM stops reading its environment variables while the engine is built.
         compile_cache.use_own_folder()
+        vllm_on_cpu.check_build()
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(
                 model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed, override=override
@@ -117,7 +118,7 @@ class RolloutEngine:
         loose = loose_tensors(self.model)
         self._sleep_level = 1 if loose else 2
         self.sleep_notices = [kept_weights_notice(self.model, loose)] if loose and self._can_sleep else []
-        """What the user of an engine that sleeps must know."""
+        """Notices for the user of an engine that sleeps."""
 
     def _start(self, vllm_config: Any) -> None:
         self._worker = start_worker(vllm_config, device.current().index or 0)

@@ -12,14 +12,30 @@ from pathlib import Path
 
 import torch
 
-from megarl.platform import rendezvous
+from megarl.platform import chosen_device, rendezvous
+from megarl.types import ConfigError
 
 
 def current() -> torch.device:
     """The accelerator of this rank, or the CPU."""
-    if torch.cuda.is_available():
+    if chosen_device.chosen() != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def fault(choice: str | None = None) -> str | None:
+    """Return why this machine does not have the device that a recipe chose; None where it does.
+
+    `choice` is auto, cpu or cuda; that of this rank unless given. Without this check a GPU whose driver is too old for
+    torch would silently become a CPU.
+    """
+    return chosen_device.device_fault(choice or chosen_device.chosen(), torch.cuda.is_available())
+
+
+def require(choice: str | None = None) -> None:
+    """Raise ConfigError for a `fault`."""
+    if (found := fault(choice)) is not None:
+        raise ConfigError(found)
 
 
 PEAK_TFLOPS = {
@@ -43,8 +59,10 @@ def peak_of(device_name: str) -> float | None:
     return PEAK_TFLOPS[max(found, key=len)] if found else None
 
 
-def rank_environment(ranks_per_node: int) -> dict[str, str]:
-    """Environment variables to be set before a rank starts: cores, CUDA connections, cache folders.
+def rank_environment(ranks_per_node: int, choice: str = "auto") -> dict[str, str]:
+    """Environment variables to be set before a rank starts: device, cores, CUDA connections, cache folders.
+
+    `choice` is `cluster.device`. Ranks for the CPU see no GPU.
 
     On a GPU vLLM and the Hub's library stay offline, as `platform.vllm_on_cpu` has it elsewhere, and CUDA_HOME is
     `cuda_toolkit`. Compiled kernels are cached in the user's folder, for a rank's temporary folder ends with it. On a
@@ -53,7 +71,10 @@ def rank_environment(ranks_per_node: int) -> dict[str, str]:
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
     environment = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    if current().type == "cuda":
+    environment[chosen_device.VARIABLE] = choice
+    if choice == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if choice == "cuda" or (choice == "auto" and current().type == "cuda"):
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         own = {
             "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "megarl", "torchinductor"),
@@ -131,9 +152,13 @@ def forkable_imports(*modules: str) -> tuple[str, ...]:
 
 
 def init_world(timeout_seconds: float) -> None:
-    """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous, unless that is done already."""
+    """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous, unless that is done already.
+
+    Raises ConfigError if this machine does not have the device that the recipe chose.
+    """
     if torch.distributed.is_initialized():
         return
+    require()
     device = current()
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -33,6 +34,21 @@ def installed_gpus() -> tuple[Gpu, ...]:
         return tuple(_gpu(line) for line in done.stdout.split("\n") if line.strip())
     except (OSError, ValueError, subprocess.SubprocessError):
         return ()
+
+
+@cache
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver on this machine; None where no driver answers."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    versions = re.findall(r"^\d+(?:\.\d+)*$", done.stdout, re.MULTILINE)
+    return versions[0] if versions else None
 
 
 def _gpu(line: str) -> Gpu:

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from megarl.platform import device
+from megarl.types import ConfigError
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TORCH_COMPILE_DISABLE": "1",
@@ -29,6 +32,17 @@ def prepare() -> None:
     """Install the substitutes, before vLLM is first imported. Without effect where CUDA is available."""
     if not torch.cuda.is_available():
         _adapt_to_cpu()
+
+
+def check_build() -> None:
+    """Raise ConfigError in a rank on a CPU with vLLM's build for GPUs, whose CPU kernels are missing."""
+    from vllm.platforms import current_platform
+
+    if device.current().type == "cpu" and not current_platform.is_cpu():
+        raise ConfigError(
+            "cluster.device: this rank has no GPU that torch can use, but the installed vLLM is the build for GPUs; "
+            "use an environment of VENV=DIR launch/setup.sh cpu."
+        )
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:

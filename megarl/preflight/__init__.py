@@ -34,7 +34,7 @@ from megarl.preflight.files import (
     told_formats,
     with_steps,
 )
-from megarl.preflight.gpu_formats import format_faults
+from megarl.preflight.gpu_formats import device_faults, format_faults
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
@@ -125,7 +125,8 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
     }
-    of_all = [*learning.best(recipe), *format_faults(recipe, is_start=is_start, is_trained=is_trained)]
+    of_all = [*learning.best(recipe), *device_faults(recipe, is_start=is_start)]
+    of_all += [*format_faults(recipe, is_start=is_start, is_trained=is_trained)]
     sound = next(iter(found.values())) if not any(faults.recipe or faults.files for faults in found.values()) else None
     if sound is not None and is_trained:
         of_all += memory_faults(recipe, sound.layout, is_start=is_start)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megarl.config import Recipe
 from megarl.platform import transformer_engine
+from megarl.platform.chosen_device import device_fault
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.gpu_needs import NAMED_GPUS, library_versions, needs, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
@@ -28,6 +29,25 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
         asked = {field: need for field, need in asked.items() if field not in of_engines}
     if asked:
         yield from unmet_needs(asked, _gpus(recipe, is_start), versions)
+
+
+def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
+    """Check that this machine, where the ranks are its own, has the device that the recipe chose."""
+    chosen = recipe.cluster.device
+    if not is_start or recipe.cluster.launcher != "local":
+        return
+    if chosen == "cpu" and recipe.has_engine and not runs_on_cpu():
+        yield (
+            "cluster.device = cpu: the installed vLLM is the build for GPUs; use an environment of "
+            "VENV=DIR launch/setup.sh cpu"
+        )
+    elif chosen == "cuda" and runs_on_cpu():
+        yield (
+            "cluster.device = cuda: the installed vLLM is the build for CPUs; use an environment of "
+            "VENV=DIR launch/setup.sh gpu"
+        )
+    elif (fault := device_fault(chosen)) is not None:
+        yield fault.removesuffix(".")
 
 
 def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:

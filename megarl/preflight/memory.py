@@ -48,13 +48,14 @@ def gpu_memory(recipe: Recipe) -> GpuMemory | None:
 
 def uses_this_machine(recipe: Recipe) -> bool:
     """Whether this machine's GPUs are the run's: not those of a login node, nor with the environment for CPUs."""
-    return not runs_on_cpu() and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
+    is_cpu = runs_on_cpu() or recipe.cluster.device == "cpu"
+    return not is_cpu and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
 def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
     """The memory of a recipe by phase: of GPUs where they are named or the environment is theirs, else a CPU's."""
     gpus = gpu_memory(recipe)
-    is_gpu = gpus is not None or not runs_on_cpu()
+    is_gpu = gpus is not None or not (runs_on_cpu() or recipe.cluster.device == "cpu")
     return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
 
 
@@ -69,7 +70,7 @@ def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Ve
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
     """Bytes of the fullest rank by the phases of `memory/PHASE_gib`, as this machine's ranks will have it."""
-    platform = CPU if runs_on_cpu() else GPU
+    platform = CPU if runs_on_cpu() or recipe.cluster.device == "cpu" else GPU
     models = models_of(recipe, sizes.layout_of(recipe))
     gpus = gpu_memory(recipe)
     return memory_table(recipe, models, platform, gpu_gib=gpus and gpus.engine).predicted()

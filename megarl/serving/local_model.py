@@ -84,6 +84,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
     context_tokens = int(read_object(folder / "config.json")["max_position_embeddings"])
+    device.require("auto")
     asked_to_end = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

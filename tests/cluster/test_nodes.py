@@ -22,6 +22,7 @@ GOOD = {
     "is_writable": True,
     "free_bytes": 1 << 40,
     "shared_memory": None,
+    "device": None,
     "gpus": ["H200, 570"] * 8,
     "usable_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 8,
     "versions": {"Transformer Engine": "2.11.0", "CUDA": "13.0"},
@@ -38,6 +39,11 @@ GOOD = {
         pytest.param({"is_writable": False}, "node n2: /runs/a cannot be written", id="run folder"),
         pytest.param({"free_bytes": 1 << 20}, "node n2: /runs/a has 1 MiB left", id="disk"),
         pytest.param({"shared_memory": "/dev/shm is full"}, "node n2: /dev/shm is full", id="shared memory"),
+        pytest.param(
+            {"device": "cluster.device = auto: this machine has 8 GPUs (H200), but driver 570 is too old"},
+            "node n2: cluster.device = auto: this machine has 8 GPUs (H200), but driver 570",
+            id="a driver that torch cannot use",
+        ),
         pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
         pytest.param({"gpus": ["H200, 560"] * 8}, "different GPUs or drivers: H200, 560, H200, 570", id="drivers"),
         pytest.param(
@@ -97,7 +103,7 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
         tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
     assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
     assert seen["shared_memory"] is None
-    assert seen["usable_gpus"] == installed_gpus()
+    assert seen["usable_gpus"] == installed_gpus() and seen["device"] is None
     report.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", seen["port"]))

@@ -112,6 +112,30 @@ def test_setup_installs_the_locked_versions_where_they_hold(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("driver", "asked", "extras"),
+    [
+        pytest.param("570.86.15", "dev", None, id="too old"),
+        pytest.param("570.86.15", "cpu,dev", "cpu,dev", id="the CPU is asked for"),
+        pytest.param("570.86.15", "gpu,dev", "gpu,dev", id="GPUs are asked for"),
+        pytest.param("580.65.06", "dev", "gpu,dev", id="the least"),
+        pytest.param("1000.1", "dev", "gpu,dev", id="newer"),
+    ],
+)
+def test_the_driver_is_compared_with_what_torch_needs(
+    tmp_path: Path, driver: str, asked: str, extras: str | None
+) -> None:
+    folder = checkout(tmp_path / "checkout")
+    (folder / "bin/nvidia-smi").write_text(f"#!/bin/bash\necho {driver}\n")
+    done = set_up(folder, asked)
+    is_old = driver.startswith("570") and asked != "cpu,dev"
+    assert (f"driver {driver} is too old" in done.stderr) == is_old and (not is_old or "580.65.06" in done.stderr)
+    log = folder / "log"
+    installed = [line for line in log.read_text().splitlines() if " -e ." in line] if log.exists() else []
+    assert [line.rpartition(" -e .")[2] for line in installed] == ([f"[{extras}]"] if extras else [])
+    assert extras or (done.returncode == 1 and "setup.sh cpu,dev" in done.stderr)
+
+
+@pytest.mark.parametrize(
     ("asked", "found", "told"),
     [
         pytest.param("gpu", ".installed-cpu,dev", "holds the cpu environment", id="stamp of CPU"),

@@ -82,4 +82,5 @@ def test_ranks_on_a_gpu_stay_offline_and_find_the_compiler(bare: Path, monkeypat
 def test_ranks_on_the_cpu_need_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(bare / "cuda")
     monkeypatch.setattr(device, "current", lambda: torch.device("cpu"))
-    assert device.rank_environment(1).keys() == {"OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLIBC_TUNABLES"}
+    names = {"OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLIBC_TUNABLES", "MEGARL_DEVICE"}
+    assert device.rank_environment(1).keys() == names

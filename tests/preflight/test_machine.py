@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, resource_warnings
-from megarl.preflight.gpu_formats import format_faults
+from megarl.preflight.gpu_formats import device_faults, format_faults
 from megarl.preflight.memory import gpu_gib
 from megarl.types import ConfigError
 
@@ -146,6 +146,32 @@ def test_fp8_is_planned_for_named_gpus_and_started_on_none(recipe: Callable[...,
         check(made)
     with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = e4m3: needs GPUs and Transformer Engine, which"):
         check(recipe(**MXFP8), is_start=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_cpu", "environment"), [("cpu", False, "setup.sh cpu"), ("cuda", True, "setup.sh gpu")]
+)
+def test_an_environment_of_the_other_device_is_refused(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, chosen: str, is_cpu: bool, environment: str
+) -> None:
+    monkeypatch.setattr("megarl.preflight.gpu_formats.runs_on_cpu", lambda: is_cpu)
+    made = recipe(cluster={"device": chosen})
+    [fault] = device_faults(made, is_start=True)
+    assert fault.startswith(f"cluster.device = {chosen}: ") and environment in fault
+    assert [*device_faults(made, is_start=False)] == []
+    assert [*device_faults(recipe(cluster={"device": chosen, "launcher": "ray"}), is_start=True)] == []
+
+
+def test_a_driver_that_is_too_old_is_refused_before_a_start(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.platform.chosen_device.installed_gpus", lambda: (Gpu("NVIDIA H100", (9, 0)),))
+    monkeypatch.setattr("megarl.platform.chosen_device.library_versions", lambda: {"CUDA": "13.0"})
+    monkeypatch.setattr("megarl.platform.chosen_device.driver_version", lambda: "570.86.15")
+    monkeypatch.setattr("megarl.platform.chosen_device.supported_cuda", lambda: None)
+    with pytest.raises(ConfigError, match=r"cluster.device = auto: .*driver 570.86.15 is too old.* 580"):
+        check(recipe())
+    check(recipe(cluster={"device": "cpu"}))
 
 
 @pytest.mark.parametrize(("launcher", "is_told"), [("local", True), ("slurm", False)])
