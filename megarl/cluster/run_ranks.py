@@ -156,9 +156,10 @@ class RunRanks:
     ) -> list[dict[str, float]]:
         """As `reshard` over the bridge that is there, but from copies of the weights, beside other calls of trainers.
 
-        The engines take part once `at_rest` is done; `on_copied` is called when the trainers have their copies. Returns
-        the engines' reports once they have the weights; `finish_send` has those of the trainers. Where a replica is
-        lost meanwhile the others get the same copies by `reshard`, between two other calls of the trainers.
+        The engines take part once `at_rest` is done, and the trainers begin to send when all engines do. `on_copied` is
+        called when the trainers have their copies. Returns the engines' reports once they have the weights;
+        `finish_send` has those of the trainers. Where a replica is lost meanwhile the others get the same copies by
+        `reshard`, between two other calls of the trainers.
         """
         if not self.is_bridged:
             # A replica was lost since the caller looked.

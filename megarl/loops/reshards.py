@@ -17,8 +17,8 @@ from megarl.rollout.pool import EnginePool
 METRICS = {
     "time/reshard_STAGE_seconds": (
         "seconds",
-        "a stage of the reshard on the slowest rank: pack, wire, local, unpack, quantise, total, verify; under "
-        "weights.overlap the trainers' wire has their wait for the engines to come to rest",
+        "a stage of the reshard on the slowest rank: meet (wait for the last rank; with weights.overlap until the "
+        "engines have paused), pack, wire, local, unpack, quantise, total, verify",
     ),
     "time/reshard_hidden_seconds": (
         "seconds",

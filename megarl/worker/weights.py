@@ -85,9 +85,10 @@ class WeightsEnd:
         distance in nats. Raises MegarlError with the first parameter that differs, or the rank whose log-probs do.
         """
         trainer_logprobs = None
+        meet_seconds = self._meet()
         with self._in_memory(version):
             with span("move weights"):
-                report = self.resharding.run()
+                report = self.resharding.run() | meet_seconds
             started = time.perf_counter()
             if verify and isinstance(self.resharding, Reshard):
                 self.resharding.verify()
@@ -102,6 +103,19 @@ class WeightsEnd:
             seconds += time.perf_counter() - started
         report["verify_seconds"] = seconds
         return report
+
+    def _meet(self) -> dict[str, float]:
+        """Wait on the host until all ranks of the bridge are here. Returns `meet_seconds`; nothing without a bridge.
+
+        A trainer that sends in the background comes before the engines have paused. If it began to send, kernels of
+        NCCL would wait on its GPU, on 16 to 32 multiprocessors, while it trains.
+        """
+        if self._group is None:
+            return {}
+        started = time.perf_counter()
+        with span("meet engines"):
+            gathered(None, self._group)
+        return {"meet_seconds": time.perf_counter() - started}
 
     def _planned(self) -> Reshard | GatheredReshard:
         policy, engine = self._policy, self._engine

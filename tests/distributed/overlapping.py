@@ -19,7 +19,23 @@ def _hash(tensors):
     return digest.hexdigest()
 
 
+def _append(file, line):
+    with open(file, "a") as stream:
+        stream.write(f"{line}\n")
+
+
 class Trainer(dying.Trainer):
+    def note_order(self, file):
+        """From now on, this file gets a line with the rank when it sends its first bucket of a reshard."""
+        for kind in (transport.OwnSlots, transport.SharedSlots):
+
+            def noted(slots, exchange, claim=kind.claim):
+                if exchange == 0:
+                    _append(file, f"trainer {self.rank} sends")
+                return claim(slots, exchange)
+
+            kind.claim = noted
+
     def learn(self):
         update(self, self.layout)
 
@@ -37,6 +53,16 @@ class Trainer(dying.Trainer):
 
 
 class Engine(dying.Engine):
+    def note_order(self, file):
+        """From now on, this file gets a line when the engine, which has paused, takes part in a reshard."""
+        reshard = self.reshard
+
+        def noted(*args):
+            _append(file, f"engine {self._replica} paused")
+            return reshard(*args)
+
+        self.reshard = noted
+
     def wait_in_reshard(self, file):
         """From now on, each bucket is taken only once this file is there."""
         for kind in (transport.OwnSlots, transport.SharedSlots):

@@ -119,9 +119,16 @@ def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
             ranks = run.ranks
             await ranks.reshard(verify=True, version=1)
             await ranks.trainers.call("learn")
+            await ranks.call("note_order", str(tmp_path / "order"))
             for version in (2, 3):
-                await learn_beside(run, version, tmp_path / f"go {version}")
-                assert ranks.is_bridged and len(await ranks.finish_send()) == 2
+                await learn_beside(run, version, tmp_path / f"go {version}", pauses_late=version == 2)
+                reports = await ranks.finish_send()
+                assert ranks.is_bridged and len(reports) == 2
+                # The kernels of a collective that waits for engines would occupy the GPU on which the trainer works.
+                lines = (tmp_path / "order").read_text().splitlines()
+                assert sorted(lines[-4:-2]) == ["engine 0 paused", "engine 1 paused"]
+                assert sorted(lines[-2:]) == ["trainer 0 sends", "trainer 1 sends"]
+                assert all(report["meet_seconds"] > 0 for report in reports)
                 assert await run.hashes() == [expected[version]] * 2
 
             lost: list[tuple[WorkerGroup, Exception]] = []
@@ -163,16 +170,21 @@ def test_an_error_of_the_sender_is_named(via: str, model: Path, tmp_path: Path) 
     asyncio.run(play())
 
 
-async def learn_beside(run: Run, version: int, go: Path, waiting: list[WorkerGroup] | None = None) -> None:
-    """Send this version, which engines take only once the trainers have learned on."""
+async def learn_beside(
+    run: Run, version: int, go: Path, waiting: list[WorkerGroup] | None = None, *, pauses_late: bool = False
+) -> None:
+    """Send this version, which engines take only once the trainers have learned on; `pauses_late`: as they pause."""
     ranks, copied = run.ranks, asyncio.Event()
     for group in ranks.replicas if waiting is None else waiting:
         await group.call("wait_in_reshard", str(go))
     at_rest = asyncio.get_running_loop().create_future()
     sending = asyncio.create_task(ranks.send(True, version, at_rest, copied.set))
     await copied.wait()
-    at_rest.set_result(None)
+    if not pauses_late:
+        at_rest.set_result(None)
     await ranks.trainers.call("learn")
+    if pauses_late:
+        at_rest.set_result(None)
     assert not sending.done() or sending.exception()
     go.touch()
     await sending
