@@ -18,7 +18,7 @@ from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.platform import cuda_extensions, device, transformer_engine
+from megarl.platform import compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.platform.visible_gpus import installed_gpus
@@ -39,11 +39,12 @@ class NodeReport:
         """Unreadable model folders, space in the run folder, shared memory, device, GPUs, clock of this rank's node.
 
         Also the GPUs that it may use with their compute capabilities, the versions of libraries that decide what these
-        can do, why installed CUDA libraries cannot be imported, and a port to connect to, open until `close`.
+        can do, why installed CUDA libraries cannot be imported or extensions be compiled, and a port to connect to,
+        open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
-        writable = Path(run_folder)
+        writable, has_cuda = Path(run_folder), device.current().type == "cuda"
         self._server = socket.create_server(("", 0), backlog=4096)
         return {
             # A folder that is there may be a mount point with nothing mounted.
@@ -56,6 +57,7 @@ class NodeReport:
             "usable_gpus": installed_gpus(),
             "versions": None if cuda_extensions.runs_on_cpu() else library_versions(),
             "broken": cuda_extensions.import_faults(),
+            "compiler": compilers.extension_fault() if has_cuda else None,
             "time": time.time(),
             "port": self._server.getsockname()[1],
         }
@@ -175,6 +177,8 @@ def faults(
             remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY
             name = "Transformer Engine" if is_engine else module
             yield f"node {node}: {name} is installed but cannot be imported ({fault}); {remedy}"
+        if report["compiler"]:
+            yield f"node {node}: Triton cannot compile kernels when the engine starts: {report['compiler']}"
         yield from (f"node {node}: {fault}" for fault in unmet_needs(asked, report["usable_gpus"], report["versions"]))
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
             yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; have it set"

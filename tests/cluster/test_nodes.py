@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
 from megarl.cluster.node_checks import NodeReport, faults, kinds_of_nodes, unreached
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.config import Recipe
+from megarl.platform import device
 from megarl.platform.gpu_needs import field_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.testing import RankPool
@@ -27,6 +29,7 @@ GOOD = {
     "usable_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 8,
     "versions": {"Transformer Engine": "2.11.0", "CUDA": "13.0"},
     "broken": {},
+    "compiler": None,
     "time": 1000.0,
 }
 
@@ -61,6 +64,11 @@ GOOD = {
             {"versions": {"Transformer Engine": "2.2.0", "CUDA": "13.0"}},
             "node n2: trainer.fp8: Transformer Engine 2.2.0 is installed, it needs 2.3.0 or newer",
             id="an older library",
+        ),
+        pytest.param(
+            {"compiler": "no C compiler (gcc, clang or $CC); install one: apt-get install gcc g++"},
+            "node n2: Triton cannot compile kernels when the engine starts: no C compiler",
+            id="no compiler",
         ),
         pytest.param({"time": 1100.0}, "node n2: its clock is +100 s off", id="clock"),
     ],
@@ -102,13 +110,28 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
         closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
         tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
     assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
-    assert seen["shared_memory"] is None
+    assert seen["shared_memory"] is None and seen["compiler"] is None
     assert seen["usable_gpus"] == installed_gpus() and seen["device"] is None
     report.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", seen["port"]))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert NodeReport(1, 2).look([], str(tmp_path)) is None
+
+
+def test_a_node_with_gpus_tries_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = {}
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(device, "current", lambda kind=kind: torch.device(kind))
+        report = NodeReport(0, 1)
+        seen = report.look([], str(tmp_path))
+        report.close()
+        assert seen is not None
+        found[kind] = seen["compiler"]
+    assert found["cpu"] is None and "apt-get install gcc" in found["cuda"]
 
 
 def test_a_node_that_cannot_be_reached_is_named_once() -> None:
