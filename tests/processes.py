@@ -1,10 +1,30 @@
-"""Processes, seen from outside."""
+"""Processes: programs that signals can end, and what is seen of them from outside."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megarl.platform.processes import descendants
+from megarl.platform.processes import ENDING_SIGNALS, descendants
+
+
+def start_with_default_signals(command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+    """Start a program that signals end, also where nohup or a script's `&` has made this process ignore them.
+
+    `options` are those of `subprocess.Popen`.
+    """
+    ignored = [number for number in (*ENDING_SIGNALS, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        # A program inherits what is ignored, but never a handler: it gets the default instead.
+        signal.signal(number, lambda *_: None)
+    try:
+        return subprocess.Popen(command, **options)
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def rank_processes(driver: int) -> dict[int, int]:

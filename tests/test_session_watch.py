@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import start_with_default_signals
 from tests.session_watch import MARK, marked_processes
 
 PROBES = Path(__file__).with_name("probes")
@@ -29,7 +30,7 @@ def start_pytest(probe: str, folder: Path, *arguments: str, **environment: str) 
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PROBES / probe), *arguments]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env={**os.environ, **environment}, **pipe)
+    return start_with_default_signals(command, env={**os.environ, **environment}, **pipe)
 
 
 def mark_of(pid: int) -> str:

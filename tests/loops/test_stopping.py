@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import start_with_default_signals
 
 PROGRAM = """
 import asyncio, os, sys
@@ -63,9 +66,15 @@ def terminal() -> Iterator[tuple[int, int]]:
             continue
 
 
-def start(runs_folder: Path, phase: str, **options: Any) -> subprocess.Popen[bytes]:
+@contextmanager
+def start(runs_folder: Path, phase: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """The driver; one that a signal has not ended when the test fails is killed."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, phase, str(runs_folder)], **options)
+    with start_with_default_signals([sys.executable, "-c", PROGRAM, phase, str(runs_folder)], **options) as driver:
+        try:
+            yield driver
+        finally:
+            driver.kill()
 
 
 def status(runs_folder: Path) -> dict[str, Any]:
