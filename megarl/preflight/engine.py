@@ -36,8 +36,7 @@ def _drafter(recipe: Recipe) -> Iterator[str]:
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
         return
-    model = config.get("model")
-    method = config.get("method") or ("ngram" if model in ("ngram", "[ngram]") else None)
+    method = config.get("method") or _method_of(config.get("model"))
     field = f"rollout.vllm.speculative_config = {dict(config)}"
     if method not in _WEIGHTLESS:
         # vLLM builds the drafter like the model, without reading files; then only the model's weights are written.
@@ -54,6 +53,15 @@ def _drafter(recipe: Recipe) -> Iterator[str]:
             f"rollout.async_scheduling = True: the drafter {method} works on the host, between an engine's steps, so "
             "that none is begun ahead; leave it out, or take ngram_gpu (rollout.vllm.speculative_config)"
         )
+
+
+def _method_of(model: object) -> str | None:
+    """The method that vLLM 0.30 takes where only a model is given; None for a drafter with weights of its own."""
+    if model in ("ngram", "[ngram]"):
+        return "ngram"
+    parts = model.split(".") if isinstance(model, str) else []
+    is_class = len(parts) > 1 and all(part.isidentifier() for part in parts)
+    return "custom_class" if is_class else None
 
 
 def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

@@ -42,6 +42,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
         {"model": "/models/drafter", "num_speculative_tokens": 3},
         {"method": "eagle3", "model": "/models/eagle", "num_speculative_tokens": 3},
         {"method": "mtp", "num_speculative_tokens": 1},
+        {"model": "Drafter", "num_speculative_tokens": 3},
+        {"model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 3},
     ],
 )
 def test_weights_that_nobody_writes_are_refused(faults: Callable[..., list[str]], config: dict[str, Any]) -> None:
@@ -50,7 +52,15 @@ def test_weights_that_nobody_writes_are_refused(faults: Callable[..., list[str]]
     assert "set its method to ngram, suffix, custom_class or ngram_gpu, or leave it out" in text
 
 
-@pytest.mark.parametrize("config", [NGRAM, {"model": "[ngram]"}, NGRAM | {"method": "ngram_gpu"}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        NGRAM,
+        {"model": "[ngram]"},
+        NGRAM | {"method": "ngram_gpu"},
+        {"model": "my_drafters.Own", "num_speculative_tokens": 3},
+    ],
+)
 def test_drafters_without_weights_are_allowed_on_gpus(faults: Callable[..., list[str]], config: dict[str, Any]) -> None:
     assert faults(config) == []
     (text,) = faults(config, is_cpu=True)
@@ -67,6 +77,11 @@ def test_no_step_is_begun_ahead_of_a_drafter_on_the_host(
     assert len(told) == is_told
     assert not is_told or told[0].startswith(f"rollout.async_scheduling = True: the drafter {method} works on the host")
     assert [text for text in faults(NGRAM | {"method": method}) if "async" in text] == []
+
+
+def test_an_own_drafter_is_known_by_its_import_path_as_vllm_knows_it(faults: Callable[..., list[str]]) -> None:
+    (text,) = faults({"model": "my_drafters.Own", "num_speculative_tokens": 3}, async_scheduling=True)
+    assert text.startswith("rollout.async_scheduling = True") and "custom_class" in text
 
 
 @pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="its library is installed")
