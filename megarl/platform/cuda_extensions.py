@@ -87,6 +87,7 @@ def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
     """Why modules cannot be imported, in one process that imports them in turn."""
     command = [sys.executable, "-c", _PROGRAM, *modules]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    transformer_engine.unset_empty_toolkits(environment)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
     except subprocess.TimeoutExpired:

@@ -10,6 +10,7 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 
 from megarl.types import ConfigError
@@ -17,16 +18,26 @@ from megarl.types import ConfigError
 REMEDY = "run launch/setup.sh, or uninstall transformer-engine"
 
 _IMPORT_SECONDS = 120.0
+# Where Transformer Engine looks for CUDA's libraries. An empty one makes it search the whole machine, `/**/lib*.so*`.
+_TOOLKITS = tuple(f"{name}_{end}" for name in ("CUDA", "CUDNN", "NVRTC", "CURAND") for end in ("HOME", "PATH"))
 
 
 def is_installed() -> bool:
     return find_spec("transformer_engine") is not None
 
 
+def unset_empty_toolkits(environment: MutableMapping[str, str]) -> None:
+    """Remove variables of CUDA's folders that are set to nothing, as by `CUDA_HOME= megarl train`."""
+    for name in _TOOLKITS:
+        if environment.get(name) == "":
+            del environment[name]
+
+
 def require_sound() -> None:
     """Import Transformer Engine where it is installed. Raises ConfigError, with the remedy, where that fails."""
     if not is_installed():
         return
+    unset_empty_toolkits(os.environ)
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
@@ -43,6 +54,7 @@ def import_fault() -> str | None:
         return None
     command = [sys.executable, "-c", "import transformer_engine.pytorch"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    unset_empty_toolkits(environment)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=environment)
     except subprocess.TimeoutExpired:

@@ -61,6 +61,24 @@ def test_nodes_and_doctor_report_it(broken: dict[str, str]) -> None:
     assert "layers" in bad
 
 
+def test_an_empty_toolkit_is_none_for_its_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine searches `$CUDA_HOME/**`, which would be the whole machine."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    names = ("CUDA_HOME", "CUDA_PATH", "CUDNN_PATH", "NVRTC_HOME")
+    (package / "pytorch.py").write_text(f"import os\nassert not {set(names)} & set(os.environ), 'an empty folder'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in names:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("CURAND_HOME", "/usr/local/cuda")
+    assert transformer_engine.import_fault() is None
+    transformer_engine.require_sound()
+    assert os.environ["CURAND_HOME"] == "/usr/local/cuda"
+    for name in ("transformer_engine.pytorch", "transformer_engine"):
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_none_installed_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_engine, "find_spec", lambda name: None)
     transformer_engine.require_sound()
