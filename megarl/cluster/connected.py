@@ -88,8 +88,12 @@ class _RemoteHandle(RankHandle):
         if self.relayed is not None:
             self.relayed.release()
 
+    @property
+    def is_cut_off(self) -> bool:
+        return self.relayed is not None and self in self.relayed.cut_off and self.ended_at is None
+
     def exit_reason(self, is_dead: bool) -> str:
-        if self.relayed is not None and self in self.relayed.cut_off and self.ended_at is None:
+        if self.is_cut_off:
             return f"was cut off: the relay of its node {self.node} ended or lost its connection"
         return f"on node {self.node} ended or lost its connection"
 

@@ -114,6 +114,11 @@ class RankHandle(ABC):
         """When a rank was lost whose connection was seen to end at `noticed`."""
         return self.died.result() if self.died.done() else noticed
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the connection ended between driver and rank, while nothing is known of the rank's own end."""
+        return False
+
     def dismiss(self) -> None:
         """Tell the rank, by the end of its stream, to leave."""
         with contextlib.suppress(OSError):

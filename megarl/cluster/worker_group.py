@@ -363,7 +363,8 @@ class WorkerGroup(ABC):
                     await self._end()
                     return error
                 failures.append((error, other))
-        first, failed = min(failures, key=lambda failure: (failure[0].echo, failure[0].at))
+        # A launcher that ends all for one rank may end another node's relay before that rank's end is reported.
+        first, failed = min(failures, key=lambda found: (found[0].echo, found[0].handle.is_cut_off, found[0].at))
         # Ranks that gave up a collective wait for one that did not come to it.
         if first.echo and (silent := failed.silent()):
             stacks = await self._stacks()

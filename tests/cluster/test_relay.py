@@ -186,6 +186,23 @@ def test_the_death_of_a_relay_is_told_as_that(tmp_path: Path, is_under_way: bool
     asyncio.run(drive())
 
 
+def test_a_rank_that_ended_is_named_though_another_nodes_relay_ended_before_it_was_reported(tmp_path: Path) -> None:
+    async def drive() -> None:
+        async with started(4, tmp_path, per_node=2) as group:
+            pids = await group.call("pid")
+            calling = asyncio.create_task(group.call("sleep", 60))
+            await asyncio.sleep(0)  # it is sent
+            os.kill(relays_of(pids)[2], signal.SIGKILL)
+            async with asyncio.timeout(20):
+                while {handle.rank for handle in group._remote_handles if handle.is_cut_off} != {2, 3}:
+                    await asyncio.sleep(0.01)
+            os.kill(pids[1], signal.SIGKILL)
+            with pytest.raises(RankFailedError, match="rank 1 of 4 on node node0 ended or lost its connection"):
+                await calling
+
+    asyncio.run(drive())
+
+
 def test_who_is_late_behind_a_relay_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     async def drive() -> None:
         async with started(3, tmp_path) as group:
