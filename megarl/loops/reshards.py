@@ -85,18 +85,19 @@ class Reshards:
     async def begin(self, step: int) -> dict[str, float]:
         """Begin to reshard beside the next step, where the recipe has it so; else `run`.
 
-        The trainers have copies of their weights when this returns, the engines have them at the latest after `finish`.
-        Returns what was measured of the reshard that was under way before, if any, or what `run` does.
+        When this returns, the trainers have copies of their weights and the engines have paused, so that all that they
+        sampled is counted in this step. They have the weights at the latest after `finish`. Returns what was measured
+        of the reshard that was under way before, if any, or what `run` does.
         """
         before = await self.finish()
         # Who comes back needs a new bridge, which the trainers are needed for.
         can_overlap = self._ranks.is_bridged and not self._replacements.has_started
         if not (self._recipe.overlaps_at(step) and can_overlap):
             return _with_earlier(before, await self.run(step))
-        copied = asyncio.get_running_loop().create_future()
-        self._under_way = asyncio.create_task(self._send(step, copied))
-        await asyncio.wait([self._under_way, copied], return_when=asyncio.FIRST_COMPLETED)
-        if not copied.done():
+        begun = asyncio.get_running_loop().create_future()
+        self._under_way = asyncio.create_task(self._send(step, begun))
+        await asyncio.wait([self._under_way, begun], return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
             self._under_way.result()
         return before
 
@@ -139,20 +140,28 @@ class Reshards:
         reports = await self._ranks.reshard(self._is_verified(step), step + 1)
         return reports, self._settled(began)
 
-    async def _send(self, step: int, copied: asyncio.Future[None]) -> dict[str, float]:
-        """Reshard from copies of the trainers' weights; `copied` is told when they have them. What was measured."""
+    async def _send(self, step: int, begun: asyncio.Future[None]) -> dict[str, float]:
+        """Reshard from copies of the trainers' weights; returns what was measured.
+
+        `begun` is done when the trainers have the copies and the engines have paused.
+        """
         began = time.monotonic()
         worked_before = 0.0
 
         def tell() -> None:
             nonlocal worked_before
             worked_before = self._ranks.trainers.seconds_in_calls
-            copied.set_result(None)
+            holding.add_done_callback(let_go)
+
+        def let_go(holding: asyncio.Task[None]) -> None:
+            # A hold that failed fails the send, and with it whoever waits for both.
+            if not holding.cancelled() and holding.exception() is None and not begun.done():
+                begun.set_result(None)
 
         # Asked later, engines would answer only when they have the weights, and the step's end would wait for that.
         asked = self._performance.ask_engines()
-
-        resting = asyncio.gather(self._pool.hold(parks=self._recipe.rollout.recompute_kv), asyncio.wait([asked]))
+        holding = asyncio.create_task(self._pool.hold(parks=self._recipe.rollout.recompute_kv))
+        resting = asyncio.gather(holding, asyncio.wait([asked]))
         try:
             self._reports = await self._ranks.send(self._is_verified(step), step + 1, resting, tell)
             metrics = self._settled(began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ class Clock:
 
 
 class Ranks:
-    """A trainer and an engine that never answers, whose reshard ends when the test says so."""
+    """A trainer and an engine. Its reshard ends, and it answers what it is asked, when the test says so."""
 
     def __init__(self) -> None:
         self.is_separate = self.is_bridged = True
@@ -39,15 +40,18 @@ class Ranks:
         self.under_way: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_at_rest = asyncio.Event()
         self.calls: list[tuple[str, bool, int]] = []
+        self.answers: defaultdict[str, asyncio.Future[Any]] = defaultdict(asyncio.get_running_loop().create_future)
+        self.has_copies = asyncio.Event()
 
     async def ask(self, ranks: Sequence[int], method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return await asyncio.get_running_loop().create_future()
+        return [await self.answers[method]]
 
     async def send(
         self, verify: bool, version: int, at_rest: Awaitable[object], on_copied: Callable[[], object]
     ) -> list[dict[str, float]]:
         self.calls.append(("send", verify, version))
         on_copied()
+        self.has_copies.set()
         await at_rest
         self.is_at_rest.set()
         await self.under_way
@@ -65,14 +69,14 @@ class Ranks:
 
 
 class Run:
-    def __init__(self) -> None:
+    def __init__(self, **rollout: Any) -> None:
         recipe = Recipe.model_validate(
             {
                 "name": "r",
                 "loop": "rl",
                 "model": {"path": "m"},
                 "data": {"train": "t", "validation": {"held": "t"}},
-                "rollout": {"placement": "separate", "ranks": 1, "max_staleness": 1},
+                "rollout": {"placement": "separate", "ranks": 1, "max_staleness": 1, **rollout},
                 "evaluation": {"every_steps": 3},
                 "weights": {"overlap": True, "verify_every": 2},
                 "train": {"steps": 10},
@@ -137,6 +141,29 @@ def test_two_reshards_that_end_in_one_step_are_counted_together() -> None:
         run.ranks.under_way.set_result(None)
         found = await run.reshards.begin(3)
         assert found["reshard/sent_bytes"] == 32.0 and found["rollout/replicas"] == 1
+
+    asyncio.run(play())
+
+
+def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_reshard() -> None:
+    """The step's metrics are taken when `begin` returns: no sooner than the engine has said what it sampled."""
+
+    async def play() -> None:
+        run = Run(recompute_kv=False)
+        sampling = run.sampling()
+        while "advance" not in run.ranks.answers:
+            await asyncio.sleep(0)
+        beginning = asyncio.create_task(run.reshards.begin(1))
+        await run.ranks.has_copies.wait()
+        run.ranks.answers["advance"].set_result([])
+        while "sampled_so_far" not in run.ranks.answers:
+            await asyncio.sleep(0)
+        assert not beginning.done()
+        run.ranks.answers["sampled_so_far"].set_result({"a": 3})
+        await beginning
+        assert run.pool.metrics()["rollout/sampled_tokens"] == 3
+        sampling.cancel()
+        await run.reshards.close()
 
     asyncio.run(play())
 
