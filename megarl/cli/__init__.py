@@ -201,9 +201,21 @@ def plan(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
-    """Compute memory by phase, and what a reshard will move; no rank is started, config.json is all it reads."""
+    """Compute memory by phase, whether it fits, and what a reshard will move. It reads config.json, and starts nothing.
+
+    Exit code 2: it does not fit. Models that recipes of launch/recipes name need no download.
+    """
     from megarl.config.recipe import load
-    from megarl.preflight import aligned, check_plan, gpu_kind, small_cache, table_of, verdict_of, with_cache
+    from megarl.preflight import (
+        aligned,
+        check_plan,
+        gpu_kind,
+        not_downloaded,
+        small_cache,
+        table_of,
+        verdict_of,
+        with_cache,
+    )
     from megarl.reshard.cost_model import forecast
 
     loaded = load(recipe, overrides or ())
@@ -228,10 +240,11 @@ def plan(
     if as_json:
         head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}
         head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
+        head["notices"] = [*not_downloaded(loaded), *small_cache(memory)]
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, layout, counted, is_assumed=kind is None)
-        print_lines([*(f"warning: {text}" for text in small_cache(memory)), *found.lines])
+        print_lines([*not_downloaded(loaded), *(f"warning: {text}" for text in small_cache(memory)), *found.lines])
     if found.fits is False:
         raise typer.Exit(ConfigError.exit_code)
 

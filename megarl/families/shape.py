@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megarl.config.override import overridden
 from megarl.families import FAMILIES
+from megarl.families.published import PUBLISHED, published_name
 from megarl.files.model_folder import missing_folder, read_object
 from megarl.files.strict_json import shortened
 from megarl.types import DataError
@@ -72,7 +73,23 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     path = Path(model_folder) / "config.json"
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
-    config = read_object(path)
+    return _named_shape(read_object(path), path, override)
+
+
+def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
+    """The shape of a model for a plan: as `read_model_shape`, and where there is no folder that of `PUBLISHED`.
+
+    Raises DataError as there; for a missing folder it names the command that downloads config.json alone.
+    """
+    if Path(model_folder).is_dir():
+        return read_model_shape(model_folder, override)
+    if (name := published_name(model_folder)) is None:
+        raise DataError(missing_folder(Path(model_folder), "config.json"))
+    return _named_shape(dict(PUBLISHED[name]), Path(name) / "config.json", override)
+
+
+def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
+    """The shape in a config.json with changed fields; errors name its path."""
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
         shape = shape_from_config(overridden(config, override or {}))

@@ -59,14 +59,20 @@ HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama",
 """Owners on the Hugging Face Hub by the prefix of their models' names."""
 
 
-def missing_folder(folder: Path) -> str:
-    """The error message for a missing model folder: the command that downloads it, with its Hub name where known."""
+def missing_folder(folder: Path, file: str = "") -> str:
+    """The error message for a missing model folder: the command that downloads it, with its Hub name where known.
+
+    With a `file` the command downloads that alone.
+    """
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
     known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
+    wanted = f"{known} {file}".strip()
+    enough = f"{file} is enough here, and" if file else "It"
     return (
         f"{folder}: model folder not found. model.path is a local folder, or the name of a model in the Hugging Face "
-        f"Hub's cache. It comes with: hf download {known}; into this folder: hf download {known} --local-dir {folder}"
+        f"Hub's cache. {enough} comes with: hf download {wanted}; into this folder: hf download {wanted} --local-dir "
+        f"{folder}"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
+from megarl.families.shape import ModelShape, padded_vocab_size, planned_shape
 from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 
 
@@ -39,7 +39,7 @@ def read_models(
     """The models of a recipe; of folders beside the policy's, config.json is read. Raises DataError."""
 
     def shape_of(folder: str) -> ModelShape:
-        return policy if folder == recipe.model.folder else read_model_shape(folder, recipe.override_of(folder))
+        return policy if folder == recipe.model.folder else planned_shape(folder, recipe.override_of(folder))
 
     frozen: dict[str, Built] = {}
     if recipe.has_reference and not recipe.lora.rank:

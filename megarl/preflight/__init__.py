@@ -14,7 +14,7 @@ from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page, read
-from megarl.families.shape import ModelShape, read_model_shape
+from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.preflight import distillation, learning, sizes
 from megarl.preflight.default_cache import with_cache
@@ -39,6 +39,7 @@ from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.memory import gpu_kind, memory_faults, predicted_memory, table_of, verdict_of
+from megarl.preflight.planned_models import not_downloaded
 from megarl.preflight.quantisation import quantisation
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings, small_cache
@@ -58,6 +59,7 @@ __all__ = [
     "kept_kv",
     "layout_of",
     "load",
+    "not_downloaded",
     "predicted_memory",
     "read_conversations",
     "read_preferences",
@@ -190,7 +192,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     The ranks are not aligned yet, which takes longer: `aligned`. Raises DataError for that file, or one ConfigError
     that lists all sizes that do not fit.
     """
-    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
+    shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
     return shape, sizes.layout_of(recipe)

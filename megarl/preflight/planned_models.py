@@ -1,15 +1,26 @@
-"""Shapes of the models that a recipe names, for plans: config.json is all that is read."""
+"""Shapes of the models that a recipe names, for plans: config.json is all that is read, if it is there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.families.shape import read_model_shape
+from megarl.families.published import published_name
+from megarl.families.shape import planned_shape
 from megarl.memory.models import Models, read_models
 from megarl.preflight import sizes
 
 
 def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
     """The models of a recipe that can be planned. Raises DataError for a config.json."""
-    shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
+    shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     return read_models(recipe, shape, layout, sizes.layout_of(recipe.for_teachers))
+
+
+def not_downloaded(recipe: Recipe) -> Iterator[str]:
+    """A line for each model of a recipe that is planned by its published sizes, since its folder is not there."""
+    for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
+        if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
+            yield f"{folder} is not there: planned with the sizes of {name}; before a start: hf download {name}"

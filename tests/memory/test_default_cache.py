@@ -50,8 +50,11 @@ SEPARATE = ("rollout.placement=separate", "trainer.offload=[]")
         (("cluster.gpu_memory_gib=h200", "rollout.kv_cache_dtype=fp8", "rollout.quantization=fp8"), 139.8),
         (("cluster.gpu_memory_gib=h200", "rollout.ranks=4", *SEPARATE), 139.8),
         (
-            ("cluster.gpu_memory_gib=h200", "cluster.groups.engines={ranks_per_node: 4, gpu_memory_gib: h100}")
-            + SEPARATE,
+            (
+                "cluster.gpu_memory_gib=h200",
+                "cluster.groups.engines={ranks_per_node: 4, gpu_memory_gib: h100}",
+                *SEPARATE,
+            ),
             79.1,
         ),
     ],
