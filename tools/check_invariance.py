@@ -5,9 +5,10 @@
 Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
 supervised loss, the clipped policy loss in every aggregation, every other policy loss, one with all that may be added
 to it (KL, entropy bonus, corrected tokens), one that renormalises over what top-p and top-k kept, and one with
-conversations beside; pairs; critic and reward model. Gradients are clipped to one small norm, so that every loss moves
-the weights equally far, and far enough to stand clear of float32's grain. A parameter's difference, less one rounding,
-counts relative to how far training moved it. Exits with 1 if a difference is above its limit.
+conversations beside; pairs; critic and reward model; the balancing losses of experts. Gradients are clipped to one
+small norm, so that every loss moves the weights equally far, and far enough to stand clear of float32's grain. A
+parameter's difference, less one rounding, counts relative to how far training moved it. Exits with 1 if a difference is
+above its limit.
 """
 
 from __future__ import annotations
@@ -50,8 +51,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"aggregation": "sequence_mean_token_sum"},
     "critic": {},
     "reward model": {"aggregation": "sequence_mean_token_sum"},
+    "balanced": {**CLIPS},
 }
 """Name to fields of the recipe's algorithm section."""
+BALANCED = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [3.0, 2.0],
+    "moe_z_loss_coeff": 0.3,
+}
+"""Megatron's fields in the objective `balanced`, which models without experts lack."""
 WITH_VALUE_HEAD, IN_PAIRS = ("critic", "reward model"), ("dpo", "reward model")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": dict(family="qwen3", num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=False),
@@ -239,10 +247,11 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
 
     at, engines, results = layout.coordinates(dist.get_rank()), {}, {}
     for objective, batches in steps.items():
-        has_value_head = objective in WITH_VALUE_HEAD
-        if has_value_head not in engines:
-            engines[has_value_head] = build(recipe, layout, has_value_head)
-        engine, load, pieces = engines[has_value_head]
+        kind = has_value_head, is_balanced = objective in WITH_VALUE_HEAD, objective == "balanced"
+        if kind not in engines:
+            trainer = recipe.trainer.model_copy(update={"megatron": BALANCED if is_balanced else {}})
+            engines[kind] = build(recipe.model_copy(update={"trainer": trainer}), layout, has_value_head)
+        engine, load, pieces = engines[kind]
         load(engine.parameters)
         algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
         others = {
@@ -314,7 +323,8 @@ def compare(
 
     parameters = {name: moved_apart(name, value) for name, value in alone[1].items()}
     name = max(parameters, key=lambda key: parameters[key])
-    loss, grad_norm = worst("train/loss"), worst("train/grad_norm")
+    losses = [key for key in alone[0][0] if key == "train/loss" or key.startswith("train/moe_")]
+    loss, grad_norm = max(worst(key) for key in losses), worst("train/grad_norm")
     return {
         "loss": loss,
         "grad_norm": grad_norm,
@@ -332,6 +342,7 @@ def check(
 
     from megarl.tracking.metrics import merge, values
 
+    objectives = [name for name in objectives if name != "balanced" or model == "moe"]
     steps = {objective: make_steps(objective, MODELS[model]["vocab_size"]) for objective in objectives}
     before = load_file(folder / "model.safetensors")
     before["score.weight"] = value_head(before["model.norm.weight"].size)

@@ -72,4 +72,6 @@ class TrainerConfig(Section):
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits are in memory at once when log-probs are computed."""
     megatron: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of Megatron-Core's TransformerConfig, by their own names."""
+    """Further fields of Megatron-Core's TransformerConfig, by their own names. Balancing losses of experts are means
+    over an update's tokens: `aux_loss` and `global_aux_loss` over all of them (one more forward pass counts each
+    expert's tokens), `seq_aux_loss` within each sequence."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 
+from megarl.config.idle_fields import without_effect
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 from megarl.platform import transformer_engine
@@ -48,13 +49,15 @@ def transformer_config(
 ) -> TransformerConfig:
     """The TransformerConfig of a rank's model. Experts that lie all on one rank need no dispatcher but `alltoall`.
 
-    Raises ConfigError for an override that is unknown, or that another field of the recipe determines.
+    Raises ConfigError for an override that is unknown, has no effect, or that another field of the recipe determines.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in sorted(overrides.keys() - known):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
+    for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
+        raise ConfigError(problem)
     settings = _model_settings(shape) | _split_settings(layout, dtype, sequence_parallel)
     defaults: dict[str, Any] = {
         "hidden_dropout": 0.0,
@@ -71,7 +74,8 @@ def transformer_config(
         if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
             settings |= {"moe_token_dispatcher_type": "flex"}
         # Balancing pulls the policy away from the reward's gradient: it must be asked for.
-        defaults |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+        balancing = "aux_loss" if overrides.get("moe_aux_loss_coeff") else "none"
+        defaults |= {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": 0.0}
         defaults |= _fused_expert_kernels(router_replay)
     if fp8 == "blockwise":
         settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,25 +22,32 @@ from torch import Tensor
 
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedAttention, PackedRow
+from megarl.models.balance import UpdateRouter, needs_update_router
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.norm import RMSNorm
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Transformer Engine's layer spec where it can be used, else Megatron's local one with our norm and attention."""
+    """Transformer Engine's layer spec where it can be used, else Megatron's local one with our norm and attention.
+
+    Experts whose balance is trained get a router of ours.
+    """
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        _set_router(layer, config)
+        return layer
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
+    _set_router(layer, config)
     modules: Any = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     attention = modules.self_attention.submodules
@@ -52,6 +60,11 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
 
+def _set_router(layer: Any, config: TransformerConfig) -> None:
+    if needs_update_router(config):
+        layer.submodules.mlp.submodules.router = UpdateRouter
+
+
 def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
     """Have Transformer Engine's linear layers add their weights' gradients to the float32 ones that Megatron's
     DistributedDataParallel gives them, instead of handing it one in the model's type to add.
@@ -59,6 +72,22 @@ def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within, the modules of these model chunks are in evaluation mode: no dropout, no noise of routers."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    # Transformer Engine picks other attention kernels in evaluation mode. Log-probs of the past must come from those
+    # of the training pass, and attention drops nothing.
+    modes = [(module, module.training) for module in modules if "DotProductAttention" not in type(module).__name__]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 class PackedModel(GPTModel):

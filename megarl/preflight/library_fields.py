@@ -21,6 +21,7 @@ from megarl.config.decided_fields import (
     RECOMPUTE_FIELDS,
     TRANSFORMER_FIELDS,
 )
+from megarl.config.idle_fields import without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families.shape import ModelShape
 
@@ -29,7 +30,7 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Fields of `trainer.megatron` that Megatron-Core's TransformerConfig does not take."""
+    """Fields of `trainer.megatron` that Megatron-Core's TransformerConfig does not take, or that change nothing."""
     settings = recipe.trainer.megatron
     decided = dict(TRANSFORMER_FIELDS)
     decided |= RECOMPUTE_FIELDS if recipe.trainer.recompute != "none" else {}
@@ -56,6 +57,8 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
     if recipe.trainer.router_replay:
         yield from _without_replay(settings)
+    undecided = {field: value for field, value in settings.items() if field not in decided}
+    yield from without_effect(undecided, has_experts=bool(shape.num_experts))
     for field, value in settings.items():
         if field in decided:
             yield f"trainer.megatron.{field} = {value!r}: follows from {decided[field]}; remove it"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.data.batch import TokenBatch, borders, ranges, select_sets
 from megarl.models.attention import PackedRow
+from megarl.models.balance import RowTokens
 from megarl.models.logprobs import Support
 
 
@@ -93,6 +94,21 @@ def pack_row(
         per_token={name: own_predictions(values) for name, values in batch.per_token.items()},
         support=support,
         temperature=_temperature(batch.temperatures, padded, local, device),
+    )
+
+
+def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
+    """Part `part` of `parts` of this context-parallel rank's tokens of a row, as sequence parallelism splits them."""
+    assert batch.row.local is not None
+    local = np.split(batch.row.local.cpu().numpy(), parts)[part]
+    starts = batch.padded.cumsum() - batch.padded
+    sequences = np.repeat(np.arange(len(batch.padded)), batch.padded)[local]
+    is_real = local - starts[sequences] < batch.lengths[sequences]
+    device = batch.row.local.device
+    return RowTokens(
+        torch.from_numpy(sequences).to(device),
+        torch.from_numpy(is_real).to(device),
+        torch.from_numpy(batch.lengths.astype(np.float32)).to(device),
     )
 
 

@@ -23,6 +23,7 @@ from megarl.data.batch import TokenBatch
 from megarl.families.adapters import LINEARS
 from megarl.families.shape import ModelShape
 from megarl.models import adapters
+from megarl.models.balance import ExpertBalance
 from megarl.models.configuration import accumulates_in_transformer_engine
 from megarl.models.distillation import StudentModel
 from megarl.models.policy import PackedModel, accumulate_in_main_gradients
@@ -135,6 +136,7 @@ class TrainingEngine(ModelShard):
             # Megatron's schedules reduce nothing within it: gradients of all microbatches but the last are only summed.
             contexts: Any = [model.no_sync for model in self.models]
             self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+        self.balance = ExpertBalance(self.config, self.chunks)
         self.skipped_in_a_row = 0
         self._merged = MergedWeights(self.chunks, self.parameters)
         self._offloadable = {
@@ -272,12 +274,30 @@ class TrainingEngine(ModelShard):
             for model in self.models:
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
+            if self.balance.is_on:
+                self._begin_balance(own)
             with adapters.running(self.chunks, on=True, drops=True), torch.enable_grad(), span("forward and backward"):
                 losses = get_forward_backward_func()(**self.passes(own, objective))
             if self.pupil is not None:
                 self.pupil.release()
             with span("optimizer"):
-                return self._step(losses)
+                metrics = self._step(losses)
+            if self.balance.is_on:
+                found = self.balance.metrics(self.layout.pp, self.device)
+                metrics |= {name: Mean(value) for name, value in found.items()} if self.reports else {}
+            return metrics
+
+    def _begin_balance(self, rows: Sequence[TokenBatch]) -> None:
+        """Prepare the losses of the experts' balance for an update on this replica's rows of the global batch.
+
+        Losses over the whole batch compare with its tokens per expert, which a forward pass counts first.
+        """
+        num_tokens = torch.tensor(sum(len(row.token_ids) for row in rows), device=self.device)
+        torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
+        self.balance.begin(int(num_tokens))
+        if self.balance.needs_counts:
+            with span("count tokens per expert"), self.balance.counting():
+                self._forward_only([row.with_arrays({}) for row in rows], lambda *_, **__: None)
 
     def _step(self, losses: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
         """The optimizer's step on the gradients of these microbatches; see `update`."""

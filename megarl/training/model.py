@@ -21,13 +21,14 @@ from megarl.config import Recipe
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.data.batch import TokenBatch
 from megarl.families.shape import ModelShape
+from megarl.models.balance import routers_of
 from megarl.models.configuration import transformer_config
 from megarl.models.distillation import Lesson
-from megarl.models.policy import PackedModel, PolicyModel, ValueModel
+from megarl.models.policy import PackedModel, PolicyModel, ValueModel, evaluating
 from megarl.platform import device
 from megarl.platform.megatron_ranks import permuted_ranks
 from megarl.reshard.layouts.megatron import chunk_prefix
-from megarl.training.batch import Microbatch, pack_row, unpack_row, whole_row
+from megarl.training.batch import Microbatch, pack_row, row_tokens, unpack_row, whole_row
 from megarl.training.lessons import Pupil
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, routes_of_rows
@@ -134,15 +135,18 @@ class ModelShard:
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
         """The first `count` values that the model puts out of each token: as `forward`, but [count, tokens] per row."""
-        own = self.shared(rows)
-        with torch.no_grad():
-            outputs = get_forward_backward_func()(**self.passes(own, partial(_kept, count=count), forward_only=True))
+        outputs = self._forward_only(self.shared(rows), partial(_kept, count=count))
         if not self.reports:
             return None
         return [
             np.stack([unpack_row(one, batch.lengths, batch.padded) for one in whole_row(values.T, batch.row).T])
             for values, batch in outputs
         ]
+
+    def _forward_only(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
+        """Pass the rows through the model in evaluation mode, without gradients; see `passes`."""
+        with torch.no_grad(), evaluating(self.chunks):
+            return get_forward_backward_func()(**self.passes(rows, of_row, forward_only=True))
 
     def shared(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
         """The rows that this rank's replica was given."""
@@ -201,7 +205,12 @@ class ModelShard:
         return self.pupil.fetch(rows, batches)
 
     def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
-        """Tell a chunk about the row of its next forward pass."""
+        """Set what a chunk needs to know of the row of its next forward pass."""
+        if routers := routers_of(chunk):
+            part = parallel_state.get_tensor_model_parallel_rank() % self._parts
+            tokens = row_tokens(batch, self._parts, part)
+            for router in routers:
+                router.row = tokens
         if not self.shape.has_value_head:
             sample_as: Any = get_attr_wrapped_model(chunk, "sample_as")
             sample_as(batch.temperature, batch.support)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -62,8 +61,8 @@ class Teacher(FrozenModel):
             if index % keepers == place:
                 self._keep(row, batch, lessons)
 
-        with self.in_memory(), torch.no_grad():
-            get_forward_backward_func()(**self.passes(own, keep, forward_only=True))
+        with self.in_memory():
+            self._forward_only(own, keep)
 
     def _keep(self, row: TokenBatch, batch: Microbatch, lessons: Tensor) -> None:
         """Keep a row's lessons, uint8 [tokens of the padded row, bytes], sequence by sequence."""

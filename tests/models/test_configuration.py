@@ -56,6 +56,36 @@ def test_overrides_win(config: Callable[..., Any]) -> None:
     assert config(hidden_dropout=0.25).hidden_dropout == 0.25
 
 
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"window_size": [16, 0]}, "window_size"),
+        ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff = 0.001"),
+    ],
+)
+def test_fields_without_effect_are_refused(config: Callable[..., Any], overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{re.escape(field)}.*no effect"):
+        config(**overrides)
+    assert config(**dict.fromkeys(overrides, 0)).attention_dropout == 0
+
+
+def test_a_coefficient_turns_balancing_on(tiny_model: Callable[..., Path]) -> None:
+    def made(**overrides: Any) -> TransformerConfig:
+        shape = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
+        layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+        return transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=False, overrides=overrides)
+
+    assert made().moe_router_load_balancing_type == "none"
+    assert made(moe_aux_loss_coeff=1e-3).moe_router_load_balancing_type == "aux_loss"
+    for overrides in (
+        {"moe_router_load_balancing_type": "seq_aux_loss"},
+        {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 1e-3},
+    ):
+        with pytest.raises(ConfigError, match=r"trainer\.megatron\.moe_.*no effect"):
+            made(**overrides)
+
+
 @pytest.mark.parametrize("field", ["num_layers", "params_dtype", "calculate_per_token_loss"])
 def test_what_the_model_or_the_recipe_decides_cannot_be_overridden(config: Callable[..., Any], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{field}: .* remove it"):

@@ -29,8 +29,8 @@ MODEL_FIELDS = [
         id="Megatron, type",
     ),
     pytest.param(
-        {"trainer": {"megatron": {"moe_permute_fusion": 1}}},
-        ["moe_permute_fusion = 1", "says bool"],
+        {"trainer": {"megatron": {"bias_dropout_fusion": 1}}},
+        ["bias_dropout_fusion = 1", "says bool"],
         id="Megatron, bool",
     ),
     pytest.param(
@@ -113,6 +113,15 @@ def test_fields_that_would_choose_experts_anew(
     assert title == "recipe small: 1 error" and f"trainer.megatron.{told}" in line
     check(recipe(model=model, trainer={"megatron": megatron}))
     check(recipe(model=model, trainer={"router_replay": True, "megatron": dict.fromkeys(megatron)}))
+
+
+def test_fields_without_effect(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(recipe(trainer={"megatron": {"attention_dropout": 0.1, "moe_aux_loss_coeff": 1e-3}}))
+    title, *lines = str(caught.value).split("\n")
+    assert title == "recipe small: 2 errors"
+    assert all("no effect" in line for line in lines) and "attention_dropout = 0.1" in lines[0]
+    assert "moe_aux_loss_coeff = 0.001" in lines[1]
 
 
 def test_fields_of_the_libraries_that_fit(recipe: Callable[..., Recipe]) -> None:

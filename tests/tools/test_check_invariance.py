@@ -25,7 +25,8 @@ def test_layouts_train_as_one_rank_does(
 ) -> None:
     check = tool("check_invariance")
     lines = list(check.check(model, tiny_model(**check.MODELS[model]), ranks, [layout]))
-    assert [line["objective"] for line in lines] == list(check.OBJECTIVES)
+    objectives = [name for name in check.OBJECTIVES if name != "balanced" or model == "moe"]
+    assert [line["objective"] for line in lines] == objectives
     assert all(line["layout"] == layout and line["met"] for line in lines), lines
     assert any(line["parameter"] > 0 for line in lines), "nothing was split"
 

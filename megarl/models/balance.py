@@ -1,0 +1,247 @@
+"""Balancing losses of a mixture of experts, as means over all tokens of an update."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+METRICS = {
+    "train/moe_aux_loss": (
+        "1",
+        "Switch balancing loss over an update's tokens without its coefficient, mean over layers; 1 is even",
+    ),
+    "train/moe_global_aux_loss": ("1", "as train/moe_aux_loss, for the balancing type global_aux_loss"),
+    "train/moe_seq_aux_loss": ("1", "as train/moe_aux_loss, but of each sequence by itself, mean over tokens"),
+    "train/moe_z_loss": ("1", "squared logsumexp of the router's logits without its coefficient, mean over tokens"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
+_WHOLE_BATCH = ("aux_loss", "global_aux_loss")
+"""Losses that compare with the tokens per expert of the whole update."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """The tokens of one row on one rank.
+
+    Shapes: `sequences` int64 [tokens], each token's sequence in the row; `is_real` bool [tokens], False on padding;
+    `lengths` float32 [sequences], tokens of each sequence without padding.
+    """
+
+    sequences: Tensor
+    is_real: Tensor
+    lengths: Tensor
+
+
+class UpdateRouter(TopKRouter):
+    """Megatron's router, with losses that are means over the update's tokens, and noise in training alone.
+
+    Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and leaves the division to
+    `finalize_model_grads`. That sum still depends on tp, cp, padding, and on which sequences share a row. Here each
+    rank's part is divided by the update's tokens at once, so that the sum over rows and ranks is the mean.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config, pg_collection)
+        assert config.num_moe_experts is not None
+        self.expert_count = config.num_moe_experts
+        self.losses = losses_of(config)
+        self.row: RowTokens | None = None
+        """The tokens of the next forward pass."""
+        self.num_tokens = 0
+        """Tokens of the update, on all ranks."""
+        self.is_counting = False
+        self.tokens_per_expert: Tensor | None = None
+        """[experts], float32: how many tokens of the update choose each expert."""
+        self.sums: dict[str, Tensor] = {}
+        """This rank's part of each loss, without its coefficient."""
+        self._recomputed: deque[RowTokens] = deque()
+        self._current: RowTokens | None = None
+
+    def begin(self, num_tokens: int) -> None:
+        """Prepare for an update of so many tokens."""
+        self.num_tokens = num_tokens
+        self.tokens_per_expert = None
+        self.sums = {}
+        self._recomputed.clear()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
+        """Route as Megatron does. While `is_counting`, also add up the tokens per expert."""
+        if self.is_counting:
+            self._count(logits.view(-1, self.expert_count))
+        elif self.training:
+            self._take_row()
+        return super().routing(logits, padding_mask)
+
+    def apply_input_jitter(self, input: Tensor) -> Tensor:
+        # Megatron draws in evaluation mode, too.
+        return super().apply_input_jitter(input) if self.training else input
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the mean square of logsumexp(logits), [tokens, experts], to the logits."""
+        coefficient = self.losses.get("z_loss")
+        if not coefficient or not self.training or not torch.is_grad_enabled():
+            return logits
+        squares = torch.logsumexp(logits, dim=-1).square()
+        return self._attach(logits, "z_loss", coefficient, (squares * self._tokens.is_real).sum() / self.num_tokens)
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._with_batch_loss(probs, scores_for_aux_loss, "aux_loss")
+
+    def _apply_global_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._with_batch_loss(probs, scores_for_aux_loss, "global_aux_loss")
+
+    def _with_batch_loss(self, probs: Tensor, scores: Tensor, name: str) -> Tensor:
+        """Attach experts / top_k * sum_i f_i P_i, f and P being means over the update's tokens.
+
+        Source: Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), over the global batch as in
+        Qiu et al. 2025 (arXiv 2501.11873).
+        """
+        coefficient = self.losses.get(name)
+        if not coefficient:
+            return probs
+        assert self.tokens_per_expert is not None, "the update's tokens per expert were not counted"
+        sums = (scores * self._tokens.is_real[:, None]).sum(0)
+        scale = self.expert_count / (self.topk * self.num_tokens**2)
+        return self._attach(probs, name, coefficient, (sums * self.tokens_per_expert).sum() * scale)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
+        """Attach the balancing loss of each sequence, weighted by its tokens.
+
+        Source: DeepSeek-V3 (2024, arXiv 2412.19437, eq. 17 to 20).
+        """
+        coefficient = self.losses.get("seq_aux_loss")
+        if not coefficient:
+            return probs
+        tokens = self._tokens
+        chosen = (routing_map & tokens.is_real[:, None]).float()
+        counts = chosen.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, chosen)
+        dist.all_reduce(counts, group=self.tp_cp_group)
+        shares = (counts / tokens.lengths[:, None])[tokens.sequences]
+        of_tokens = (scores_for_aux_loss * shares).sum(1) * tokens.is_real
+        scale = self.expert_count / (self.topk * self.num_tokens)
+        return self._attach(probs, "seq_aux_loss", coefficient, of_tokens.sum() * scale)
+
+    def _attach(self, activation: Tensor, name: str, coefficient: float, loss: Tensor) -> Tensor:
+        part = loss.detach()
+        self.sums[name] = self.sums[name] + part if name in self.sums else part
+        return MoEAuxLossAutoScaler.apply(activation, coefficient * loss)
+
+    def _count(self, logits: Tensor) -> None:
+        assert self.row is not None
+        chosen, _ = compute_routing_scores_for_aux_loss(
+            logits, self.topk, self.score_function, fused=self.config.moe_router_fusion
+        )
+        counts = (chosen.bool() & self.row.is_real[:, None]).sum(0)
+        self.tokens_per_expert = counts if self.tokens_per_expert is None else self.tokens_per_expert + counts
+
+    @property
+    def _tokens(self) -> RowTokens:
+        assert self._current is not None
+        return self._current
+
+    def _take_row(self) -> None:
+        """Find the row of this pass.
+
+        A layer that is recomputed runs first without gradients, then again in the backward pass, row by row in the
+        same order; other rows may have passed between the two.
+        """
+        assert self.row is not None
+        if not torch.is_grad_enabled():
+            self._recomputed.append(self.row)
+        else:
+            self._current = self._recomputed.popleft() if self._recomputed else self.row
+
+
+def losses_of(config: TransformerConfig) -> dict[str, float]:
+    """The losses that a model's routers have, with their coefficients."""
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    if not isinstance(coefficients, list):
+        coefficients = [coefficients]
+    found = dict(zip(kinds, coefficients, strict=False)) | {"z_loss": config.moe_z_loss_coeff or 0.0}
+    return {name: coefficient for name, coefficient in found.items() if coefficient}
+
+
+def needs_update_router(config: TransformerConfig) -> bool:
+    """Whether a model's routers have losses or noise, which `UpdateRouter` handles."""
+    return config.num_moe_experts is not None and bool(losses_of(config) or config.moe_input_jitter_eps)
+
+
+class ExpertBalance:
+    """The balancing losses of a rank's model chunks: what an update prepares for them, and their metrics."""
+
+    def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module]) -> None:
+        self._losses = losses_of(config) if config.num_moe_experts is not None else {}
+        self._routers = routers_of(*chunks)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model has a balancing loss."""
+        return bool(self._losses)
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether a loss needs the update's tokens per expert before its gradients."""
+        return any(name in self._losses for name in _WHOLE_BATCH)
+
+    def begin(self, num_tokens: int) -> None:
+        """Prepare for an update of `num_tokens` on all ranks together."""
+        for router in self._routers:
+            router.begin(num_tokens)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within, forward passes count the tokens per expert; at the end they are summed over the ranks."""
+        for router in self._routers:
+            router.is_counting = True
+        yield
+        for router in self._routers:
+            router.is_counting = False
+            assert router.tokens_per_expert is not None
+            dist.all_reduce(router.tokens_per_expert, group=router.tp_dp_cp_group)
+            router.tokens_per_expert = router.tokens_per_expert.float()
+
+    def metrics(self, num_stages: int, device: torch.device) -> dict[str, float]:
+        """The update's losses by metric, means over layers. A collective over all ranks.
+
+        `num_stages` is the number of pipeline stages.
+        """
+        names = sorted(self._losses)
+        # The ranks of a stage have the same layers, and each a part of the tokens.
+        ranks_per_stage = dist.get_world_size() // num_stages
+        total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
+        for router in self._routers:
+            parts = [router.sums[name].double() for name in names]
+            total += torch.stack([*parts, parts[0].new_tensor(1 / ranks_per_stage)])
+        dist.all_reduce(total)
+        *found, num_layers = total.tolist()
+        return {f"train/moe_{name}": value / num_layers for name, value in zip(names, found, strict=True)}
+
+
+def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
+    """The routers of model chunks with losses or noise."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, UpdateRouter)]
