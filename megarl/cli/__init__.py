@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from megarl.cli import convert, data, sandbox, slurm
-from megarl.cli.arguments import Overrides, RecipePath
-from megarl.cli.checking import checked, checking
+from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath
+from megarl.cli.checking import checked, checking, with_notices_shown
 from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
 from megarl.terminal import guard_logging, printable
 from megarl.types import ConfigError, MegarlError
@@ -55,7 +54,7 @@ def _program(
     pass
 
 
-class _TrainCommand(TyperCommand):
+class _TrainCommand(RecipeCommand):
     """`--resume` may come alone or with a value behind an equals sign; the next argument is never taken for one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -152,7 +151,7 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     return True
 
 
-@app.command("eval")
+@app.command("eval", cls=RecipeCommand)
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="MODEL_OR_RUN", help="Folder of a model, or of a run.")],
     recipe: Annotated[
@@ -184,6 +183,7 @@ def evaluate(
     from megarl.loops.evaluation import prepare, run
 
     prepared = prepare(model, recipe, overrides or (), options=chosen, sets=of_set or (), out=out, is_best=best)
+    with_notices_shown(prepared.recipe)
     print_evaluation(asyncio.run(run(prepared)), prepared.folder)
 
 
@@ -195,7 +195,7 @@ def _numbers(text: str) -> list[int]:
         raise ConfigError(f"--k {text}: is no list of whole numbers; write 1,4,16, say") from None
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -218,7 +218,7 @@ def plan(
     )
     from megarl.reshard.cost_model import forecast
 
-    loaded = load(recipe, overrides or ())
+    loaded = with_notices_shown(load(recipe, overrides or ()))
     shape, layout = check_plan(loaded)
     as_written, loaded = loaded, with_cache(loaded)
     memory = table_of(loaded, layout)
@@ -249,16 +249,17 @@ def plan(
         raise typer.Exit(ConfigError.exit_code)
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Print a recipe in full: each field and its meaning."""
     from megarl.config.recipe import load, to_yaml
     from megarl.preflight import with_cache
 
-    print(to_yaml(with_cache(load(recipe, overrides or ())), comments=True), end="")
+    loaded = with_notices_shown(load(recipe, overrides or ()))
+    print(to_yaml(with_cache(loaded), comments=True), end="")
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def doctor(
     recipe: Annotated[
         str | None,
@@ -275,7 +276,7 @@ def doctor(
     if recipe is None:
         found, notices = {"here": examine()}, []
     else:
-        loaded = load(recipe, overrides or ())
+        loaded = with_notices_shown(load(recipe, overrides or ()))
         if wrong := [*machines(loaded)]:
             raise ConfigError(error_page(f"recipe {loaded.name}", wrong))
         found, notices = asyncio.run(examine_nodes(loaded))

@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from megarl.types import ConfigError
 
 RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of the recipe.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SECTION.FIELD=VALUE", help="Values on top of the file's.", show_default=False),
+    typer.Argument(
+        metavar="SECTION.FIELD=VALUE",
+        help="Values on top of the file's; {} empties, SECTION.FIELD=default or ~SECTION.FIELD removes.",
+        show_default=False,
+    ),
 ]
+
+
+class RecipeCommand(TyperCommand):
+    """A command that takes a recipe and overrides: an unknown option is answered with the recipe's field for it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises ConfigError that names what each unknown option is in a recipe."""
+        # Unknown options are then among the arguments, in order.
+        ctx.ignore_unknown_options = True
+        rest = super().parse_args(ctx, args)
+        arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
+        texts = [text for argument in arguments for text in _given(ctx, argument)]
+        if unknown := list(_options(texts)):
+            raise ConfigError("\n".join(_unknown_option(*option, self.params) for option in unknown))
+        return rest
+
+
+def _given(ctx: Any, argument: Any) -> list[str]:
+    """The texts of an argument."""
+    value = ctx.params.get(argument.name)
+    return [] if value is None else [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """The options among arguments, each with its value: what follows an equals sign, or the next argument."""
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument.startswith("-"):
+            option, equals, value = argument.partition("=")
+            is_value = following is not None and not following.startswith("-")
+            yield option, value if equals else following if is_value else None
+
+
+def _unknown_option(option: str, value: str | None, parameters: Sequence[Any]) -> str:
+    """A line such as `--steps: unknown option; write train.steps=5`."""
+    from megarl.config.explaining import option_hint
+
+    known = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]
+    return f"{option}: unknown option; {option_hint(option, value, known)}"

@@ -38,6 +38,17 @@ def checked(
         records = count_records(recipe, dropped, kept)
         check_rewards(recipe, is_start=is_start)
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    with_notices_shown(recipe)
     for text in resource_warnings(recipe, layout):
         console.print(f"warning: {text}", style="yellow")
     return layout, records, dropped, kept
+
+
+def with_notices_shown(recipe: Recipe) -> Recipe:
+    """The recipe, once a terminal has shown which values of its file were dropped when it was read."""
+    from megarl.terminal import Terminal
+
+    console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    for text in recipe.notices:
+        console.print(f"notice: {text}", style="yellow")
+    return recipe

@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from megarl.cli.arguments import Overrides, RecipePath
+from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked
 
 app = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def render(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Print the batch script of a recipe."""
     print(_batch_script(recipe, overrides or ()), end="")
 
 
-@app.command()
+@app.command(cls=RecipeCommand)
 def submit(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -6,7 +6,7 @@ What one field can tell is checked here; what several fields, the model folder o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -282,6 +282,7 @@ class Recipe(Section):
     """Checkpoints and exports during a run."""
 
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)
+    _notices: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="wrap")
     @classmethod
@@ -315,6 +316,17 @@ class Recipe(Section):
         """The recipe, which is to be written with these texts in place of what they were read as."""
         copy = self.model_copy()
         copy._references = dict(references)
+        return copy
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """A line for each reason for which values of the file were dropped when the recipe was read."""
+        return self._notices
+
+    def with_notices(self, notices: Sequence[str]) -> Self:
+        """The recipe, with these lines about how it was read."""
+        copy = self.model_copy()
+        copy._notices = tuple(notices)
         return copy
 
     def override_of(self, folder: str) -> Mapping[str, Any]:

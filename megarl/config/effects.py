@@ -11,15 +11,15 @@ Only what a recipe gives counts as an error: defaults and a preset's values may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.formulas import FIELDS, either, formulas, taking
 from megarl.files.import_path import is_import_path
 
 if TYPE_CHECKING:
-    from megarl.config import Recipe, Section
+    from megarl.config import Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Needs:
     fields: tuple[str, ...]
     remedy: str
     holds: Callable[[Recipe], bool]
+    is_alternative: bool = False
+    """The deciding field says the same in another way: an override of either replaces the other in the file."""
 
     def state(self, recipe: Recipe) -> str:
         """The deciding fields as they are: `under loop=sft`, `without reward.model`."""
@@ -57,7 +59,11 @@ def _given(field: str) -> Needs:
 
 
 def _left_out(field: str) -> Needs:
-    return Needs((field,), f"leave out {field}", lambda recipe: not value_at(recipe, field))
+    return Needs((field,), f"leave out {field} ({field}=default)", lambda recipe: not value_at(recipe, field))
+
+
+def _instead_of(field: str) -> Needs:
+    return replace(_left_out(field), is_alternative=True)
 
 
 def _above_zero(field: str) -> Needs:
@@ -206,7 +212,7 @@ def _optimizer(section: str, needs: tuple[Needs, ...]) -> dict[str, tuple[Needs,
         "learning_rate": _ALWAYS,
         "schedule": _ALWAYS,
         "decay_steps": (_one_of(f"{section}.schedule", "wsd"),),
-        "warmup_steps": (_left_out(f"{section}.warmup_ratio"),),
+        "warmup_steps": (_instead_of(f"{section}.warmup_ratio"),),
         "warmup_ratio": _ALWAYS,
         "min_learning_rate": (falling,),
         "weight_decay": _ALWAYS,
@@ -320,7 +326,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "rollout.on_stale": _PARK,
     "rollout.max_concurrent_requests": _ENGINE,
     "rollout.async_scheduling": _ENGINE,
-    "rollout.kv_cache_gib": (*_ENGINE, _left_out("rollout.gpu_memory_utilization")),
+    "rollout.kv_cache_gib": (*_ENGINE, _instead_of("rollout.gpu_memory_utilization")),
     "rollout.gpu_memory_utilization": _ENGINE,
     "rollout.quantization": _ENGINE,
     "rollout.kv_cache_dtype": _ENGINE,
@@ -427,7 +433,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "distillation.temperature": _DIVERGENCE,
     "distillation.top_k": (_DISTILLATION, _one_of("distillation.loss", "top_k")),
     "distillation.tail": (_DISTILLATION, _one_of("distillation.loss", "top_k")),
-    "train.steps": (_left_out("train.epochs"),),
+    "train.steps": (_instead_of("train.epochs"),),
     "train.epochs": (_left_out("mixture"),),
     "train.prompts_per_step": _ALWAYS,
     "train.samples_per_prompt": (_ON_POLICY,),
@@ -464,11 +470,15 @@ def unmet(recipe: Recipe, field: str) -> Needs | None:
 
     In a mixture it has one if it has for any source that does not have its own.
     """
-    found = [_unmet_of(source.recipe, field) for source in recipe.sources if source.place(field) == field]
+    # A source's recipe has no mixture of its own.
+    if (need := next((need for need in conditions(field) if need.fields == ("mixture",)), None)) and recipe.mixture:
+        return need
+    found = [unmet_in(source.recipe, field) for source in recipe.sources if source.place(field) == field]
     return _NOT_OWN if not found else None if None in found else found[0]
 
 
-def _unmet_of(recipe: Recipe, field: str) -> Needs | None:
+def unmet_in(recipe: Recipe, field: str) -> Needs | None:
+    """As `unmet`, of a source's recipe."""
     return next((need for need in conditions(field) if not need.holds(recipe)), None)
 
 
@@ -476,34 +486,3 @@ def may_be_idle(recipe: Recipe, field: str) -> bool:
     """Whether a field is a keyword of a function of the user's own, which may not take it."""
     owners = (owner for owner, keywords in FIELDS.items() if field in keywords.values())
     return any(is_import_path(value_at(recipe, owner) or "") for owner in owners)
-
-
-def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
-    """The fields that a recipe gives, by dotted name; not those that a preset sets."""
-    for name in type(section).model_fields:
-        if name in section.model_fields_set:
-            value = getattr(section, name)
-            if hasattr(value, "model_fields_set"):
-                yield from given_fields(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name
-
-
-class Idle(NamedTuple):
-    """A given field that does nothing in a recipe, a source's where it is in a mixture, and the condition."""
-
-    place: str
-    field: str
-    recipe: Recipe
-    need: Needs
-
-
-def idle_fields(recipe: Recipe) -> Iterator[Idle]:
-    """Each given field that does nothing, a source's own too."""
-    for field in given_fields(recipe):
-        if (need := unmet(recipe, field)) is not None:
-            yield Idle(field, field, recipe, need)
-    for source in recipe.sources if unmet(recipe, "mixture") is None else ():
-        for field in sorted(source.own):
-            if (need := _unmet_of(source.recipe, field)) is not None:
-                yield Idle(source.place(field), field, source.recipe, need)

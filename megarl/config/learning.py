@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -31,12 +30,9 @@ def _formula(field: str, *, takes_own: bool = False) -> AfterValidator:
     def known(name: str) -> str:
         if name in formulas(field) or (takes_own and is_import_path(name)):
             return name
-        near = difflib.get_close_matches(name, formulas(field), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         own = "; your own as package.module:function or path/to/file.py:function" if takes_own else ""
         choices = either([repr(known) for known in formulas(field)])
-        told = {"choices": choices, "own": own, "hint": hint}
-        raise PydanticCustomError("formula", "must be {choices}{own}{hint}", told)
+        raise PydanticCustomError("formula", "must be {choices}{own}", {"choices": choices, "own": own})
 
     return AfterValidator(known)
 
@@ -47,6 +43,7 @@ ImportanceSampling = Annotated[
     Annotated[str, _formula("algorithm.importance_sampling")] | None,
     BeforeValidator(lambda given: None if given == "none" else given),
 ]
+OverlongBuffer = Annotated[PositiveInt | None, BeforeValidator(lambda given: None if given == 0 else given)]
 Kwargs = dict[str, bool | int | float | str | None]
 """Keyword arguments of a formula, beside those that have a field of their own."""
 PreferenceLoss = Annotated[str, _formula("preference.loss")]
@@ -254,10 +251,10 @@ class AlgorithmConfig(Section):
     oversampling: Annotated[float, Field(ge=1.0)] = 1.0
     """Ratio of prompts sampled at once to prompts per step, with dynamic sampling, whose surplus groups train in the
     next step, or rollout.stragglers, which says what becomes of them."""
-    overlong_buffer: PositiveInt | None = None
+    overlong_buffer: OverlongBuffer = None
     """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by overlong_penalty times
     reward.correct_score at the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of
-    max_new_tokens."""
+    max_new_tokens. 0: no punishment."""
     overlong_penalty: PositiveFloat = 1.0
     """Penalty at the end of the overlong_buffer, in units of reward.correct_score (verl's penalty_factor)."""
     mask_truncated: bool = False

@@ -109,7 +109,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
     further = [*([] if "loop" in unread else found.recipe), *found.files]
     depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
     further = [text for text in further if not depends.search(text)]
-    raise ConfigError(error_page(path, [*draft.problems, *further]))
+    raise draft.error(further)
 
 
 @dataclass(frozen=True, slots=True)

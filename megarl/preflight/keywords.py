@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.effects import given_fields, unmet, value_at
+from megarl.config.effects import unmet, value_at
 from megarl.config.formulas import FIELDS, KWARGS, MEASURED, Keyword, Keywords, formulas
+from megarl.config.idle import given_fields
 from megarl.files.import_path import import_object, is_import_path
 from megarl.preflight.library_fields import accepts
 from megarl.types import ConfigError

@@ -72,8 +72,8 @@ def test_what_is_written_is_read_back(mixed: Path, tmp_path: Path) -> None:
         pytest.param("mixture.games.rollout.tp=2", "mixture.games.rollout.tp = 2", "max_turns", id="of the whole run"),
         pytest.param("mixture.games.rollout.max_turns=0", "mixture.games.rollout.max_turns = 0", "greater", id="value"),
         pytest.param(
-            "mixture.games.rollout.environment=single_turn",
-            "mixture.games.rollout.environment_kwargs = {'max_number': 16}: does nothing",
+            "mixture.sums.rollout.environment_kwargs={max_number: 16}",
+            "mixture.sums.rollout.environment_kwargs = {'max_number': 16}: does nothing",
             "rollout.environment to another",
             id="field that does nothing",
         ),
@@ -97,5 +97,21 @@ def test_a_fault_is_named_where_it_stands(mixed: Path, override: str, start: str
 
 
 def test_a_mixture_is_of_rl(mixed: Path) -> None:
-    problems = read(mixed, ["loop=sft"]).problems
-    assert any(line.startswith("mixture = ") and "under loop=sft" in line for line in problems)
+    draft = read(mixed, ["loop=sft"])
+    assert any("mixture = " in notice and "under loop=sft" in notice for notice in draft.recipe.notices)
+    assert any(line.startswith("data.train: missing") for line in draft.problems), "only sources had it"
+    own = mixed.with_name("sft.yaml")
+    own.write_text(MIXED.replace("loop: rl", "loop: sft"))
+    assert any(line.startswith("mixture = ") and "under loop=sft" in line for line in read(own).problems)
+
+
+def test_epochs_of_a_mixture_are_refused(mixed: Path) -> None:
+    [line] = faults(mixed, "train.epochs=2")
+    assert line.startswith("  train.epochs = 2.0: does nothing under mixture=sums, games") and "mixture=default" in line
+
+
+def test_a_field_of_a_source_that_an_override_leaves_without_effect_is_dropped(mixed: Path) -> None:
+    recipe = load(mixed, ["mixture.games.rollout.environment=single_turn"])
+    [notice] = recipe.notices
+    assert "mixture.games.rollout.environment_kwargs = {'max_number': 16}" in notice
+    assert recipe.mixture["games"].rollout.keys() == {"environment", "max_turns"}

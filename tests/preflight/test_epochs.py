@@ -59,8 +59,10 @@ def test_a_recipe_with_epochs_is_written_and_read_with_them(recipe: Callable[...
     assert "epochs: 2.0" in text and " steps:" not in text
     (tmp_path / "again.yaml").write_text(text)
     assert with_steps(load(tmp_path / "again.yaml")).train.steps == made.train.steps == 2
-    with pytest.raises(ConfigError, match=r"train\.steps = 5: does nothing under train\.epochs=2\.0; leave it out"):
-        load(tmp_path / "again.yaml", ["train.steps=5"])
+    replaced = load(tmp_path / "again.yaml", ["train.steps=5"])
+    assert (replaced.train.steps, replaced.train.epochs) == (5, None) and "train.epochs = 2.0" in replaced.notices[0]
+    with pytest.raises(ConfigError, match=r"train\.steps = 5: does nothing under train\.epochs=1\.0; leave it out"):
+        load(tmp_path / "again.yaml", ["train.steps=5", "train.epochs=1"])
 
 
 def test_warm_up_as_a_share_of_the_run() -> None:

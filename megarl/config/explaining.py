@@ -1,0 +1,191 @@
+"""One line for each thing that is wrong with a recipe: field, value as it may be written, what is wrong, remedy."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config.migration import counterpart
+from megarl.config.nearest import nearest
+from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
+from megarl.config.secrets import Place, holds_secret
+from megarl.config.short_options import of_short_option
+from megarl.config.values import nearest_value
+
+
+def error_page(title: str | Path, problems: Sequence[str]) -> str:
+    """All problems under one title, a line each."""
+    return f"{title}: {len(problems)} error{'s' if len(problems) > 1 else ''}\n" + textwrap.indent(
+        "\n".join(problems), "  "
+    )
+
+
+def explained(kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]) -> str:
+    """The line, or lines, for an error of pydantic: its type, place, input and message."""
+    is_key = loc[-1:] == ("[key]",)
+    place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
+    written = reference_around(loc, references) or printable(value, loc, references)
+    if kind == "missing":
+        return _missing(place)
+    if kind == "extra_forbidden":
+        return "\n".join(_unknown(place, written))
+    shown = f"{place} = {shortened(written)}"
+    if kind == "model_type":
+        return f"{shown}: is a section; leave it out or set {', '.join(_children(place))}"
+    if is_key and kind == "literal_error":
+        keys = message.removeprefix("Input should be ").replace("'", "")
+        return f"{place}: {written!r} is not a key of {place.rpartition('.')[0]}; its keys are {keys}. {_around(place)}"
+    if is_key:
+        return f"{place}: bad name {written!r}; use letters, digits, dots, dashes and underscores"
+    return f"{shown}: {_wrong_value(kind, place, value, message)}"
+
+
+def _missing(place: str) -> str:
+    known = all_fields()
+    required = [name for name, field in known.items() if name.startswith(place + ".") and field.is_required()]
+    lines = [(name, field_at(name)) for name in required or [place]]
+    return "\n".join(f"{name}: missing; add it: {description(field) if field else ''}" for name, field in lines)
+
+
+def _children(place: str) -> list[str]:
+    section = section_at(place)
+    return [f"{place}.{name}" for name in section.model_fields] if section else []
+
+
+def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
+    """The fault of a value, the nearest valid one or how to remove it, and the field's description."""
+    wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
+    field = field_at(place)
+    if kind in ("literal_error", "formula") and (near := nearest_value(place, value)):
+        wrong += f"; did you mean {near!r}?"
+    elif field is not None and value is None and not field.is_required():
+        wrong += f"; {removal(place)} on the command line removes it."
+    else:
+        wrong += "."
+    return f"{wrong} {_around(place)}".removesuffix(". ")
+
+
+def _around(place: str) -> str:
+    """The description of the field that a place is, or is inside of; empty for a place in no field."""
+    parts = place.split(".")
+    found = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
+    return next((description(field) for field in found if field is not None), "")
+
+
+def _unknown(place: str, value: Any) -> Iterator[str]:
+    """A line for an unknown key, or for each value in a section that the recipe does not have."""
+    leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
+    is_misspelt = nearest(place.rpartition(".")[2], _siblings(place)) is not None
+    is_foreign = any(counterpart(name) for name, _ in leaves)
+    is_elsewhere = not is_misspelt and any(_elsewhere(name) for name, _ in leaves)
+    for name, item in leaves if is_foreign or is_elsewhere else [(place, value)]:
+        yield f"{name} = {shortened(item)}: unknown key; {key_hint(name)}"
+
+
+def key_hint(place: str) -> str:
+    """Where an unknown key may have been meant to stand, or what another program's option is called here."""
+    from megarl.config.mixture import SourceConfig
+
+    # Items of a list have their own fields, which no other section could take.
+    found, short = [] if _is_in_item(place) else _elsewhere(place), of_short_option(place)
+    if foreign := counterpart(place) or (None if found else short):
+        return str(foreign)
+    if place.startswith("mixture."):
+        inner = recipe_field(place)
+        return key_hint(inner) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
+    if found:
+        parents = [name.rpartition(".")[0] or "the top level" for name in found]
+        also = f"; ColossalRL's -{place} {short}" if short else ""
+        return f"it belongs under {' or '.join(parents)}: {', '.join(found)}{also}"
+    key, siblings = place.rpartition(".")[2], _siblings(place)
+    if near := _nearest_field(place):
+        return f"did you mean {near}?"
+    return f"known are {', '.join(siblings.values())}" if siblings else f"no section has a field like {key}"
+
+
+def _is_in_item(place: str) -> bool:
+    """Whether a key stands in an item of a list, or an entry of a mapping, of sections."""
+    parent = place.rpartition(".")[0]
+    return parent not in {"", *all_fields()} and section_at(parent) is not None
+
+
+def _nearest_field(place: str) -> str | None:
+    """The fields whose name is nearest to an unknown key's, in its own section first, as `a or b`."""
+    key = place.rpartition(".")[2]
+    siblings = _siblings(place)
+    if (near := nearest(key, siblings)) is not None:
+        return siblings[near]
+    known = {} if _is_in_item(place) else all_fields()
+    near = nearest(key, [name.rpartition(".")[2] for name in known])
+    return None if near is None else " or ".join(name for name in known if name.rpartition(".")[2] == near)
+
+
+def _siblings(place: str) -> dict[str, str]:
+    """The fields of the section that a key stands in: dotted names by name."""
+    parent = place.rpartition(".")[0]
+    section = section_at(parent)
+    prefix = f"{parent}." if parent else ""
+    return {} if section is None else {name: f"{prefix}{name}" for name in section.model_fields}
+
+
+def _elsewhere(place: str) -> list[str]:
+    """The fields of exactly this name in other sections."""
+    key = place.rpartition(".")[2]
+    return [name for name in all_fields() if name.rpartition(".")[2] == key]
+
+
+def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
+    """The answer to an option that a command does not have, such as `--steps 5`; `options` are the command's own."""
+    name, known = option.lstrip("-").replace("-", "_"), all_fields()
+    own = [name] if name in known else _elsewhere(name)
+    is_own = option.startswith("--") and bool(own)
+    foreign = counterpart(name) or (None if is_own else of_short_option(option.lstrip("-")))
+    written = "VALUE" if value is None else value
+    if foreign is not None:
+        is_same = len(foreign.fields) == 1 and not foreign.note
+        return f"{foreign}" + (f"; write {foreign.fields[0]}={written}" if is_same else "")
+    if fields := [field for field in own if section_of(known[field]) is None]:
+        return f"write {' or '.join(f'{field}={written}' for field in fields)}"
+    if own:
+        return f"is a section here; write {' or '.join(f'{field}={written}' for field in _children(own[0]))}"
+    if near := nearest(name, [known.lstrip("-") for known in options]):
+        return f"did you mean --{near}?"
+    near = _nearest_field(name)
+    return f"did you mean {near}? Write it as SECTION.FIELD={written}" if near else "no option or field is like it"
+
+
+def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """A section's values by what follows its dotted name; a value that is not a section by ``."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from ((f".{name}{rest}", leaf) for rest, leaf in leaves_of(item))
+    else:
+        yield "", value
+
+
+def shortened(value: Any) -> str:
+    """A value on one line of at most 80 characters."""
+    return textwrap.shorten(repr(value), 80)
+
+
+def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
+    """A value as it may be written: references as they stand, secrets hidden."""
+    if place in references:
+        return references[place]
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {name: printable(item, (*place, str(name)), references) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [printable(item, (*place, index), references) for index, item in enumerate(value)]
+    if isinstance(value, str):
+        # `load` would take a bare ${...} for a reference.
+        return "<hidden>" if holds_secret(place, value) else value.replace("${", "\\${")
+    return value
+
+
+def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
+    """The reference that a value, or a section around it, was read by."""
+    return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)

@@ -1,0 +1,271 @@
+"""A recipe's file and the overrides on top of it as plain values, before the schema checks them.
+
+OmegaConf is imported where it is used, so that `megarl --help` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.explaining import error_page, key_hint, leaves_of
+from megarl.config.schema import default_removes, field_at, recipe_field, section_at
+from megarl.types import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config.secrets import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """File and overrides as plain values, references resolved.
+
+    `references` are the texts of values that read the environment; `unread` are fields whose references cannot be
+    resolved and which are left out; `overridden` are the dotted names of the values that overrides give.
+    """
+
+    values: dict[str, Any]
+    references: dict[Place, str]
+    problems: list[str]
+    unread: set[str]
+    overridden: frozenset[str]
+
+
+def merge(path: Path, overrides: Sequence[str]) -> Merged:
+    """Read a file and apply overrides in turn. Raises ConfigError for a file that is no YAML of sections and fields."""
+    tree, problems = _tree_of_file(path)
+    merging = _Merging(tree, problems)
+    for override in overrides:
+        merging.apply(override)
+    values, references, unread = _resolved(path, merging.tree, merging.problems)
+    return Merged(values, references, merging.problems, unread, frozenset(merging.overridden))
+
+
+def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from megarl.config import strict_yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        problems = strict_yaml.problems(text)
+        if any(words in problem for problem in problems for words in (strict_yaml.TOO_DEEP, strict_yaml.TOO_LARGE)):
+            raise ConfigError(error_page(path, problems))
+        tree = OmegaConf.load(io.StringIO(text))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: recipe not found. Give the path of a YAML file.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}. Mend this line.") from None
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: recipe cannot be read ({_one_line(error)}).") from None
+    if not OmegaConf.is_dict(tree):
+        raise ConfigError(f"{path}: a recipe is made of `section:` and `field: value` lines; this is a list.")
+    return tree, problems
+
+
+@dataclass(slots=True)
+class _Merging:
+    """A tree of OmegaConf that overrides change, one after the other; later ones win."""
+
+    tree: Any
+    problems: list[str]
+    overridden: set[str] = field(default_factory=set)
+
+    def apply(self, override: str) -> None:
+        """Set or remove what `section.field=value`, `section.field=default` or `~section.field` names."""
+        import yaml
+        from omegaconf.errors import OmegaConfBaseException
+
+        key, _, value = override.partition("=")
+        if fault := _form_fault(override):
+            self.problems.append(f"{override!r}: {fault}")
+        elif key.startswith("~"):
+            self._remove(key[1:])
+        elif value.strip() == "default" and default_removes(key):
+            self._remove(key)
+        else:
+            try:
+                self._set(key, value)
+            except (OmegaConfBaseException, TypeError, yaml.YAMLError) as error:
+                fault = f"{_one_line(error)}; give a value in YAML, text with signs in quotes"
+                self.problems.append(f"{override!r}: {fault}")
+
+    def _set(self, key: str, text: str) -> None:
+        from omegaconf import OmegaConf
+
+        from megarl.config import strict_yaml
+
+        if doubtful := strict_yaml.problems(text, key):
+            self.problems += doubtful
+            return
+        value = _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+        of_list = self._list_around(key)
+        if of_list is not None:
+            self._set_in_list(of_list, key, value)
+            return
+        if value == {}:
+            # Merged into what is there it would do nothing.
+            OmegaConf.update(self.tree, key, {}, merge=False, force_add=True)
+        else:
+            self.tree = OmegaConf.merge(self.tree, OmegaConf.from_dotlist([f"{key}={text}"]))
+        self.overridden |= {key + rest for rest, _ in leaves_of(value)}
+
+    def _list_around(self, key: str) -> str | None:
+        """The dotted name of the list in which a key names an item by its number; None elsewhere."""
+        from omegaconf import OmegaConf
+
+        parts = key.split(".")
+        for end in range(1, len(parts)):
+            place = ".".join(parts[:end])
+            if parts[end].isdecimal() and (
+                OmegaConf.is_list(self._at(place)) or (self._at(place) is None and _default_list(place) is not None)
+            ):
+                return place
+        return None
+
+    def _at(self, place: str) -> Any:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            return OmegaConf.select(self.tree, place)
+        except OmegaConfBaseException:
+            return None
+
+    def _set_in_list(self, place: str, key: str, value: Any) -> None:
+        """Set an item of a list, or a value in it; a list that nobody has given is the recipe's own or the default."""
+        from omegaconf import OmegaConf
+
+        found = self._at(place)
+        found = self._at(recipe_field(place)) if found is None else found
+        items: list[Any] = (_default_list(place) or []) if found is None else _plain(found)
+        number, _, rest = key[len(place) + 1 :].partition(".")
+        if int(number) >= len(items):
+            numbers = f"their numbers are 0 to {len(items) - 1}" if items else f"write {place}=[VALUE]"
+            self.problems.append(f"{key}: {place} has {len(items)} items; {numbers}")
+            return
+        if rest:
+            item = items[int(number)]
+            # A reward function is written as its bare name where that says all.
+            item = {"name": item} if isinstance(item, str) and section_at(f"{place}.{number}") is not None else item
+            node = OmegaConf.create({"item": item})
+            OmegaConf.update(node, f"item.{rest}", value, merge=value != {}, force_add=True)
+            value = _plain(node)["item"]
+        items[int(number)] = value
+        OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
+        self.overridden.add(place)
+
+    def _remove(self, key: str) -> None:
+        """Remove a value, a section, or an item of a list; what is not there needs no removal if it is a field."""
+        from omegaconf import OmegaConf
+
+        parent, _, name = key.rpartition(".")
+        section = self._at(parent) if parent else self.tree
+        if OmegaConf.is_dict(section) and name in section:
+            del section[name]
+        elif OmegaConf.is_list(section) and name.isdecimal() and int(name) < len(section):
+            del section[int(name)]
+        elif field_at(key) is None:
+            there = list(section) if OmegaConf.is_dict(section) and section_at(parent) is None else []
+            hint = f"{parent} has {', '.join(map(str, there))}" if there else key_hint(key)
+            self.problems.append(f"~{key}: there is no such value to remove; {hint}")
+        self.overridden = {name for name in self.overridden if not f"{name}.".startswith(f"{key}.")}
+
+
+def _plain(tree: Any) -> Any:
+    """A tree as plain values, references as they stand."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(tree, resolve=False)
+
+
+def _form_fault(override: str) -> str | None:
+    """The fault of an override's form, with what to write; None for one that can be read."""
+    key, equals, value = override.partition("=")
+    if key.startswith("+"):
+        return f"a field is set without the +; write {override.lstrip('+')}"
+    if key.startswith("~") and equals:
+        return f"removes a value and takes none; write {key}, or {key[1:]}={value}"
+    name = key.removeprefix("~")
+    if not (equals or key.startswith("~")) or not all(part and part == part.strip() for part in name.split(".")):
+        return "not an override; write section.field=value, no spaces around the =, or ~section.field to remove it"
+    return None
+
+
+def _default_list(place: str) -> list[Any] | None:
+    """The default of a field that is a list, as plain values."""
+    found = field_at(place)
+    default = found.default if found is not None else None
+    if not isinstance(default, tuple):
+        return None
+    return [item.model_dump() if hasattr(item, "model_dump") else item for item in default]
+
+
+def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
+    """The values of a tree, references to the environment by place, and fields that are left out as unresolvable."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    unread: set[str] = set()
+    while True:
+        try:
+            values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+            return values, _environment_references(tree), unread
+        except OmegaConfBaseException as error:
+            place = getattr(error, "full_key", None) or "value"
+            problem = (
+                f"{place}: {_one_line(error)}. Set it here or as {place}=VALUE on the command line; "
+                "${section.field} refers to another field of the recipe, \\${ is the text itself"
+            )
+            problems.append(problem)
+            section, _, name = place.rpartition(".")
+            parent = OmegaConf.select(tree, section) if section else tree
+            if not OmegaConf.is_dict(parent) or name not in parent:
+                raise ConfigError(error_page(path, problems)) from None
+            del parent[name]
+            unread.add(place)
+
+
+def _environment_references(tree: Any) -> dict[Place, str]:
+    """The text of each value whose resolving reads the environment, also by way of another field."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    has_read = False
+
+    def read(*arguments: Any) -> Any:
+        nonlocal has_read
+        has_read = True
+        return oc.env(*arguments)
+
+    def walk(raw: Any, node: Any, place: Place) -> Iterator[tuple[Place, str]]:
+        nonlocal has_read
+        if isinstance(raw, str):
+            if "${" in raw:
+                has_read = False
+                resolved = node[place[-1]]
+                if OmegaConf.is_config(resolved):
+                    OmegaConf.to_container(resolved, resolve=True)
+                if has_read:
+                    yield place, raw
+        elif raw and isinstance(raw, dict | list):
+            inner = node[place[-1]] if place else node
+            for key in raw if isinstance(raw, dict) else range(len(raw)):
+                yield from walk(raw[key], inner, (*place, key))
+
+    OmegaConf.register_resolver("oc.env", read, replace=True)
+    try:
+        found = walk(OmegaConf.to_container(tree, resolve=False), tree, ())
+        return {tuple(p if isinstance(p, int) else str(p) for p in place): raw for place, raw in found}
+    finally:
+        OmegaConf.register_resolver("oc.env", oc.env, replace=True)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n    full_key")[0].split())

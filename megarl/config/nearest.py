@@ -1,0 +1,31 @@
+"""The nearest known name to one that is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that takes the fewest edits, or None if each takes more than a third of the word's letters.
+
+    An edit inserts, removes or replaces one letter. Case, dashes and underscores make no difference.
+    """
+    plain = _plain(word)
+    found = min(((_edits(plain, _plain(choice)), choice) for choice in choices), default=None, key=lambda pair: pair[0])
+    return found[1] if found and 3 * found[0] <= len(plain) else None
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("-", "_")
+
+
+def _edits(one: str, other: str) -> int:
+    """The Levenshtein distance of two words."""
+    before = list(range(len(other) + 1))
+    for row, letter in enumerate(one, 1):
+        current = [row]
+        for column, wanted in enumerate(other, 1):
+            replaced = before[column - 1] + (letter != wanted)
+            current.append(min(replaced, before[column] + 1, current[-1] + 1))
+        before = current
+    return before[-1]
