@@ -8,7 +8,8 @@ from collections.abc import Iterable
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that takes the fewest edits, or None if each takes more than a third of the word's letters.
 
-    An edit inserts, removes or replaces one letter. Case, dashes and underscores make no difference.
+    An edit inserts, removes or replaces a letter, or swaps two neighbours. Case, dashes and underscores make no
+    difference.
     """
     plain = _plain(word)
     found = min(((_edits(plain, _plain(choice)), choice) for choice in choices), default=None, key=lambda pair: pair[0])
@@ -20,12 +21,15 @@ def _plain(word: str) -> str:
 
 
 def _edits(one: str, other: str) -> int:
-    """The Levenshtein distance of two words."""
-    before = list(range(len(other) + 1))
+    """The distance of two words by Levenshtein and Damerau, each letter edited at most once."""
+    before: list[int] = []
+    current = list(range(len(other) + 1))
     for row, letter in enumerate(one, 1):
-        current = [row]
+        earlier, before, current = before, current, [row]
         for column, wanted in enumerate(other, 1):
             replaced = before[column - 1] + (letter != wanted)
-            current.append(min(replaced, before[column] + 1, current[-1] + 1))
-        before = current
-    return before[-1]
+            fewest = min(replaced, before[column] + 1, current[-1] + 1)
+            if row > 1 and column > 1 and one[row - 2 : row] == wanted + other[column - 2]:
+                fewest = min(fewest, earlier[column - 2] + 1)
+            current.append(fewest)
+    return current[-1]

@@ -55,6 +55,8 @@ WRITTEN = {
     "lr_warmup_steps_ratio": "optimizer.warmup_ratio",
     "trainer.total_training_steps": "train.steps",
     "trainer.experiment_name": "name",
+    "trainer.logger": "trackers",
+    "report_to": "trackers",
     "custom_reward_function.path": "reward.functions",
     "reward_model.overlong_buffer.len": "algorithm.overlong_buffer",
     "reward_model.sandbox_fusion.url": "sandbox.url",
@@ -139,7 +141,6 @@ NONE = {
     "opd_kl_coef": "teachers alone",
     "zero_stage": "Megatron-Core trains",
     "rollout.sampling.repetition_penalty": "the trainer could not repeat",
-    "trainer.logger": "TensorBoard",
     "resume_mode": "--resume",
     "actor_rollout_ref.model.use_remove_padding": "always packed",
 }
