@@ -48,6 +48,7 @@ from megarl.files.model_folder import INDEX, companions, weight_files
 from megarl.reshard.boxes import Box, Piece, contiguous_strides
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
+from megarl.tracking.earlier_run import EarlierRun, newest_checkpoint
 from megarl.types import ConfigError, DataError
 
 SLAB_BYTES = 1 << 26
@@ -118,13 +119,13 @@ def to_hf(
 ) -> Conversion:
     """Convert a `torch_dist` checkpoint of any layout to a model folder.
 
-    `megatron` is the checkpoint or the folder above it; `hf` has config.json, in which the fields of `override` are
-    changed (`config.override`), tokenizer and the other files, and is left out for a checkpoint that `to_megatron`
-    made. Tensors go to the files that its index names, else to files of `shard_bytes`. Raises ConfigError if `out`
-    exists, DataError naming a file that is cut short.
+    `megatron` is the checkpoint or a folder that `find_checkpoint` finds it in; `hf` has config.json, in which the
+    fields of `override` are changed (`config.override`), tokenizer and the other files, and is left out for a
+    checkpoint that `to_megatron` made. Tensors go to the files that its index names, else to files of `shard_bytes`.
+    Raises ConfigError if `out` exists, DataError naming a file that is cut short.
     """
     started = time.perf_counter()
-    checkpoint = _find_checkpoint(megatron)
+    checkpoint = find_checkpoint(megatron)
     root = checkpoint.parent if (checkpoint.parent / MANIFEST).exists() else checkpoint
     beside = hf or next((f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None)
     if beside is None:
@@ -322,14 +323,30 @@ def _copy_companions(
             manifest.copy(path, folder + name)
 
 
-def _find_checkpoint(folder: Path) -> Path:
-    """The checkpoint in a folder, or the one named in Megatron's tracker file."""
-    if (folder / METADATA).exists() or not (folder / TRACKER).exists():
+def find_checkpoint(folder: Path) -> Path:
+    """The checkpoint that a folder is, the one that Megatron's tracker file in it names, or the newest of a run.
+
+    Raises ConfigError for a run, or its folder of checkpoints, without that checkpoint.
+    """
+    if (folder / METADATA).exists():
         return folder
+    if not (folder / TRACKER).exists():
+        return _checkpoint_of_run(folder)
     text = (folder / TRACKER).read_text(encoding="utf-8").strip()
     if text != RELEASE and not text.isdecimal():
         raise DataError(f"{folder / TRACKER}: names no checkpoint but {text[:40]!r}.")
     return folder / (RELEASE if text == RELEASE else f"iter_{int(text):07}")
+
+
+def _checkpoint_of_run(folder: Path) -> Path:
+    """The newest checkpoint of a run; the folder itself where it is none of a run's."""
+    if (newest := newest_checkpoint(folder)) is not None:
+        return newest
+    if folder.is_dir() and folder.name == "checkpoints":
+        raise ConfigError(f"{folder}: has no checkpoint step_NNNNNN; the run saves one by checkpoint.every_steps")
+    if not folder.exists() and (others := EarlierRun.read(folder.parent.parent).checkpoints):
+        raise ConfigError(f"{folder}: is not there; checkpoints are {', '.join(other.name for other in others)}")
+    return folder
 
 
 def _num_bytes(model: ModelShape, dtypes: Mapping[str, torch.dtype]) -> int:

@@ -47,7 +47,10 @@ def to_megatron(
 
 @app.command()
 def to_hf(
-    megatron: Annotated[Path, typer.Option(help="Checkpoint, or the folder with Megatron's tracker file.")],
+    megatron: Annotated[
+        Path,
+        typer.Option(help="Checkpoint; or a run, whose newest is taken, or a folder with Megatron's tracker file."),
+    ],
     out: OutFolder,
     hf: Annotated[
         Path | None,
@@ -68,10 +71,13 @@ def to_hf(
     cast = None if dtype is None else getattr(torch, dtype)
     size = None if shard_gb is None else int(shard_gb * 1e9)
     override: Mapping[str, Any] = {}
-    if hf is None and (of_run := _model_of_run(megatron)) is not None:
+    checkpoint = convert.find_checkpoint(megatron)
+    if checkpoint != megatron:
+        print(f"converting {checkpoint}")
+    if hf is None and (of_run := _model_of_run(checkpoint)) is not None:
         hf, override = of_run
     print_conversion(
-        convert.to_hf(megatron, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify, override=override)
+        convert.to_hf(checkpoint, out, hf=hf, dtype=cast, shard_bytes=size, verify=verify, override=override)
     )
 
 

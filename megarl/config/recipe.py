@@ -106,7 +106,8 @@ def written_value(recipe: Recipe, field: str) -> Any:
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """`field: old -> new` for each field whose value is not what it was in an earlier recipe, read from its YAML.
 
-    A field that the earlier recipe does not have, since it was not known or did nothing, counts as its default.
+    A field that the earlier recipe does not have, since it was not known or did nothing, counts as its default. Both
+    are of one run, so that another `runs_folder` is another way to write where that is.
     """
     import yaml
 
@@ -121,7 +122,7 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     return [
         f"{field}: {before.get(field, absent)} -> {now.get(field, absent)}"
         for field in dict.fromkeys((*now, *before))
-        if before.get(field, absent) != now.get(field, absent)
+        if field != "runs_folder" and before.get(field, absent) != now.get(field, absent)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,22 @@ def found_folder(path: str) -> str:
     return str(cached)
 
 
+_EXPORTED = re.compile(r"hf(_best|_step_\d+)?")
+"""Names of the folders to which a run exports its model."""
+
 HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 """Owners on the Hugging Face Hub by the prefix of their models' names."""
 
 
 def missing_folder(folder: Path, file: str = "") -> str:
-    """The error message for a missing model folder: the command that downloads it, with its Hub name where known.
+    """Return the error message for a missing model folder: how to make it, or the command that downloads it.
 
-    With a `file` the command downloads that alone.
+    With a `file` the command downloads that file alone. The Hub's name stands in it where it is known.
     """
+    if _EXPORTED.fullmatch(folder.name) and (run := folder.parent).name:
+        is_there = (run / "config.yaml").is_file()
+        remedy = f"megarl train {run} --resume" if is_there else f"run its recipe first, {run.name}.yaml"
+        return f"{folder}: model folder not found. The run {run.name} exports it at its end: {remedy}"
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
     known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"

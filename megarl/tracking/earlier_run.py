@@ -133,6 +133,14 @@ def is_checkpoint(folder: Path) -> bool:
     return _CHECKPOINT.fullmatch(folder.name) is not None
 
 
+def newest_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path is, or the newest of a run, by its folder or its checkpoints/; None without one."""
+    if is_checkpoint(path) and path.is_dir():
+        return path
+    run = path.parent if path.name == "checkpoints" else path
+    return next(iter(EarlierRun.read(run).checkpoints), None)
+
+
 def checkpoint_step(folder: Path) -> int:
     """The step of a checkpoint, from its name."""
     return int(folder.name.removeprefix("step_"))

@@ -18,6 +18,7 @@ from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.safetensors import head_rows
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.testing import RankPool
+from megarl.types import ConfigError
 from tests.checkpoint.model_folders import MODELS, MOE, SIZES, assert_equal_bits, moe_folder, other_files, tensors_of
 
 
@@ -38,6 +39,24 @@ def test_there_and_back(
     files = {path.name for path in (tmp_path / "megatron" / "release").glob("*.distcp")}
     assert files == {f"__{rank}_0.distcp" for rank in range(tp * pp)}
     assert {path.name for path in tmp_path.iterdir()} == {"megatron", "hf"}
+
+
+def test_of_a_run_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
+    source, run = moe_folder(tmp_path / "source"), tmp_path / "run"
+    to_megatron(source, tmp_path / "megatron")
+    home = run / "checkpoints"
+    (home / "step_000002").mkdir(parents=True)
+    (tmp_path / "megatron/release").rename(home / "step_000010")
+    (run / "config.yaml").touch()
+    for named in (run, home, home / "step_000010"):
+        assert convert.find_checkpoint(named) == home / "step_000010"
+    to_hf(home, tmp_path / "hf", hf=source)
+    assert_equal_bits(tensors_of(source), tensors_of(tmp_path / "hf"))
+    with pytest.raises(ConfigError, match="step_000003: is not there; checkpoints are step_000010, step_000002"):
+        convert.find_checkpoint(home / "step_000003")
+    (tmp_path / "other/checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="other/checkpoints: has no checkpoint"):
+        to_hf(tmp_path / "other/checkpoints", tmp_path / "no", hf=source)
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,14 @@ def test_changes_are_named_field_by_field(small: Path, monkeypatch: pytest.Monke
     assert recipe_changes({**earlier, "seed": 3}, now)[0] == "seed: 3 -> 0"
 
 
+def test_another_way_to_write_where_a_run_is_is_no_change(small: Path, tmp_path: Path) -> None:
+    """As `megarl train RUN --resume` names the folder by its whole path."""
+    earlier = yaml.safe_load(to_yaml(load(small)))
+    assert earlier["runs_folder"] == "runs"
+    assert recipe_changes(earlier, load(small, [f"runs_folder={tmp_path}/runs"])) == []
+    assert recipe_changes(earlier, load(small, [f"runs_folder={tmp_path}/runs", "seed=3"])) == ["seed: 0 -> 3"]
+
+
 def test_an_attempt_of_a_single_turn_has_one() -> None:
     assert RolloutConfig().turns_of_attempt == 1
     assert RolloutConfig(environment="countdown", max_turns=3).turns_of_attempt == 3

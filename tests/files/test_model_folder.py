@@ -178,3 +178,15 @@ def test_a_tokenizer_without_a_vocabulary(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json: has no vocabulary"):
         largest_token(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["hf", "hf_best", "hf_step_000004"])
+def test_a_missing_export_of_a_run_names_what_makes_it(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "runs/quickstart_sft"
+    [before] = check_model_folder(run / name)
+    assert "run its recipe first, quickstart_sft.yaml" in before and "hf download" not in before
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    [unfinished] = check_model_folder(run / name)
+    assert f"megarl train {run} --resume" in unfinished
+    assert "hf download" in check_model_folder(tmp_path / "hfx")[0]

@@ -122,6 +122,16 @@ def test_a_recipe_must_have_sets_and_sample_answers(
         prepare(tiny_model(), recipe, [], options={})
 
 
+@pytest.mark.parametrize("named", ["run/checkpoints/step_000004", "run/checkpoints", "run"])
+def test_a_checkpoint_is_answered_with_the_command_that_makes_a_model_of_it(recipe: Path, named: str) -> None:
+    for step in (2, 4):
+        Path(f"run/checkpoints/step_{step:06}").mkdir(parents=True)
+    Path("run/config.yaml").write_text(recipe.read_text())
+    command = "megarl convert to-hf --megatron run/checkpoints/step_000004 --out run/hf_step_000004"
+    with pytest.raises(MegarlError, match=f"^{named}: is neither a model folder nor a run.*{command}"):
+        prepare(Path(named), recipe, [], options={})
+
+
 @pytest.mark.parametrize("name", ["absent", "no_model"])
 def test_a_folder_that_is_no_model_is_refused_by_name(recipe: Path, name: str) -> None:
     Path("no_model").mkdir()
