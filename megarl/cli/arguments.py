@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
@@ -44,7 +45,7 @@ def _given(ctx: Any, argument: Any) -> list[str]:
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """The options among arguments, each with its value: what follows an equals sign, or the next argument."""
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:]):
         if argument.startswith("-"):
             option, equals, value = argument.partition("=")
             is_value = following is not None and not following.startswith("-")
