@@ -157,7 +157,8 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *learning.profiles(recipe)]
     wrong += [*learning.evaluation(recipe), *learning.verdicts(recipe), *keywords(recipe)]
     wrong += made_sources(recipe)
-    wrong += [*learning.stragglers(recipe), *learning.staleness(recipe), *learning.trackers(recipe)]
+    wrong += [*learning.stragglers(recipe), *learning.staleness(recipe)]
+    wrong += learning.trackers(recipe, is_start=is_start, is_trained=is_trained)
     wrong += distillation.teachers(recipe) if is_trained else ()
     incomplete = check_model_folder(recipe.model.folder)
     broken = [*incomplete, *data_files(recipe)]

@@ -172,12 +172,18 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.megatron.moe_shared_expert_overlap: does not pass through adapters; remove it or set lora.rank=0"
 
 
-def trackers(recipe: Recipe) -> Iterator[str]:
-    from megarl.tracking.trackers import locate
+def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
+    """Trackers that a start could not import or begin. An evaluation (not `is_trained`) starts none."""
+    from megarl.tracking.trackers import check, locate
 
+    # A job's environment is not that of the node that submits it.
+    is_here = is_start or recipe.cluster.launcher == "local"
     for name in recipe.trackers:
         try:
-            locate(name)
+            if is_trained:
+                check(name, is_here=is_here)
+            else:
+                locate(name)
         except ConfigError as error:
             yield str(error)
 

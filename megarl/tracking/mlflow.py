@@ -37,6 +37,11 @@ class MLflow:
     metric's values of steps that are run again stand beside those of the first time.
     """
 
+    @staticmethod
+    def check() -> None:
+        """Raise ConfigError where no tracking server is named."""
+        _server()
+
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._server = _server()
         file = folder / "mlflow_run_id"

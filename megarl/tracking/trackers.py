@@ -6,11 +6,13 @@ its import path.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.files.import_path import Choices
+from megarl.types import ConfigError
 
 TRACKERS = {
     "tensorboard": "megarl.tracking.tensorboard:TensorBoard",
@@ -25,6 +27,9 @@ class RunTracker(Protocol):
 
     Made as `Class(folder, resumed_step)`: the run folder, and the step of the checkpoint that the run goes on from,
     0 for a run from its beginning. What was logged of later steps is to be forgotten.
+
+    A class may have `modules`, which maps each module that it imports at its start to a remedy if that fails, and a
+    static method `check()`, which raises ConfigError if the environment would not let it start.
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -46,6 +51,24 @@ _CHOICES = Choices("trackers", "tracker", "class", TRACKERS, takes_files=False)
 def locate(name: str) -> str:
     """The `package.module:Class` that a recipe's tracker stands for; imports nothing. Raises ConfigError."""
     return _CHOICES.locate(name)
+
+
+def check(name: str, *, is_here: bool) -> None:
+    """Import what a tracker needs to start. `is_here`: the run starts in this environment, so check its variables too.
+
+    Raises ConfigError with field and remedy.
+    """
+    tracker = _CHOICES.load(name)
+    modules: Mapping[str, str] = getattr(tracker, "modules", {})
+    for module, remedy in modules.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # another library's module: it may raise anything
+            raise ConfigError(
+                f"trackers = {name}: cannot import {module} ({type(error).__name__}: {error}); {remedy}"
+            ) from error
+    if is_here and (check_variables := getattr(tracker, "check", None)):
+        check_variables()
 
 
 def start(name: str, folder: Path, resumed_step: int) -> RunTracker:

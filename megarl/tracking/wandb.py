@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import yaml
 
@@ -27,11 +27,16 @@ class WandB:
     kept in the folder; W&B drops steps that it has already.
     """
 
+    modules: ClassVar = {"wandb": "run launch/setup.sh wandb, or leave the tracker out"}
+
+    @staticmethod
+    def check() -> None:
+        """Raise ConfigError for a WANDB_MODE that W&B does not have."""
+        _mode()
+
     def __init__(self, folder: Path, resumed_step: int) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("trackers has wandb, which is not installed: pip install 'megarl[wandb]'") from None
+        import wandb
+
         (folder / "wandb").mkdir(exist_ok=True)
         self._wandb = wandb
         try:
