@@ -27,6 +27,7 @@ from megarl.files.import_path import function_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance
+from megarl.loops.profile import Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.session import Session
@@ -71,6 +72,7 @@ async def run(
             async with _started(recipe, layout, folder, origin, stacks, display) as session:
                 await LOOPS[recipe.loop](session)
                 await session.reshards.finish()
+                await session.profiles.finish()
                 await session.checkpoints.complete(wait=True)
                 with display.phase("exporting the model", is_told=recipe.train.steps > 0):
                     await _export(session)
@@ -221,6 +223,8 @@ async def _started(
         performance = Performance(recipe, ranks, models, predicted_memory(recipe))
         reshards = Reshards(recipe, ranks, replacements, pool, performance)
         stack.push_async_callback(reshards.close)
+        profiles = Profiles(ranks, folder, tracker)
+        stack.push_async_callback(profiles.close)
         session = Session(
             recipe=recipe,
             layout=layout,
@@ -236,6 +240,7 @@ async def _started(
             origin=origin,
             stop=stop,
             performance=performance,
+            profiles=profiles,
             dropped=dropped,
         )
         if origin.checkpoint:

@@ -16,7 +16,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance
-from megarl.loops.profile import profiled
+from megarl.loops.profile import Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
@@ -86,6 +86,7 @@ class Session:
     """The checkpoint that the run was resumed from, if any."""
     stop: StopRequest
     performance: Performance
+    profiles: Profiles
     dropped: Dropped = field(default_factory=Counter)
     """How many records were left out because they are too long, by data source."""
 
@@ -114,7 +115,7 @@ class Session:
         self.tracker.begin(number)
         await self.performance.begin()
         is_profiled = number in self.recipe.train.profile_steps
-        recorded = profiled(self.ranks, self.folder, self.tracker, number) if is_profiled else nullcontext()
+        recorded = self.profiles.of_step(number) if is_profiled else nullcontext()
         if self.dropped:
             step.log({"data/dropped": float(self.dropped.total())})
         async with recorded:
@@ -163,6 +164,8 @@ class Session:
         """Save a checkpoint out of turn, with the engines asleep."""
         await self.sleep_engines()
         await self.checkpoints.save(step, save_driver, unlogged)
+        # The run ends with it.
+        await self.profiles.finish()
 
     async def sleep_engines(self) -> None:
         """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then.
