@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.data.formats import value_at
 from megarl.rewards.scores import accuracy_metrics, by_source_name, function_metrics, source_metrics
 from megarl.rollout.state import Group, in_one
-from megarl.tracking.metrics import Metric, merge, values
+from megarl.tracking.metrics import Mean, Metric, merge, values
 from megarl.types import Ended, Reward, Trajectory
 
 METRICS = {
@@ -76,6 +76,15 @@ METRICS = {
 """Names, units and meanings, for `tracking.table`."""
 
 
+def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Reduce the metrics of a step's updates of one model: the loss, a sum within an update, to the updates' mean."""
+    return merge({**update, **_loss_of(update)} for update in updates)
+
+
+def _loss_of(update: Mapping[str, Metric]) -> dict[str, Metric]:
+    return {"train/loss": Mean(update["train/loss"].number)} if "train/loss" in update else {}
+
+
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """The metrics of a step's updates together; `logprob_gap/` is the gap between trainer and engine.
 
@@ -83,7 +92,7 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     waited since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/measured` is 1, but with
     algorithm.old_logprobs rollout the share of the first update's tokens which did not wait.
     """
-    found = values(merge(updates))
+    found = values(merge_updates(updates))
     if len(updates) == 1:
         # Measured in the pass before the update: there the policy is still that of before the step.
         found.pop("kl/update", None)

@@ -27,8 +27,8 @@ from megarl.types import ConfigError
 METRICS = {
     "train/loss": (
         "nats",
-        "the loss as it is minimised, summed with its token weights; without train/moe_*; of the policy gradient no "
-        "measure of progress",
+        "the loss as it is minimised, summed with its token weights, mean over the step's updates; without "
+        "train/moe_*; of the policy gradient no measure of progress",
     ),
     "train/tokens": ("tokens", "trained tokens"),
     "train/entropy": ("nats", "entropy of the policy's distribution, mean over trained tokens"),

@@ -14,7 +14,7 @@ from megarl.algorithms.policy_losses import clipped
 from megarl.config import AlgorithmConfig, TrainConfig
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.gap import gap_metrics_before, known_gap
-from megarl.rollout.metrics import data_source_metrics, reward_metrics, staleness_metrics, update_metrics
+from megarl.rollout.metrics import data_source_metrics, merge_updates, reward_metrics, staleness_metrics, update_metrics
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Trajectory
 from tests.rollout.batches import attempt, batch_of, masked, of_sequences, recipe, rl_batch, segmented, weighed, weights
@@ -142,10 +142,11 @@ def test_the_gap_is_that_of_all_updates() -> None:
         }
 
     metrics = update_metrics([update(0.5, 1.0, 3.0), update(0.1, 2.0, 1.0)])
-    assert metrics["train/loss"] == 3.0 and metrics["logprob_gap/max"] == 0.5
+    assert metrics["train/loss"] == 1.5 and metrics["logprob_gap/max"] == 0.5
     assert metrics["logprob_gap/mean"] == pytest.approx(0.4) and metrics["logprob_gap/measured"] == 1.0
     assert metrics["logprob_gap/perplexity_ratio"] == pytest.approx(np.exp(0.4))
     assert {"logprob_gap/ess", "logprob_gap/correlation"} <= metrics.keys() and "logprob_gap/product" not in metrics
+    assert merge_updates([update(0.5, 1.0, 3.0), update(0.1, 2.0, 1.0)])["train/loss"] == Mean(1.5, 2.0)
     unmeasured: dict[str, Metric] = {"logprob_gap/measured": Mean(0.0, 4.0)}
     assert update_metrics([unmeasured]) == {"logprob_gap/measured": 0.0}
     assert update_metrics([update(0.5, 1.0, 3.0), unmeasured])["logprob_gap/measured"] == pytest.approx(3 / 7)
