@@ -79,11 +79,11 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
     with session.tracker.phase("logprobs"):
         await _add_reference(session, batch)
         logprobs = await session.models["policy"].forward(batch)
-    return max(0.0, float(np.mean(_worths(batch, logprobs))))
+    return max(0.0, float(np.mean(worths(batch, logprobs, by_length=False))))
 
 
 async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
-    """`val/SET/accuracy`: the rate of held-out pairs whose chosen answer has the larger worth (`_worths`).
+    """`val/SET/accuracy`: the rate of held-out pairs whose chosen answer has the larger worth (`worths`).
 
     Of judged answers: the probability that a desirable one has a larger worth than an undesirable one (AUC). Of a
     reward model: the rate of pairs whose chosen answer has the higher score.
@@ -94,7 +94,8 @@ async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]])
         for name, answers in held_out.items():
             batch = _batch(answers)
             await _add_reference(session, batch)
-            worth = _worths(batch, await policy.forward(batch))
+            by_length = session.recipe.preference.normalize_by_length
+            worth = worths(batch, await policy.forward(batch), by_length=by_length)
             good, bad = worth[::2], worth[1::2]
             if session.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0
@@ -106,10 +107,10 @@ async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]])
     return scalars
 
 
-def _worths(batch: TokenBatch, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+def worths(batch: TokenBatch, logprobs: NDArray[np.float32], *, by_length: bool) -> NDArray[np.float64]:
     """Log-ratio of policy and reference of each answer, or without a reference its mean log-prob.
 
-    float64 [sequences], in nats.
+    `by_length`: log-ratios are means over tokens, as with preference.normalize_by_length. float64 [sequences], in nats.
     """
     reference = batch.per_token.get("reference_logprobs")
     gains = logprobs if reference is None else logprobs - reference
@@ -117,4 +118,5 @@ def _worths(batch: TokenBatch, logprobs: NDArray[np.float32]) -> NDArray[np.floa
     answers = [
         gain[mask] for gain, mask in zip(np.split(gains, borders), np.split(batch.loss_mask, borders), strict=True)
     ]
-    return np.array([float(answer.mean() if reference is None else answer.sum()) for answer in answers])
+    is_mean = by_length or reference is None
+    return np.array([float(answer.mean() if is_mean else answer.sum()) for answer in answers])
