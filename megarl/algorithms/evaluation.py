@@ -44,29 +44,32 @@ def pass_at_k(num_attempts: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_attempts - num_correct, k) / comb(num_attempts, k)
 
 
-def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None], k: int) -> float:
+def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None], k: int, *, problem: int = 0) -> float:
     """Unbiased estimate that the most frequent of k answers is correct: its mean over all sets of k of the n attempts.
 
     Correct attempts are one answer, however they write it; wrong ones are by `answers`. One whose answer is None does
     not vote. Of answers with equally many votes each is as likely to be chosen. Of more than `MAX_EXACT` attempts it is
-    the mean over `NUM_DRAWN` sets, drawn by a fixed seed. Raises ValueError for k > n.
+    the mean over `NUM_DRAWN` sets, drawn by the seed `problem`: problems with seeds of their own have independent
+    errors. With k = 1 it is the share of correct attempts, exactly. Raises ValueError for k > n.
     Source: self-consistency (arXiv 2203.11171), with subsets as in Chen et al. 2021.
     """
     num_attempts = len(is_correct)
     _check_k(num_attempts, k)
+    if k == 1:
+        return sum(is_correct) / num_attempts
     wrong = [answer for answer, right in zip(answers, is_correct, strict=True) if not right]
     counts = Counter(answer for answer in wrong if answer is not None)
     num_silent = len(wrong) - counts.total()
     votes = (sum(is_correct), tuple(sorted(counts.values())), num_silent, k)
     if not any(is_correct):
         return 0.0
-    return _majority(*votes) if num_attempts <= MAX_EXACT else _majority_of_draws(*votes)
+    return _majority(*votes) if num_attempts <= MAX_EXACT else _majority_of_draws(*votes, problem)
 
 
 @lru_cache(maxsize=1 << 14)
-def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
+def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
     """As `_majority`, estimated."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
     votes = drawn[:, :-1]
     most = votes.max(axis=1)

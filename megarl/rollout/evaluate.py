@@ -150,7 +150,10 @@ def measures_of(
     if read_answer is not None:
         answers = [[final_answer(t, read_answer) for t in attempts] for attempts in problems]
         for k in ks:
-            values = [majority_at_k(of, said, k) for of, said in zip(flags, answers, strict=True)]
+            values = [
+                majority_at_k(of, said, k, problem=number)
+                for number, (of, said) in enumerate(zip(flags, answers, strict=True))
+            ]
             found[f"majority_at_{k}"] = mean_with_interval(values)
     return found
 

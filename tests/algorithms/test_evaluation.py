@@ -50,6 +50,20 @@ def test_majority_at_k_is_the_mean_over_all_subsets(seed: int) -> None:
         assert found == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("num_attempts", [9, 700])
+def test_a_vote_of_one_is_the_accuracy(num_attempts: int) -> None:
+    right = [number % 3 == 0 for number in range(num_attempts)]
+    answers = [None if number % 5 == 0 else str(number % 7) for number in range(num_attempts)]
+    assert majority_at_k(right, answers, 1) == sum(right) / num_attempts
+
+
+def test_estimates_of_alike_problems_are_independent() -> None:
+    """One seed for all would give every problem the same error, which no mean over problems makes smaller."""
+    right, answers = [True] * 300 + [False] * 400, ["1"] * 300 + ["2"] * 280 + ["3"] * 120
+    found = [majority_at_k(right, answers, 5, problem=number) for number in range(8)]
+    assert len(set(found)) > 4 and found == [majority_at_k(right, answers, 5, problem=number) for number in range(8)]
+
+
 def test_a_vote_of_many_attempts_is_exact_at_its_ends() -> None:
     is_correct, answers = [True] * 48 + [False] * 976, ["1"] * 48 + [str(n % 500) for n in range(976)]
     assert majority_at_k(is_correct, answers, 512) == pytest.approx(1.0)
