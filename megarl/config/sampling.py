@@ -5,23 +5,25 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.section import Section
 
+# vLLM 0.30 refuses a temperature above 2.
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 StopString = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 1024
     """Maximum length of a completion in tokens."""
-    temperature: NonNegativeFloat = 1.0
-    """Sampling temperature, that of the first step where it has a schedule; 0 is greedy. The trainer's log-probs of a
-    completion are taken at the temperature that it was sampled at, however late it trains. Metric:
+    temperature: Temperature = 1.0
+    """Sampling temperature, at most 2; that of the first step where it has a schedule; 0 is greedy. The trainer takes
+    log-probs of a completion at the temperature that it was sampled at, however late it trains. Metric:
     rollout/temperature."""
     temperature_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the temperature goes from `temperature` to `end_temperature`; then it stays there."""
-    end_temperature: PositiveFloat = 1.0
+    end_temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
     """Temperature from step `temperature_steps` on (linear, cosine)."""
     temperature_steps: PositiveInt | None = None
     """Step that is the first at `end_temperature` (linear, cosine); default: train.steps, the last."""
@@ -58,9 +60,9 @@ class SamplingConfig(Section):
 class EvaluationSamplingConfig(Section):
     max_new_tokens: PositiveInt | None = None
     """Maximum length of a completion in tokens; default: that of `rollout.sampling`."""
-    temperature: NonNegativeFloat | None = None
-    """Sampling temperature; 0 is greedy. Default: 0 for one attempt at each problem, that of `rollout.sampling` for
-    several (evaluation.samples_per_prompt)."""
+    temperature: Temperature | None = None
+    """Sampling temperature, at most 2; 0 is greedy. Default: 0 for one attempt at each problem, that of
+    `rollout.sampling` for several (evaluation.samples_per_prompt)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Nucleus sampling (top-p); 1 keeps all tokens."""
     top_k: NonNegativeInt = 0

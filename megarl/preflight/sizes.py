@@ -18,6 +18,8 @@ from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
+# vLLM 0.30 raises a lower temperature to this one with a warning.
+_LOWEST_TEMPERATURE = 0.01
 """vLLM pads the vocabulary to a multiple of this before it splits it."""
 
 
@@ -235,6 +237,15 @@ def lengths(recipe: Recipe) -> Iterator[str]:
         )
     if sampling.temperature == 0:
         yield "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any above 0"
+    lowest = {"temperature": sampling.temperature}
+    if sampling.temperature_schedule != "constant":
+        lowest["end_temperature"] = sampling.end_temperature
+    for field, temperature in lowest.items():
+        if 0 < temperature < _LOWEST_TEMPERATURE:
+            yield (
+                f"rollout.sampling.{field} = {temperature}: the engine would sample at {_LOWEST_TEMPERATURE}, and the "
+                f"trainer take log-probs at {temperature}; use {_LOWEST_TEMPERATURE} or more"
+            )
 
 
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:

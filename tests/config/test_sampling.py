@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from megarl.config import Recipe
-from megarl.config.sampling import SamplingConfig
+from megarl.config.sampling import EvaluationSamplingConfig, SamplingConfig
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,22 @@ def test_the_temperature_goes_from_its_start_to_its_end(settings: dict[str, Any]
     sampling = SamplingConfig.model_validate({"temperature": 1.5, "end_temperature": 0.5} | settings)
     found = [sampling.temperature_at(step, num_steps=5) for step in range(1, 6)]
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("field", ["temperature", "end_temperature"])
+def test_temperatures_that_the_engine_refuses(field: str) -> None:
+    assert SamplingConfig.model_validate({field: 2.0})
+    with pytest.raises(ValidationError, match=rf"{field}\n.*less than or equal to 2"):
+        SamplingConfig.model_validate({field: 2.5})
+    with pytest.raises(ValidationError, match="less than or equal to 2"):
+        EvaluationSamplingConfig.model_validate({"temperature": 2.5})
+
+
+def test_the_bounds_are_the_engine_s() -> None:
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "sampling_params.py").read_text(encoding="utf-8")
+    assert "if self.temperature > 2.0:" in source and "_MAX_TEMP = 1e-2" in source
 
 
 def test_evaluation_has_its_own_temperature_and_training_s_stops() -> None:

@@ -144,6 +144,11 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
             id="greedy rollout",
         ),
         pytest.param(
+            {"rollout": {"sampling": {"max_new_tokens": 24, "temperature": 0.004}}},
+            ["rollout.sampling.temperature = 0.004", "0.01"],
+            id="a temperature that the engine raises",
+        ),
+        pytest.param(
             {"algorithm": {"reward_order": "normalize_then_sum"}},
             ["algorithm.reward_order = normalize_then_sum", "one score alone, boxed", "leave it out"],
             id="one function to normalise",
