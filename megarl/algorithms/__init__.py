@@ -23,8 +23,8 @@ by group, is divided by the          | samples of the batch; `preset`   | batch 
 deviation over                       | of this name: as verl            |               |                |
 sequences that a mean over sequences | `count_masked_sequences`:        | trained ones, | all            | all
 divides by                           | trained ones, all                | dr_grpo: none |                |
-tokens that Dr. GRPO divides by      | rollout.sampling.max_new_tokens  | longest of    | longest        | -
-                                     |                                  | the batch     | allowed        |
+tokens that Dr. GRPO divides by      | longest allowed, of all turns    | longest of    | longest        | -
+                                     | together                         | the batch     | allowed        |
 k3 of a token is at most             | `k3_max`: no bound, a number     | 10            | no bound       | no bound
 a sequence whose ratio of trainer to | `importance_sampling`: none,     | rollout_is    | sequence_      | -
 engine is out of bounds              | cut (sequence_tis), or gone and  | cuts,         | truncate cuts, |

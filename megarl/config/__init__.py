@@ -455,9 +455,20 @@ class Recipe(Section):
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
 
     @property
-    def longest_completion(self) -> int:
-        """Tokens of the longest completion in training."""
-        return max(source.recipe.rollout.sampling.max_new_tokens for source in self.sources)
+    def longest_trajectory(self) -> int:
+        """Tokens that the policy samples at most in an attempt of training, in all its turns together."""
+        return max(source.recipe._longest_trajectory for source in self.sources)
+
+    @property
+    def _longest_trajectory(self) -> int:
+        rollout = self.rollout
+        longest = rollout.turns_of_attempt * rollout.sampling.max_new_tokens
+        if rollout.turns_of_attempt == 1:
+            return longest
+        if rollout.history == "append" and rollout.environment != "command":
+            # All turns are in one sequence. Rendered histories, and those of programs, are sequences of their own.
+            longest = min(longest, self.data.max_prompt_tokens + rollout.sampling.max_new_tokens)
+        return min(longest, rollout.budget.sampled_tokens or longest)
 
     @property
     def _context_tokens(self) -> int:

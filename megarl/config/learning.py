@@ -253,8 +253,8 @@ class AlgorithmConfig(Section):
     next step, or rollout.stragglers, which says what becomes of them."""
     overlong_buffer: OverlongBuffer = None
     """Last tokens of rollout.sampling.max_new_tokens over which the reward falls linearly, by overlong_penalty times
-    reward.correct_score at the end (DAPO's soft overlong punishment). The preset dapo sets a fifth of
-    max_new_tokens. 0: no punishment."""
+    reward.correct_score at the end (DAPO; the preset sets a fifth; 0: no punishment). With several turns the longest
+    turn counts, and all turns together are compared with rollout.budget.sampled_tokens if it is set."""
     overlong_penalty: PositiveFloat = 1.0
     """Penalty at the end of the overlong_buffer, in units of reward.correct_score (verl's penalty_factor)."""
     mask_truncated: bool = False

@@ -412,6 +412,12 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: leaves none of rollout.sampling.max_new_tokens "
             f"{longest} unpunished; use fewer tokens, DAPO a fifth: {max(1, longest // 5)}"
         )
+    budget = recipe.rollout.budget.sampled_tokens if recipe.rollout.turns_of_attempt > 1 else None
+    if algorithm.overlong_buffer and budget is not None and algorithm.overlong_buffer >= budget:
+        yield (
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: leaves none of rollout.budget.sampled_tokens "
+            f"{budget} unpunished; use fewer tokens"
+        )
     if bool(algorithm.ptx_coefficient) != bool(recipe.data.ptx):
         yield (
             f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one is nothing "

@@ -124,15 +124,22 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 
 
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Rewards with the length penalty: float32 [samples]."""
+    """Rewards with the length penalty: float32 [samples].
+
+    Each turn is a completion of its own with a limit of its own: the longest one of a trajectory is punished. A limit
+    of all turns together is a further one.
+    """
     scores = torch.from_numpy(batch.rewards).float()
-    lengths = torch.from_numpy(batch.num_sampled)
+    lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
     for source in recipe.sources:
         if not (buffer := source.recipe.algorithm.overlong_buffer):
             continue
-        longest = source.recipe.rollout.sampling.max_new_tokens
-        factor = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score
-        penalty = factor * soft_overlong(lengths, longest=longest, buffer=buffer)
+        rollout = source.recipe.rollout
+        penalty = soft_overlong(longest_turns, longest=rollout.sampling.max_new_tokens, buffer=buffer)
+        if rollout.turns_of_attempt > 1 and rollout.budget.sampled_tokens is not None:
+            of_all = soft_overlong(lengths, longest=rollout.budget.sampled_tokens, buffer=buffer)
+            penalty = torch.minimum(penalty, of_all)
+        penalty = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score * penalty
         scores = torch.where(_is_of_source(source.name, batch, recipe), scores + penalty, scores)
     return scores
 

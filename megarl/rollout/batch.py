@@ -101,6 +101,15 @@ class RLBatch(TokenBatch):
             entropies=_entropies(segments),
         )
 
+    @property
+    def longest_turns(self) -> NDArray[np.int64]:
+        """[samples]: tokens that the policy sampled in the longest turn of each trajectory."""
+        is_sampled = self.turns >= 0
+        sample = np.repeat(self.samples, self.lengths)[is_sampled]
+        counts = np.zeros((len(self.groups), int(self.turns.max(initial=0)) + 1), np.int64)
+        np.add.at(counts, (sample, self.turns[is_sampled]), 1)
+        return counts.max(axis=1)
+
     def start_from_rollout(self, weight_version: int) -> None:
         """Use the engine's log-probs as old log-probs of the ratio, whatever its weights.
 
@@ -129,7 +138,7 @@ class RLBatch(TokenBatch):
         """
         if step <= recipe.frozen_steps:
             return []
-        updates, longest = recipe.train.updates_per_step, recipe.longest_completion
+        updates, longest = recipe.train.updates_per_step, recipe.longest_trajectory
         minibatches: list[TokenBatch] = []
         for number in range(recipe.train.epochs_per_step):
             for update, samples in enumerate(parts(_order(len(self.groups), recipe.seed, step, number), updates)):

@@ -41,7 +41,7 @@ def test_a_source_has_its_own_fields_and_the_others_of_the_recipe(mixed: Path) -
     assert {source.recipe.rollout.sampling.temperature for source in recipe.sources} == {0.9}
     assert sums.recipe.rollout.environment == "single_turn" and games.recipe.rollout.environment == "guess_number"
     assert [source.recipe.algorithm.overlong_buffer for source in recipe.sources] == [4, 12], "a fifth of each"
-    assert (recipe.context_tokens, recipe.longest_completion) == (1024 + 64, 64)
+    assert (recipe.context_tokens, recipe.longest_trajectory) == (1024 + 64, 4 * 64)
     assert sums.place("data.train") == "mixture.sums.data.train" and sums.place("data.shuffle") == "data.shuffle"
 
 

@@ -149,6 +149,18 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
             id="a temperature that the engine raises",
         ),
         pytest.param(
+            {
+                "algorithm": {"overlong_buffer": 12},
+                "rollout": {
+                    "environment": "calculator",
+                    "sampling": {"max_new_tokens": 24},
+                    "budget": {"sampled_tokens": 10},
+                },
+            },
+            ["algorithm.overlong_buffer = 12", "rollout.budget.sampled_tokens 10"],
+            id="a buffer as long as the budget",
+        ),
+        pytest.param(
             {"algorithm": {"reward_order": "normalize_then_sum"}},
             ["algorithm.reward_order = normalize_then_sum", "one score alone, boxed", "leave it out"],
             id="one function to normalise",

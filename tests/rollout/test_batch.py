@@ -98,6 +98,26 @@ def test_minibatches_divide_by_the_longest_completion() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rollout", "longest"),
+    [
+        pytest.param({"max_turns": 2}, 16, id="turns times tokens"),
+        pytest.param({"max_turns": 16}, 24, id="room of one sequence"),
+        pytest.param({"max_turns": 16, "history": "render"}, 128, id="sequences of their own"),
+        pytest.param({"budget": {"sampled_tokens": 20}}, 20, id="budget"),
+        pytest.param({"environment": "single_turn"}, 8, id="one turn"),
+    ],
+)
+def test_minibatches_divide_by_the_longest_trajectory(rollout: dict[str, Any], longest: int) -> None:
+    changed = recipe(
+        algorithm={"aggregation": "constant_length"},
+        data={"train": "t", "max_prompt_tokens": 16},
+        rollout={"environment": "games.py:Game", "max_turns": 4, "sampling": {"max_new_tokens": 8}} | rollout,
+    )
+    [update] = rl_batch("-x", "-xx").minibatches(changed, 1)
+    assert weights(update)[0][1] == pytest.approx(1 / (2 * longest))
+
+
+@pytest.mark.parametrize(
     ("aggregation", "of_first", "of_second"),
     [
         ("sequence_mean_token_mean", 0.125, 0.0625),

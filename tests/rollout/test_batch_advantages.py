@@ -152,6 +152,30 @@ def test_without_a_discount_all_turns_share_the_trajectory_s_advantage() -> None
     assert first == pytest.approx([0, 0.4, 0.4] * 2) and second == pytest.approx([0, -0.4, -0.4] * 2)
 
 
+@pytest.mark.parametrize(
+    ("limit", "budget", "penalty"),
+    [
+        pytest.param(3, None, 0.0, id="turns below the limit of one"),
+        pytest.param(2, None, 1.0, id="turns at the limit"),
+        pytest.param(16, 7, 0.0, id="all together below their limit"),
+        pytest.param(16, 6, 1.0, id="all together at their limit"),
+    ],
+)
+def test_the_longest_turn_is_punished_not_the_sum(limit: int, budget: int | None, penalty: float) -> None:
+    """Three turns of 2 tokens each, and an attempt of one token; the buffer is one token."""
+    changed = recipe(
+        algorithm=CENTRED | {"overlong_buffer": 1},
+        rollout={
+            "environment": "games.py:Game",
+            "sampling": {"max_new_tokens": limit},
+            "budget": {"sampled_tokens": budget},
+        },
+    )
+    batch = _with_advantages([turns(0, [0.0, 0.0, 1.0]), attempt(0, 0.0, 1)], changed)
+    assert batch.longest_turns.tolist() == [2, 1]
+    assert batch.per_token["advantages"][1] == pytest.approx((1 - penalty) / 2)
+
+
 def test_truncated_completions_are_masked() -> None:
     changed = recipe(algorithm={"mask_truncated": True, "kl_coefficient": 1.0, "kl_placement": "advantage"})
     answers = [attempt(0, 1.0, 2, "length"), attempt(0, 0.0, 2)]
