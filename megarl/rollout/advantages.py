@@ -55,7 +55,8 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         metrics["kl/reference"] = float(divergence[mask].mean())
         divergence = kl_coefficient * divergence
     if algorithm.advantage == "gae":
-        rewards = at_ends(scores, cu_samples, mask)
+        # The values that rewards are compared with are float32.
+        rewards = at_ends(scores.float(), cu_samples, mask)
         if algorithm.kl_placement == "reward":
             rewards = rewards - divergence
         expected = torch.from_numpy(batch.per_token["values"])
@@ -79,7 +80,7 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         advantages = advantages - divergence
     if algorithm.whiten_advantages:
         advantages = whiten(advantages, mask)
-    batch.per_token["advantages"] = torch.where(mask, advantages, 0.0).numpy()
+    batch.per_token["advantages"] = torch.where(mask, advantages, 0.0).float().numpy()
     return metrics
 
 
@@ -124,12 +125,12 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 
 
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Rewards with the length penalty: float32 [samples].
+    """Rewards with the length penalty: float64 [samples].
 
     Each turn is a completion of its own with a limit of its own: the longest one of a trajectory is punished. A limit
     of all turns together is a further one.
     """
-    scores = torch.from_numpy(batch.rewards).float()
+    scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
     for source in recipe.sources:
         if not (buffer := source.recipe.algorithm.overlong_buffer):
@@ -149,13 +150,13 @@ def _of_functions(batch: RLBatch, recipe: Recipe) -> Tensor:
 
     Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
     """
-    total = torch.zeros(len(batch.rewards))
+    total = torch.zeros(len(batch.rewards), dtype=torch.float64)
     for scores, weight_in in _judgements(batch):
-        weights = torch.zeros(len(batch.rewards))
+        weights = torch.zeros_like(total)
         for source in recipe.sources:
             weights[_is_of_source(source.name, batch, recipe)] = weight_in(source.recipe.reward)
         is_judged = torch.from_numpy(~np.isnan(scores))
-        own = _of_samples(torch.from_numpy(np.nan_to_num(scores)).float(), batch, recipe.algorithm, is_judged)
+        own = _of_samples(torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged)
         total += weights * own
     return whiten(total, torch.from_numpy(batch.is_scored))
 
@@ -200,7 +201,7 @@ def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discou
     Of turns that not all scored samples of a group have, the advantage of the whole trajectory, which is that of its
     first turn. What of `scores` [samples] is no turn's reward counts at the last turn.
     """
-    rewards = torch.from_numpy(batch.turn_rewards).float()
+    rewards = torch.from_numpy(batch.turn_rewards).clone()
     num_turns = torch.from_numpy(batch.num_turns)
     sample = torch.arange(len(scores))
     has_turns = num_turns > 0

@@ -152,6 +152,15 @@ def test_without_a_discount_all_turns_share_the_trajectory_s_advantage() -> None
     assert first == pytest.approx([0, 0.4, 0.4] * 2) and second == pytest.approx([0, -0.4, -0.4] * 2)
 
 
+def test_rewards_are_centred_before_they_are_rounded() -> None:
+    """2^24 and 2^24 + 1 are one number in float32."""
+    large = [attempt(0, 16777216.0, 1), attempt(0, 16777217.0, 1)]
+    assert advantages(large, recipe(algorithm=CENTRED)) == [[-0.5], [0.5]]
+    large = [turns(0, [16777216.0]), turns(0, [16777217.0])]
+    batch = _with_advantages(large, recipe(algorithm=CENTRED | {"turn_discount": 1.0}, **SEVERAL_TURNS))
+    assert [found[1:] for found in of_sequences(batch, "advantages")] == [[-0.5, -0.5], [0.5, 0.5]]
+
+
 @pytest.mark.parametrize(
     ("limit", "budget", "penalty"),
     [
