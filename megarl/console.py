@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
     from megarl.memory.table import MemoryTable
+    from megarl.report.evaluations import RecordedEvaluation
     from megarl.report.recorded import RecordedRun
     from megarl.rollout.evaluate import EvaluatedSet
     from megarl.sandbox.check import Examination
@@ -106,9 +107,41 @@ def print_conversion(done: Conversion) -> None:
     )
 
 
-def print_report(page: Path, num_bytes: int, runs: Sequence[RecordedRun]) -> None:
-    steps = ", ".join(f"{run.name} ({run.state}, step {run.step})" for run in runs)
-    print(printable(f"wrote {page}: {size_text(num_bytes)}; {steps}. Open it in a browser."))
+def print_report(page: Path, num_bytes: int, found: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> None:
+    """Print what a page of runs or evaluations shows in short, and where it is."""
+    from megarl.report.evaluations import RecordedEvaluation
+
+    evaluations = [one for one in found if isinstance(one, RecordedEvaluation)]
+    for number, evaluation in enumerate(evaluations):
+        for line in _accuracies(evaluation, evaluations[0] if number else None):
+            print(printable(line))
+    told = [one.name if isinstance(one, RecordedEvaluation) else f"{one.name} ({one.state}, step {one.step})"
+            for one in found]  # fmt: skip
+    print(printable(f"wrote {page}: {size_text(num_bytes)}; {', '.join(told)}. Open it in a browser."))
+
+
+def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
+    """A line for each set: its accuracy, and its difference from the first evaluation, with 95 % intervals."""
+    from megarl.report.evaluations import differences
+
+    compared = {} if first is None else {of_set.name: of_set for of_set in differences(first, evaluation)}
+    for name, measures in evaluation.measures.items():
+        line = f"{evaluation.name}: {name} accuracy {_percent(measures['accuracy'])}" if "accuracy" in measures else ""
+        if (of_set := compared.get(name)) is not None and of_set.difference is not None:
+            line += (
+                f"; {_percent(of_set.difference, signed=True)} points on {of_set.problems} problems of both, "
+                f"{of_set.gained} gained, {of_set.lost} lost"
+            )
+        if of_set is not None and of_set.left_out:
+            line += f"; {of_set.left_out} problems are not in both and left out"
+        yield line
+
+
+def _percent(measure: Measure, *, signed: bool = False) -> str:
+    """A measure in per cent with its 95 % interval."""
+    sign = "+" if signed else ""
+    value, low, high = (f"{100 * number:{sign}.1f}" for number in (measure.value, measure.low, measure.high))
+    return f"{value} ({low} to {high})"
 
 
 def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:

@@ -274,6 +274,14 @@ class Trajectory:
         return "\n\n".join(self.texts)
 
     @property
+    def first_prompt(self) -> NDArray[np.int64] | None:
+        """Tokens of the first model call's prompt, [tokens]; None where nothing was sampled."""
+        if not self.segments or not self.segments[0].loss_mask.any():
+            return None
+        first = self.segments[0]
+        return first.token_ids[: int(first.loss_mask.argmax())]
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)

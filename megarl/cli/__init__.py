@@ -291,7 +291,10 @@ def doctor(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, such as runs/NAME.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, such as runs/NAME, or of evaluations."),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -300,7 +303,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one HTML page of a run, or of several side by side: curves, times, samples, faults. It needs no network."""
+    """Write one HTML page of a run, or of several side by side: curves, times, samples, faults. It needs no network.
+
+    Of evaluations: accuracies, the paired difference from the first with its interval, answers that changed.
+    """
     from megarl.console import print_report
     from megarl.report.page import write_report
 
@@ -331,7 +337,7 @@ def metrics(
 
 @app.command()
 def samples(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME, or an evaluation.")],
     step: Annotated[
         int | None, typer.Option(min=0, help="Samples of this step; left out: the newest.", show_default=False)
     ] = None,
@@ -344,7 +350,7 @@ def samples(
     search: Annotated[str, typer.Option(help="Only those with this text; without --step of all steps.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Most that are printed where there is no terminal.")] = 10,
 ) -> None:
-    """Look at samples of a run: one at a time on a terminal, elsewhere printed."""
+    """Look at samples of a run, or answers of an evaluation: one at a time on a terminal, elsewhere printed."""
     from megarl.report.browse import Selection, browse
     from megarl.terminal import Terminal
 

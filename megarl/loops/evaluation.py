@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.evaluation import Measure
 from megarl.cluster.deadlines import run_deadlines
@@ -34,12 +34,16 @@ from megarl.loops.stopping import stop_signals
 from megarl.preflight import Dropped, check, check_rewards, load, with_cache
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.samples import with_rendered_prompts
 from megarl.rollout.sources import Source
 from megarl.serving.local_model import model_folder
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Display
 from megarl.tracking.tracker import json_line
 from megarl.types import ConfigError, StoppedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _OUT_EXISTS = "--out {}: is there already; give a new folder, or leave it out"
 
@@ -166,20 +170,21 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
     found: list[EvaluatedSet] = []
     with _leaving_on_signals(folder):
         async with AsyncExitStack() as stack:
-            sources = await _sources(evaluation, stack)
+            tokenizer = tokenizer_of(recipe.model)
+            sources = await _sources(evaluation, tokenizer, stack)
             sets = await stack.enter_async_context(aclosing(evaluate(sources, recipe.reward.max_failed_fraction)))
             async for done in sets:
-                append_whole(folder / "answers.jsonl", b"".join(map(json_line, done.records())))
+                records = with_rendered_prompts(done.records(), done.trajectories, tokenizer)
+                append_whole(folder / "answers.jsonl", b"".join(map(json_line, records)))
                 found.append(done)
     with storage_faults_named(folder):
         replace_text(folder / "metrics.json", json.dumps(_summary(evaluation, found), indent=2) + "\n")
     return found
 
 
-async def _sources(evaluation: Evaluation, stack: AsyncExitStack) -> list[Source]:
+async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
     """The recipe's sources with their chosen validation sets, on engines that live until the stack is closed."""
     recipe, screen = evaluation.recipe, _Screen()
-    tokenizer = tokenizer_of(recipe.model)
     dropped: Dropped = Counter()
     heldout = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
     for path, count in dropped.items():

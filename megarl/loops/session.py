@@ -25,6 +25,7 @@ from megarl.preflight import Dropped
 from megarl.rollout.batch import RLBatch
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.pool import AbandonedError, EnginePool
+from megarl.rollout.samples import with_rendered_prompts
 from megarl.rollout.sources import Source
 from megarl.rollout.state import Group, RLState
 from megarl.rollout.token_records import token_records
@@ -216,7 +217,7 @@ class Session:
             found = [done async for done in evaluate(self.sources, self.recipe.reward.max_failed_fraction)]
         sampled = self.pool.evaluation_metrics()
         for done in found:
-            await self._write(step, done.records())
+            await self._write(step, done.records(), done.trajectories)
         return sampled | {name: value for done in found for name, value in done.metrics.items()}
 
     async def write_samples(
@@ -224,13 +225,20 @@ class Session:
     ) -> None:
         """Write a step's trajectories to samples/, if samples of this step are due, and the records `of_tokens`."""
         if step % self.recipe.samples_every_steps == 0:
-            await self._write(step, [trajectory.record() for trajectory in trajectories])
+            await self._write(step, [trajectory.record() for trajectory in trajectories], trajectories)
         if of_tokens:
             self.tracker.token_samples(step, of_tokens)
 
-    async def _write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write records to samples/ in a thread: of thousands that takes seconds, in which the driver hears others."""
-        writing = asyncio.ensure_future(asyncio.to_thread(self.tracker.samples, step, records))
+    async def _write(self, step: int, records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> None:
+        """Write the trajectories' records to samples/ in a thread.
+
+        Thousands of records take seconds, in which the driver must answer others.
+        """
+
+        def write() -> None:
+            self.tracker.samples(step, [*with_rendered_prompts(records, trajectories, self.tokenizer)])
+
+        writing = asyncio.ensure_future(asyncio.to_thread(write))
         with span("samples"):
             try:
                 await asyncio.shield(writing)

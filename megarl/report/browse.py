@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megarl.files.atomic import storage_faults_named
+from megarl.report.evaluations import ANSWERS, is_evaluation
 from megarl.report.recorded import read_run
 from megarl.report.samples import extreme, read_records, visible
 from megarl.types import ConfigError
@@ -21,6 +22,8 @@ Order = Literal["file", "best", "worst"]
 TRAINING = "train"
 """The name of the samples that are of no validation set."""
 
+_EVALUATION = -1
+"""Stands for the step of answers that are of an evaluation, not of a run."""
 _MOST_FOUND = 200
 """Samples that a search in all steps stops at."""
 
@@ -44,12 +47,18 @@ class Selection:
 def browse(
     path: Path, selection: Selection, console: Console, *, limit: int, ask: Callable[[str], str] | None = None
 ) -> None:
-    """Show samples of a run's folder: with `ask` by its commands, else the first `limit` one after the other.
+    """Show samples of a run's folder, or answers of an evaluation's.
 
+    With `ask` they are chosen by its commands, else the first `limit` are printed one after the other.
     `ask` is called with a prompt and returns a line, or raises EOFError at the end. Raises ConfigError for a folder
     that is no run, has no samples, or none of that step or set.
     """
-    files = dict(read_run(path).sample_files)
+    if is_evaluation(path):
+        if selection.step is not None:
+            raise ConfigError(f"--step {selection.step}: {path} is an evaluation, which has no steps; leave it out")
+        files = {_EVALUATION: path / ANSWERS}
+    else:
+        files = dict(read_run(path).sample_files)
     if not files:
         raise ConfigError(f"{path}: has no samples yet; they come with the first evaluation and the first step of rl")
     if selection.step is not None:
@@ -93,12 +102,15 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
 def _facts(record: Mapping[str, Any]) -> str:
     is_right = record.get("answer_correct")
     reward = record.get("reward")
+    of_step = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
+    final = record.get("final_answer")
     parts = [
-        f"step {record['step']}, line {record['line']}",
+        f"{of_step}line {record['line']}",
         str(record.get("set", TRAINING)),
         str(record.get("source") or ""),
         "not scored" if reward is None else f"reward {reward:.4g}" if isinstance(reward, int | float) else "",
         ("right" if is_right else "wrong") if isinstance(is_right, bool) else "",
+        "" if final is None else f"final answer {_plain(final)}",
         f"{record['tokens']} tokens" if "tokens" in record else "",
         f"ended: {record['finish_reason']}" if record.get("finish_reason") else "",
         str(record.get("reward_failure") or ""),
@@ -108,7 +120,10 @@ def _facts(record: Mapping[str, Any]) -> str:
 
 def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Who said what: role and text."""
-    yield from _messages(record.get("prompt"))
+    if record.get("rendered_prompt"):
+        yield "prompt, as the policy was shown it", _plain(record["rendered_prompt"])
+    else:
+        yield from _messages(record.get("prompt"))
     turns = record.get("turns")
     if isinstance(turns, list) and turns:
         for number, turn in enumerate(turns, 1):

@@ -162,6 +162,49 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
     }
 
 
+def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
+    """The curves of runs that differ in their seed alone, as `series`: the mean over the runs that have a step.
+
+    `low` and `high` are one standard deviation over runs below and above it; both are the mean where one run is left.
+    `final` has the mean, the deviation and the number of runs of each metric's last values.
+    """
+    by_step: dict[int, dict[str, list[float]]] = {}
+    last: list[dict[str, float]] = []
+    for rows in runs:
+        last.append({name: value for _, row in rows for name, value in row.items() if not math.isnan(value)})
+        for step, row in rows:
+            for name, value in row.items():
+                if not math.isnan(value):
+                    by_step.setdefault(step, {}).setdefault(name, []).append(value)
+    steps = sorted(by_step)
+    means = [(step, {name: _moments(values)[0] for name, values in by_step[step].items()}) for step in steps]
+    found = series(means, most_points)
+    bins = Bins.of(len(means), most_points)
+    for name, curve in found["of"].items():
+        for bound, sign in (("low", -1), ("high", 1)):
+            edges = [_bound(by_step[step].get(name), sign) for step in steps]
+            curve[bound] = _curve(bins, edges, with_range=False)["y"]
+    finals = {name: [row[name] for row in last if name in row] for name in found["of"]}
+    moments = {name: (*_moments(values), len(values)) for name, values in finals.items() if values}
+    found["final"] = {name: [rounded(mean), rounded(spread), count] for name, (mean, spread, count) in moments.items()}
+    return found
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and unbiased standard deviation; the deviation of one value is 0."""
+    mean = sum(values) / len(values)
+    squares = sum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def _bound(values: Sequence[float] | None, sign: int) -> float:
+    """The mean and `sign` times the standard deviation; NaN without values."""
+    if not values:
+        return math.nan
+    mean, spread = _moments(values)
+    return mean + sign * spread
+
+
 def points_for(runs: Sequence[Rows]) -> int:
     """Points of a curve, so that all curves of these runs together are not too many numbers."""
     curves = sum(len(metric_names(rows)) for rows in runs) or 1

@@ -4,8 +4,9 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
 (() => {
   const DATA = JSON.parse(document.getElementById("data").textContent);
   const RUNS = DATA.runs;
+  const SEEDS = DATA.seeds || [];
   const SVG = "http://www.w3.org/2000/svg";
-  const view = { smooth: 0, time: false };
+  const view = { smooth: 0, time: false, seeds: SEEDS.length > 0 };
   const drawn = new Set();
 
   // Texts of runs only ever become text nodes: nothing here parses HTML.
@@ -112,15 +113,25 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     return parts.join("");
   }
 
+  // What has a line in each chart: every run, or the mean over seeds in place of the runs that differ in it alone.
+  function drawnRuns() {
+    const all = RUNS.map((run, index) => ({ run, index, label: run.label }));
+    if (!view.seeds) return all;
+    const grouped = new Set(SEEDS.flatMap((group) => group.runs));
+    return [...SEEDS.map((group) => ({ run: group, index: group.runs[0], label: group.label })),
+      ...all.filter(({ index }) => !grouped.has(index))];
+  }
+
   function plot(holder, chart) {
     const lines = [];
-    RUNS.forEach((run, index) => {
+    drawnRuns().forEach(({ run, index }) => {
       const main = curve(run, chart.metric);
       if (!main || !main.y.some(isNumber)) return;
       // The first step carries the start of ranks and engines, beside which no other step could be seen.
       if (chart.metric === "time/step_seconds" && main.y.length > 2) main.y = [null, ...main.y.slice(1)];
       const line = { index, run, ...main, smooth: view.smooth ? smoothed(main.y, view.smooth) : main.y };
-      const spread = chart.spread && curve(run, chart.spread);
+      // Beside a band over seeds, one of a single run's samples would be taken for the same.
+      const spread = chart.spread && !view.seeds && curve(run, chart.spread);
       if (spread && spread.y.length === main.y.length) {
         const centre = line.smooth;
         const wide = view.smooth ? smoothed(spread.y, view.smooth) : spread.y;
@@ -227,12 +238,15 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
 
   function chartCard(chart) {
     const holder = h("div", { class: "plot" });
-    const lasts = RUNS.map((run, index) => {
-      const found = run.series.of[chart.metric];
-      const known = found ? found.y.filter(isNumber) : [];
-      return known.length ? h("span", { class: "last ink " + color(index) }, fmt(known[known.length - 1])) : null;
-    });
-    const draw = () => plot(holder, chart);
+    const lasts = h("span", { class: "lasts" });
+    const draw = () => {
+      lasts.replaceChildren(...drawnRuns().map(({ run, index }) => {
+        const found = run.series.of[chart.metric];
+        const known = found ? found.y.filter(isNumber) : [];
+        return known.length ? h("span", { class: "last ink " + color(index) }, fmt(known[known.length - 1])) : "";
+      }));
+      plot(holder, chart);
+    };
     drawn.add(draw);
     holder.redraw = draw;
     const title = h("h3", chart.title === chart.metric ? { class: "name" } : {}, chart.title);
@@ -262,8 +276,12 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     return h("section", { id }, h("h2", {}, title), lead && h("p", { class: "lead" }, lead), children);
   }
   const empty = (text) => h("p", { class: "empty" }, text);
-  const legend = () => RUNS.length > 1 &&
-    h("div", { class: "legend" }, RUNS.map((run, index) => h("span", {}, chip(index), run.label)));
+  function legend() {
+    const holder = h("div", { class: "legend plot" });
+    holder.redraw = () => holder.replaceChildren(...drawnRuns().map(({ index, label }) => h("span", {}, chip(index), label)));
+    holder.redraw();
+    return RUNS.length > 1 && holder;
+  }
   const column = (run, metric) => (run.series.of[metric] ? run.series.of[metric].y.filter(isNumber) : []);
   const arrow = (values) =>
     values.length > 1 ? fmt(values[0]) + " → " + fmt(values[values.length - 1]) : values.length ? fmt(values[0]) : null;
@@ -309,7 +327,15 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       RUNS.length > 1 && h("thead", {}, h("tr", {}, h("th"), RUNS.map((run, index) => h("th", {}, chip(index), run.label)))),
       h("tbody", {}, body.map(([name, cells]) =>
         h("tr", {}, h("th", { scope: "row" }, name), cells.map((cell) => h("td", {}, cell === null ? "–" : cell))))));
-    return section("overview", "Overview", null, h("div", { class: "card scroll" }, table),
+    const told = [["reward/mean", "reward"], ...accuracies.map((name) => [name, "accuracy, " + name.slice(4, -9)]), ["train/loss", "loss"]]
+      .filter(([name]) => SEEDS.some((group) => group.series.final[name]));
+    const overSeeds = SEEDS.length > 0 && told.length > 0 && h("div", { class: "card scroll" }, h("table", {},
+      h("thead", {}, h("tr", {}, h("th", {}, "last value, mean ± deviation over seeds"), SEEDS.map((group) => h("th", {}, chip(group.runs[0]), group.label)))),
+      h("tbody", {}, told.map(([name, word]) => h("tr", {}, h("th", { scope: "row" }, word), SEEDS.map((group) => {
+        const [average, spread, count] = group.series.final[name] || [];
+        return h("td", {}, average === undefined ? "–" : `${fmt(average)} ± ${fmt(spread)} (${count} runs)`);
+      }))))));
+    return section("overview", "Overview", null, h("div", { class: "card scroll" }, table), overSeeds,
       notes.map((note) => h("p", { class: "note" }, note)));
   }
   function curvesPart() {
@@ -325,8 +351,11 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     }
     const choose = h("div", { class: "bar" },
       segment("smoothing", [["none", 0], ["light", 0.6], ["strong", 0.9]], view.smooth, (value) => { view.smooth = value; redraw(); }),
-      segment("against", [["step", false], ["training time", true]], view.time, (value) => { view.time = value; redraw(); }));
-    return section("curves", "Curves", lead, legend(), choose, h("div", { class: "grid" }, DATA.charts.map(chartCard)));
+      segment("against", [["step", false], ["training time", true]], view.time, (value) => { view.time = value; redraw(); }),
+      SEEDS.length > 0 && segment("lines", [["mean over seeds", true], ["each run", false]], view.seeds, (value) => { view.seeds = value; redraw(); }));
+    const ofSeeds = SEEDS.length > 0 && h("p", { class: "lead" }, "Runs whose recipes differ in the seed alone are one line, their mean; " +
+      "the band is one standard deviation over seeds.");
+    return section("curves", "Curves", lead, ofSeeds, legend(), choose, h("div", { class: "grid" }, DATA.charts.map(chartCard)));
   }
   function allMetrics() {
     const groups = new Map();
@@ -496,9 +525,9 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
   function facts(sample) {
     const right = sample.answer_correct;
     return h("div", { class: "facts" },
-      h("span", {}, "step ", h("b", {}, sample.step)),
+      sample.step !== undefined && h("span", {}, "step ", h("b", {}, sample.step)),
       sample.reward !== undefined && h("span", {}, "reward ", h("b", {}, fmt(sample.reward))),
-      sample.samples !== undefined && h("span", {}, `one of ${fmt(sample.samples)} samples, mean reward `, h("b", {}, fmt(sample.mean))),
+      sample.samples !== undefined && h("span", {}, `one of ${fmt(sample.samples)} samples, mean ${DATA.evaluations ? "accuracy" : "reward"} `, h("b", {}, fmt(sample.mean))),
       right !== undefined && h("span", { class: right ? "good" : "bad" }, right ? "right" : "wrong"),
       sample.tokens !== undefined && h("span", {}, fmt(sample.tokens) + " tokens"),
       sample.finish_reason && h("span", {}, "ended: " + sample.finish_reason),
@@ -729,6 +758,76 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     return section("environment", "Environment", names.length ? "Versions and machine of the driver at the newest start." : null, table);
   }
 
+  // Evaluations
+
+  const percent = (value) => (100 * value).toFixed(1);
+  const points = (value) => (value >= 0 ? "+" : "−") + Math.abs(100 * value).toFixed(1);
+  const interval = (measure, text) => h("span", {}, h("b", {}, text(measure.value)),
+    h("span", { class: "soft" }, ` ${text(measure.low)} to ${text(measure.high)}`));
+  function accuraciesPart() {
+    const all = DATA.evaluations;
+    const sets = [...new Set(all.flatMap((one) => one.sets.map((of) => of.set)))];
+    const find = (one, name) => one.sets.find((of) => of.set === name);
+    const rows = sets.flatMap((name) => {
+      const measures = [...new Set(all.flatMap((one) => Object.keys((find(one, name) || { measures: {} }).measures)))];
+      return measures.map((measure, place) => h("tr", {}, h("th", { scope: "row" }, place === 0 ? name : ""), h("td", { class: "name" }, measure),
+        all.map((one) => {
+          const of = find(one, name);
+          return h("td", {}, of && of.measures[measure] ? interval(of.measures[measure], percent) : "–",
+            of && place === 0 && h("span", { class: "soft" }, `, ${fmt(of.problems)} problems`));
+        })));
+    });
+    const table = h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "set"), h("th", {}, "measure"),
+      all.map((one, index) => h("th", {}, chip(index), one.label)))),
+    h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "model"), h("td"), all.map((one) => h("td", { class: "mono" }, one.model || "–"))), rows));
+    return section("accuracies", "Accuracies", "Per cent, with the 95 % interval: about other problems of the same kind.",
+      h("div", { class: "card scroll" }, table), all.flatMap((one) => one.notes).map((note) => h("p", { class: "note" }, note)));
+  }
+  function differencePart() {
+    if (!DATA.comparisons.length) return null;
+    const cards = DATA.comparisons.map(({ other, sets }) => {
+      const head = h("h3", {}, chip(other), DATA.evaluations[other].label, h("span", { class: "soft" }, " minus "), chip(0), DATA.evaluations[0].label);
+      if (!sets.length) return h("div", { class: "card" }, head, empty("They have no validation set of the same name."));
+      const rows = sets.map((of) => h("tr", {}, h("th", { scope: "row" }, of.set), h("td", { class: "num" }, fmt(of.problems)),
+        h("td", {}, of.difference ? interval(of.difference, points) : "–"), h("td", { class: "num" }, fmt(of.gained)), h("td", { class: "num" }, fmt(of.lost)),
+        h("td", {}, !of.difference ? "" : of.difference.low > 0 ? h("span", { class: "good" }, "better") : of.difference.high < 0 ? h("span", { class: "bad" }, "worse") : "not told apart"),
+        h("td", { class: "num" }, of.left_out ? fmt(of.left_out) : "–")));
+      return h("div", { class: "card scroll" }, head, h("table", {}, h("thead", {}, h("tr", {},
+        [["set"], ["problems of both", 1], ["difference, points"], ["gained", 1], ["lost", 1], ["at 95 %"], ["not in both", 1]].map(([name, isNum]) => h("th", { class: isNum ? "num" : null }, name)))),
+      h("tbody", {}, rows)));
+    });
+    return section("difference", "Difference", "Problem by problem: the mean of the later accuracy minus the earlier one, with its 95 % interval. " +
+      "Problems of one evaluation alone, or with another prompt or gold answer, are left out.", cards);
+  }
+  function changedPart() {
+    const having = DATA.comparisons.filter(({ changed }) => changed.length);
+    if (!DATA.comparisons.length) return null;
+    if (!having.length) return section("changed", "Answers that changed", null, empty("No answer changed."));
+    const list = h("div", { class: "samples" });
+    const lead = h("p", { class: "lead" });
+    const show = (comparison) => {
+      const { gained, lost, same, problems } = comparison.changed[0];
+      lead.textContent = `Of ${problems} problems ${gained} gained, ${lost} lost, ${same} have another answer that is as right. ` +
+        `Left: ${DATA.evaluations[0].label}; right: ${DATA.evaluations[comparison.other].label}.`;
+      const cards = comparison.changed.map(changedCard);
+      const more = h("button", { type: "button", class: "theme", onclick: () => { more.remove(); list.append(...cards.slice(FIRST)); } }, `show ${cards.length - FIRST} more`);
+      list.replaceChildren(...cards.slice(0, FIRST), ...(cards.length > FIRST ? [more] : []));
+    };
+    show(having[0]);
+    const bar = having.length > 1 && h("div", { class: "bar" },
+      segment("against the first", having.map((one) => [[chip(one.other), DATA.evaluations[one.other].label], one]), having[0], show));
+    return section("changed", "Answers that changed", null, bar, lead, list);
+  }
+  function answersPart() {
+    if (!DATA.answers) return null;
+    const list = h("div", { class: "samples two" });
+    const kinds = ["wrong", "right"].filter((kind) => DATA.answers[kind].length);
+    const show = (kind) => list.replaceChildren(...DATA.answers[kind].map(sampleCard));
+    show(kinds[0]);
+    return section("answers", "Answers", "The first of each kind; megarl samples shows all.",
+      h("div", { class: "bar" }, segment("show", kinds.map((kind) => [kind, kind]), kinds[0], show)), list);
+  }
+
   // The page
 
   function theme() {
@@ -751,13 +850,16 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     apply();
     return button;
   }
+  const isOfEvaluations = Boolean(DATA.evaluations);
   const loops = new Set(RUNS.map((run) => run.loop).filter(Boolean));
   const under = [
-    RUNS.length === 1 ? RUNS[0].path : `${RUNS.length} runs`,
+    isOfEvaluations ? (RUNS.length === 1 ? DATA.evaluations[0].path : `${RUNS.length} evaluations`)
+      : RUNS.length === 1 ? RUNS[0].path : `${RUNS.length} runs`,
     loops.size > 1 ? "different loops (" + [...loops].join(", ") + "): a curve shows those that have its metric" : null,
     "made " + DATA.made,
   ].filter(Boolean).join(" · ");
-  const parts = [overview(), curvesPart(), timePart(), spreadPart(), samplesPart(), recipePart(), faultsPart(), environmentPart(), allMetrics()];
+  const parts = isOfEvaluations ? [accuraciesPart(), differencePart(), changedPart(), answersPart(), recipePart()]
+    : [overview(), curvesPart(), timePart(), spreadPart(), samplesPart(), recipePart(), faultsPart(), environmentPart(), allMetrics()];
   document.getElementById("page").append(
     h("header", {}, h("div", {}, h("h1", {}, RUNS.map((run, index) =>
       [index > 0 && h("span", { class: "soft" }, " vs "), RUNS.length > 1 && chip(index), run.label])),

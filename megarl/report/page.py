@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -13,6 +14,8 @@ from typing import Any
 
 from megarl.files.atomic import replace_bytes, storage_faults_named
 from megarl.report import curves, samples
+from megarl.report.evaluation_page import evaluation_content
+from megarl.report.evaluations import RecordedEvaluation, is_evaluation, read_evaluation, refuse_mixed
 from megarl.report.recorded import Attempt, RecordedRun, distinct_labels, now_text, read_run
 from megarl.types import ConfigError
 
@@ -41,19 +44,28 @@ _NOT_SAME = ("name", "runs_folder")
 _VALUE = 400
 
 
-def write_report(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, int, list[RecordedRun]]:
-    """Write the page of these run folders; its path, its size in bytes, and the runs as they were read.
+def write_report(
+    paths: Sequence[Path], out: Path | None = None
+) -> tuple[Path, int, list[RecordedRun] | list[RecordedEvaluation]]:
+    """Write the page of these folders of runs, or of evaluations; return its path, its size in bytes, what was read.
 
-    Without `out` it is `report.html` in the folder of a single run, or of several in the current folder. Raises
-    ConfigError for a folder that is no run, StorageError where something cannot be read or written.
+    Without `out` it is `report.html` in the folder of a single one, or of several in the current folder. Raises
+    ConfigError for a folder that is neither, and for runs with evaluations; StorageError where something cannot be
+    read or written.
     """
-    runs = [read_run(path) for path in {path.resolve(): path for path in paths}.values()]
-    target = out or (runs[0].path / "report.html" if len(runs) == 1 else Path("report.html"))
+    different = list({path.resolve(): path for path in paths}.values())
+    target = out or (different[0] / "report.html" if len(different) == 1 else Path("report.html"))
+    refuse_mixed(different)
     _refuse_other_files(target)
-    content = render(runs)
+    if is_evaluation(different[0]):
+        found = [read_evaluation(path) for path in different]
+        content = render_evaluations(found)
+    else:
+        found = [read_run(path) for path in different]
+        content = render(found)
     with storage_faults_named(target):
         replace_bytes(target, content)
-    return target, len(content), runs
+    return target, len(content), found
 
 
 def _refuse_other_files(target: Path) -> None:
@@ -72,15 +84,27 @@ def _refuse_other_files(target: Path) -> None:
 def render(runs: Sequence[RecordedRun]) -> bytes:
     """The page of these runs."""
     labels = distinct_labels(runs)
+    return _page(labels, content_of(runs, labels))
+
+
+def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
+    """The page of these evaluations, the later ones compared with the first."""
+    labels = distinct_labels(evaluations)
+    configs = [[[samples.cut(name, 120), _value(one.config, name)] for name in one.config] for one in evaluations]
+    # The recipe is shown as that of a run.
+    runs = [{"label": label, "config": config} for label, config in zip(labels, configs, strict=True)]
+    content = {**evaluation_content(evaluations, labels), "runs": runs, "config": config_differences(evaluations)}
+    return _page(labels, content)
+
+
+def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
     script, style = (files("megarl.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
     )
     title = f"megarl: {', '.join(labels)}"
-    page = _PAGE.format(
-        policy=policy, title=html.escape(title), style=style, script=script, data=embedded(content_of(runs, labels))
-    )
+    page = _PAGE.format(policy=policy, title=html.escape(title), style=style, script=script, data=embedded(content))
     return page.encode("utf-8", "replace")
 
 
@@ -94,11 +118,39 @@ def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, 
         "charts": curves.important(all_rows),
         "points": points,
         "config": config_differences(runs),
+        "seeds": _seeds(runs, labels, all_rows, points),
         "runs": [_run(run, label, rows, points) for run, label, rows in zip(runs, labels, all_rows, strict=True)],
     }
 
 
-def config_differences(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
+def _seeds(
+    runs: Sequence[RecordedRun], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
+) -> list[dict[str, Any]]:
+    """Runs whose recipes differ in the seed alone, two or more together: their places and their curves over seeds."""
+    groups: dict[str, list[int]] = {}
+    for place, run in enumerate(runs):
+        if "seed" in run.config:
+            shared = {name: value for name, value in run.config.items() if name not in (*_NOT_SAME, "seed")}
+            groups.setdefault(json.dumps(shared, sort_keys=True, default=str), []).append(place)
+    return [
+        {
+            "label": _seeds_label({labels[place]: runs[place].config["seed"] for place in places}),
+            "runs": places,
+            "series": curves.over_seeds([all_rows[place] for place in places], points),
+        }
+        for places in groups.values()
+        if len({runs[place].config["seed"] for place in places}) > 1
+    ]
+
+
+def _seeds_label(seeds: Mapping[str, Any]) -> str:
+    """The letters that all labels begin with, and the seeds of the runs: `grpo, seeds 0, 1, 2`."""
+    columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
+    shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
+    return samples.cut(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
+
+
+def config_differences(runs: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
     """Fields in which the runs' recipes differ, with the value of each run; None where a recipe has no such field."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
     rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.files.atomic import storage_faults_named
 from megarl.tracking.earlier_run import EarlierRun, whole_number
@@ -157,7 +157,17 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def distinct_labels(runs: Sequence[RecordedRun]) -> list[str]:
+class Named(Protocol):
+    """A folder with a name of its own: a run or an evaluation."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+
+def distinct_labels(runs: Sequence[Named]) -> list[str]:
     """A label for each run: its name, with as much of its path before it as tells it from the others."""
     labels = [run.name for run in runs]
     depth = 1

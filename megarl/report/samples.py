@@ -268,10 +268,27 @@ class _HeldOut:
         elif self.last is not None and self.last.step != step:
             self.last = _Evaluated(step)
         if self.last is not None:
-            self.last.samples.append((record["line"], _reward(record), _digest(_said(record))))
+            self.last.samples.append((record["line"], _reward(record), digest(_said(record))))
 
 
-def _changed(problems: Mapping[str, _HeldOut], files: Mapping[int, Path]) -> list[dict[str, Any]]:
+def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]]:
+    """Problems whose answers differ in two evaluations' files, as `summary` has them; by right answers, not rewards."""
+    problems: dict[str, _HeldOut] = {}
+    files = {0: before, 1: after}
+    for number, path in files.items():
+        for record in read_records(path, number):
+            scored = {**record, "reward": float(record.get("answer_correct") is True)}
+            problems.setdefault(_problem(record), _HeldOut()).add(scored)
+    found = _changed(problems, files, most)
+    for pair in found:
+        for side in ("before", "after"):
+            pair[side].pop("step", None)
+    return found
+
+
+def _changed(
+    problems: Mapping[str, _HeldOut], files: Mapping[int, Path], most: int = _NUM_CHANGED
+) -> list[dict[str, Any]]:
     """Held-out problems whose answers changed: those whose mean rewards changed most, gains and losses in turn."""
     pairs = [
         (one.last.mean - one.first.mean, one.first, one.last)
@@ -281,9 +298,9 @@ def _changed(problems: Mapping[str, _HeldOut], files: Mapping[int, Path]) -> lis
     gained = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
     lost = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
     same = [pair for pair in pairs if pair[0] == 0]
-    half = _NUM_CHANGED // 2
-    chosen = [*gained[: _NUM_CHANGED - min(half, len(lost))], *lost[:half]]
-    chosen += same[: _NUM_CHANGED - len(chosen)]
+    half = most // 2
+    chosen = [*gained[: most - min(half, len(lost))], *lost[:half]]
+    chosen += same[: most - len(chosen)]
     counts = {"gained": len(gained), "lost": len(lost), "same": len(same), "problems": len(problems)}
     records = _fetched({place for _, *pair in chosen for place in (pair[0].shown, pair[1].shown)}, files)
     return [
@@ -399,7 +416,7 @@ def _problem(record: Mapping[str, Any]) -> str:
     """A hash that tells a record's problem from others: of set, source and index where recorded, else its prompt."""
     index = record.get("problem")
     prompt = record.get("prompt") if index is None else None
-    return _digest([record.get("set"), record.get("source"), index, prompt]).hex()
+    return digest([record.get("set"), record.get("source"), index, prompt]).hex()
 
 
 def _said(record: Mapping[str, Any]) -> Any:
@@ -408,7 +425,8 @@ def _said(record: Mapping[str, Any]) -> Any:
     return turns or record.get("completion")
 
 
-def _digest(value: Any) -> bytes:
+def digest(value: Any) -> bytes:
+    """A hash of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).digest()
 
 

@@ -6,9 +6,11 @@ import json
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megarl.algorithms.evaluation import mean_with_interval
 
 RECIPE = """name: {name}
 loop: {loop}
@@ -161,4 +163,35 @@ def make_run(folder: Path, *, steps: int = 40, seed: int = 0, slope: float = 4.0
         (home / "config.yaml").write_text(recipe.replace("prompts_per_step: 16", f"prompts_per_step: {8 * number}"))
         (home / "attempt.json").write_text(json.dumps({**start, **end}))
         lines(home / "notices.jsonl", [{"step": number, "text": f"warning {number}"}])
+    return folder
+
+
+def make_evaluation(folder: Path, right: Sequence[Sequence[bool]], *, name: str = "math", **changes: Any) -> Path:
+    """The folder of an evaluation of one set: which attempts at each problem are right. `changes` are of its recipe."""
+    folder.mkdir(parents=True)
+    recipe = {"name": "r", "loop": "rl", "model": {"path": "models/tiny"}, **changes}
+    (folder / "config.yaml").write_text(json.dumps(recipe))
+    records = [
+        {
+            "set": name,
+            "attempt": attempt,
+            "final_answer": str(problem if is_right else 99),
+            "source": "single_turn",
+            "problem": problem,
+            "prompt": [{"role": "user", "content": f"Calculate {problem} + 0."}],
+            "rendered_prompt": f"<|im_start|>user\nCalculate {problem} + 0.<|im_end|>\n<|im_start|>assistant\n",
+            "completion": f"It is {problem if is_right else 99}.",
+            "answer": str(problem),
+            "reward": float(is_right),
+            "answer_correct": is_right,
+            "finish_reason": "stop",
+            "tokens": 5,
+        }
+        for problem, attempts in enumerate(right)
+        for attempt, is_right in enumerate(attempts)
+    ]
+    lines(folder / "answers.jsonl", records)
+    accuracy = mean_with_interval([sum(attempts) / len(attempts) for attempts in right])
+    sets = {name: {"problems": len(right), "measures": {"accuracy": accuracy._asdict()}}}
+    (folder / "metrics.json").write_text(json.dumps({"model": f"{folder.name}/hf", "sets": sets, "metrics": {}}))
     return folder

@@ -4,10 +4,10 @@ import html
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.cli import main
@@ -15,7 +15,6 @@ from megarl.report.page import write_report
 from megarl.types import ConfigError
 from tests.report.made_runs import lines, make_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\"><!--\u2028${1}"
 
 
@@ -50,24 +49,6 @@ def content(page: Path) -> dict:
     """What the page embeds, as its script reads it."""
     [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
     return json.loads(text)
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Callable[[Path], str]:
-    """`opened(page)`: the page's HTML after its scripts have run in Chromium, without errors of theirs."""
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium, to open a report in it (apt-get install chromium)")
-    settings = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1280,3000"]
-    settings += [f"--user-data-dir={tmp_path / 'chromium'}", "--virtual-time-budget=1500", "--dump-dom"]
-
-    def dump(page: Path) -> str:
-        command = [CHROMIUM, *settings, page.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, encoding="utf-8")
-        assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-        assert "data-error" not in done.stdout
-        return done.stdout
-
-    return dump
 
 
 def test_two_runs_are_drawn_in_a_browser(tmp_path: Path, opened: Callable[[Path], str]) -> None:
@@ -266,3 +247,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path)])
     assert ended.value.code == 2 and "is no run folder" in capsys.readouterr().err
+
+
+def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path: Path, opened: Callable[[Path], str]) -> None:
+    runs = [make_run(tmp_path / f"grpo-{seed}", seed=seed) for seed in (3, 4, 5)]
+    other = make_run(tmp_path / "rloo", seed=3, advantage="rloo")
+    rewards = []
+    for run in runs:
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rewards.append([row["reward/mean"] for row in rows if row["step"]])
+    page, _, _ = write_report([*runs, other], tmp_path / "report.html")
+    [group] = content(page)["seeds"]
+    assert group["label"] == "grpo, seeds 3, 4, 5" and group["runs"] == [0, 1, 2]
+    curve = group["series"]["of"]["reward/mean"]
+    assert curve["y"][1:] == pytest.approx(np.mean(rewards, axis=0), rel=1e-4)
+    spread = np.std(rewards, axis=0, ddof=1)
+    assert np.subtract(curve["high"][1:], curve["y"][1:]) == pytest.approx(spread, abs=1e-4)
+    assert np.subtract(curve["y"][1:], curve["low"][1:]) == pytest.approx(spread, abs=1e-4)
+    assert group["series"]["final"]["reward/mean"][2] == 3
+    found = opened(page)
+    assert "mean over seeds" in found and "grpo, seeds 3, 4, 5" in found
+    # The mean and the run that is not of the group: two lines in each chart, and the band of the mean.
+    [chart] = re.findall(r'<svg[^>]*aria-label="reward/mean".*?</svg>', found)
+    assert len(re.findall(r'class="curve k\d"', chart)) == 2 and len(re.findall(r'class="band k0"', chart)) == 1
+    assert content(write_report([runs[0], other], tmp_path / "two.html")[0])["seeds"] == []

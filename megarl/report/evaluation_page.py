@@ -1,0 +1,78 @@
+"""The content of a page of evaluations: accuracies, paired differences, answers that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.evaluation import Measure
+from megarl.report.evaluations import ANSWERS, RecordedEvaluation, SetDifference, differences
+from megarl.report.recorded import now_text
+from megarl.report.samples import changed_between, compact, cut, read_records
+
+_NUM_CHANGED = 60
+_NUM_ANSWERS = 40
+"""Answers of each kind that the page of one evaluation shows."""
+
+
+def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:
+    """All that the page shows, as JSON values. Later evaluations are compared with the first."""
+    first, *others = evaluations
+    content = {
+        "made": now_text(),
+        "evaluations": [_evaluation(one, label) for one, label in zip(evaluations, labels, strict=True)],
+        "comparisons": [
+            {
+                "other": number,
+                "sets": [_set_difference(of_set) for of_set in differences(first, other)],
+                "changed": changed_between(first.path / ANSWERS, other.path / ANSWERS, _NUM_CHANGED),
+            }
+            for number, other in enumerate(others, 1)
+        ],
+    }
+    return content if others else {**content, "answers": _answers(first.path / ANSWERS)}
+
+
+def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
+    return {
+        "label": cut(label, 120),
+        "path": cut(str(evaluation.path.resolve()), 400),
+        "model": cut(evaluation.model, 400),
+        "notes": list(evaluation.notes),
+        "sets": [
+            {
+                "set": cut(name, 120),
+                "problems": len(evaluation.sets.get(name, ())),
+                "measures": {cut(key, 80): _measure(measure) for key, measure in measures.items()},
+            }
+            for name, measures in evaluation.measures.items()
+        ],
+    }
+
+
+def _set_difference(of_set: SetDifference) -> dict[str, Any]:
+    return {
+        "set": cut(of_set.name, 120),
+        "problems": of_set.problems,
+        "left_out": of_set.left_out,
+        "gained": of_set.gained,
+        "lost": of_set.lost,
+        "difference": None if of_set.difference is None else _measure(of_set.difference),
+    }
+
+
+def _measure(measure: Measure) -> dict[str, Any]:
+    return {"value": measure.value, "low": measure.low, "high": measure.high}
+
+
+def _answers(path: Path) -> dict[str, Any]:
+    """The first wrong and the first right answers of an evaluation."""
+    found: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
+    for record in read_records(path, 0):
+        kind = found["right" if record.get("answer_correct") is True else "wrong"]
+        if len(kind) < _NUM_ANSWERS:
+            kind.append({name: value for name, value in compact(record).items() if name != "step"})
+        if all(len(of_kind) == _NUM_ANSWERS for of_kind in found.values()):
+            break
+    return found
