@@ -40,10 +40,10 @@ def print_error(error: MegarlError) -> None:
 
 
 def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
-    """Print the sizes that follow from a recipe: batches, updates, epochs; and what its data are taken for."""
+    """Print the sizes that follow from a recipe, what its data are taken for, and what it trains with."""
     from rich.table import Table
 
-    from megarl.preflight import shortened_warmups, told_formats, uncorrected
+    from megarl.preflight import overview, shortened_warmups, told_formats, uncorrected
     from megarl.terminal import Console
 
     settings = recipe.train
@@ -70,6 +70,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
         f"{per_step // updates // layout.dp} an update and data-parallel rank",
         "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
         "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
+        **overview(recipe),
         "run folder": f"{recipe.runs_folder}/{recipe.name}",
     }
     if dropped:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,27 @@ def _command(command: Sequence[str]) -> Iterator[str]:
         yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
     elif shutil.which(command[0]) is None:
         yield f"rollout.agent.command = {list(command)!r}: there is no program {command[0]!r}; give its path"
+    elif (script := _script(command)) is not None and not Path(script).is_file():
+        yield (
+            f"rollout.agent.command = {list(command)!r}: there is no file {script!r}; give its path from the folder "
+            f"that megarl is started in ({Path.cwd()}), or an absolute one"
+        )
+
+
+_SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", ".jl")
+
+
+def _script(command: Sequence[str]) -> str | None:
+    """The script that a command's interpreter is given: its first argument with a script's ending, if any.
+
+    After -m and -c, which name a module and code, all arguments are the program's own.
+    """
+    for argument in command[1:]:
+        if argument in ("-m", "-c"):
+            return None
+        if not argument.startswith("-") and argument.endswith(_SCRIPTS):
+            return argument
+    return None
 
 
 def _inherited_variables(recipe: Recipe) -> Iterator[str]:

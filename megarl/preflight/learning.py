@@ -117,15 +117,19 @@ def profiles(recipe: Recipe) -> Iterator[str]:
         yield f"train.profile_steps = {given}: the run ends with step {train.steps}; leave out {beyond}"
 
 
-def shortened_warmups(recipe: Recipe) -> Iterator[str]:
-    """Of each warm-up that is longer than the run: what it is held to, so that the peak is reached at the end."""
+def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
+    """The optimizers of a run: field, settings, updates in all."""
     train = recipe.train
     updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.is_on_policy else 1)
-    made = [("optimizer", recipe.optimizer, updates)]
+    yield "optimizer", recipe.optimizer, updates
     if recipe.has_critic:
-        made.append(("critic.optimizer", recipe.critic.optimizer, train.steps * recipe.critic.updates_per_step))
-    for field, optimizer, updates in made:
-        if train.steps and optimizer.warmup_steps > updates:
+        yield "critic.optimizer", recipe.critic.optimizer, train.steps * recipe.critic.updates_per_step
+
+
+def shortened_warmups(recipe: Recipe) -> Iterator[str]:
+    """Of each warm-up that is longer than the run: what it is held to, so that the peak is reached at the end."""
+    for field, optimizer, updates in num_updates(recipe):
+        if recipe.train.steps and optimizer.warmup_steps > updates:
             yield f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes {updates} updates; {updates} used"
 
 

@@ -1,0 +1,111 @@
+"""What a recipe trains with, for the table of a dry run: environment, rewards, algorithm, optimizer, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megarl.config import Recipe
+from megarl.config.learning import OptimizerConfig
+from megarl.preflight.learning import num_updates
+
+
+def overview(recipe: Recipe) -> dict[str, str]:
+    """Rows of the table by name; only those that a loop has."""
+    rows: dict[str, str] = {}
+    if recipe.has_engine:
+        rows["environment"] = _by_source(recipe, _environment)
+        rows["rewards"] = _by_source(recipe, _rewards) + _reward_model(recipe)
+        rows["KV cache"] = _cache(recipe)
+    rows["algorithm"] = ", ".join(_algorithm(recipe))
+    for field, optimizer, updates in num_updates(recipe):
+        name = "learning rate" if field == "optimizer" else "learning rate of the critic"
+        rows[name] = _learning_rate(optimizer, updates)
+    rows["trackers"] = ", ".join(recipe.trackers) or "none: metrics.jsonl in the run folder"
+    rows["evaluation"] = _evaluation(recipe)
+    return rows
+
+
+def _by_source(recipe: Recipe, shown: Callable[[Recipe], str]) -> str:
+    """What all sources of a mixture have in common, or each source's own behind its name."""
+    texts = {source.name: shown(source.recipe) for source in recipe.sources}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def _environment(recipe: Recipe) -> str:
+    rollout = recipe.rollout
+    program = f" ({' '.join(rollout.agent.command)})" if rollout.environment == "command" else ""
+    turns = f", at most {rollout.turns_of_attempt} turns" if rollout.turns_of_attempt > 1 else ""
+    return f"{rollout.environment}{program}{turns}"
+
+
+def _rewards(recipe: Recipe) -> str:
+    functions = recipe.reward.functions
+    factor = recipe.reward.function_weight
+    return ", ".join(f"{function.name} * {factor * function.weight:g}" for function in functions) or "none"
+
+
+def _reward_model(recipe: Recipe) -> str:
+    if (model := recipe.further_models.get("reward.model")) is None:
+        return ""
+    return f"; reward model {model} * {recipe.reward.model_weight:g}"
+
+
+def _cache(recipe: Recipe) -> str:
+    share = recipe.rollout.gpu_memory_utilization
+    if share is not None:
+        return f"what is left of {share:g} of a GPU"
+    return f"{recipe.rollout.kv_cache_gib:g} GiB a rank"
+
+
+def _algorithm(recipe: Recipe) -> Iterator[str]:
+    """The loss and what it is made of."""
+    if recipe.loop == "sft":
+        yield "cross-entropy"
+    elif recipe.loop in ("preference", "reward_model"):
+        yield recipe.preference.loss if recipe.loop == "preference" else "pairwise reward model"
+    elif recipe.loop == "distillation":
+        yield f"{recipe.distillation.loss} of {', '.join(recipe.teachers.values()) or 'no teacher'}"
+    else:
+        yield from _reinforcement(recipe)
+    if recipe.lora.rank:
+        yield f"LoRA of rank {recipe.lora.rank}"
+
+
+def _reinforcement(recipe: Recipe) -> Iterator[str]:
+    algorithm = recipe.algorithm
+    if algorithm.preset is not None:
+        yield f"preset {algorithm.preset}"
+    yield f"advantage {algorithm.advantage}"
+    yield f"policy loss {algorithm.policy_loss}"
+    yield algorithm.aggregation
+    if algorithm.kl_coefficient:
+        yield f"KL {algorithm.kl_coefficient:g} in the {algorithm.kl_placement}"
+    if algorithm.importance_sampling not in (None, "none"):
+        yield f"importance sampling {algorithm.importance_sampling}"
+    if algorithm.dynamic_sampling is not None:
+        low, high = algorithm.dynamic_sampling
+        yield f"groups of accuracy between {low:g} and {high:g}"
+
+
+def _learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
+    warmup = optimizer.warmup_updates(updates)
+    end = "" if optimizer.schedule == "constant" else f" to {optimizer.min_learning_rate:g}"
+    begin = f" after {warmup} of {updates} updates of warm-up" if warmup else ""
+    return f"{optimizer.learning_rate:g}, {optimizer.schedule}{end}{begin}; {optimizer.name}"
+
+
+def _evaluation(recipe: Recipe) -> str:
+    """The sets, when they are evaluated, and how."""
+    if not (names := recipe.validation_sets):
+        return "none: no data.validation"
+    evaluation = recipe.evaluation
+    times = [f"every {evaluation.every_steps} steps"] if evaluation.every_steps else []
+    times += ["before the first step"] if evaluation.at_start else []
+    text = f"{', '.join(names)}: {', '.join([*times, 'after the last'])}"
+    if not recipe.has_engine:
+        return text
+    attempts = evaluation.samples_per_prompt
+    temperature = recipe.evaluation_sampling.temperature
+    return f"{text}; {attempts} attempt{'s' * (attempts > 1)} a problem, temperature {temperature:g}"
