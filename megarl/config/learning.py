@@ -50,6 +50,36 @@ PreferenceLoss = Annotated[str, _formula("preference.loss")]
 Divergence = Annotated[str, _formula("distillation.divergence")]
 
 
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Fused projections by the projections that PEFT names one by one."""
+_ALL_LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def fused_targets(given: Any) -> Any:
+    """Target modules with PEFT's names replaced by those of the fused projections; values of other kinds as they are.
+
+    Raises PydanticCustomError for a part of a fused projection, whose adapter would be on all of it.
+    """
+    if given == "all-linear" or (isinstance(given, list | tuple) and list(given) == ["all-linear"]):
+        return _ALL_LINEARS
+    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+        return given
+    names = list(dict.fromkeys(given))
+    for fused, parts in _FUSED.items():
+        named = [name for name in names if name in parts]
+        if not named:
+            continue
+        if len(named) < len(parts):
+            missing = [name for name in parts if name not in named]
+            text = (
+                f"has {', '.join(named)} without {', '.join(missing)}, which are one projection here with one A; name "
+                f"all of {', '.join(parts)}, or none"
+            )
+            raise PydanticCustomError("part_of_a_projection", text)  # pyright: ignore[reportArgumentType]
+        names = list(dict.fromkeys(fused if name in parts else name for name in names))
+    return names
+
+
 class LoraConfig(Section):
     rank: NonNegativeInt = 0
     """LoRA rank; 0: no adapters, all weights are trained."""
@@ -57,13 +87,18 @@ class LoraConfig(Section):
     """LoRA alpha: the adapter's output is scaled by alpha / rank."""
     dropout: Decay = 0.0
     """Dropout probability of the adapters' inputs in updates."""
-    targets: Annotated[tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...], Field(min_length=1)] = (
+    targets: Annotated[
+        tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...],
+        Field(min_length=1),
+        BeforeValidator(fused_targets),
+    ] = (
         "qkv_proj",
         "o_proj",
         "gate_up_proj",
         "down_proj",
     )
-    """Target modules, those of experts included; fused projections share one A."""
+    """Target modules, those of experts included; fused projections share one A. PEFT's names too: q_proj, k_proj and
+    v_proj together are qkv_proj, gate_proj and up_proj together gate_up_proj; all-linear: all of them."""
     export_adapter: bool = True
     """Write the adapters too, as a PEFT folder adapter/ (adapter_step_NNNNNN/) beside hf/, the merged model."""
 

@@ -36,6 +36,7 @@ from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.samples import with_rendered_prompts
 from megarl.rollout.sources import Source
+from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.serving.local_model import model_folder
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Display
@@ -168,6 +169,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
         (folder / "logs").mkdir()
         replace_text(folder / "config.yaml", to_yaml(recipe))
     found: list[EvaluatedSet] = []
+    tool_use = ToolUse()
     with _leaving_on_signals(folder):
         async with AsyncExitStack() as stack:
             tokenizer = tokenizer_of(recipe.model)
@@ -177,6 +179,10 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
                 records = with_rendered_prompts(done.records(), done.trajectories, tokenizer)
                 append_whole(folder / "answers.jsonl", b"".join(map(json_line, records)))
                 found.append(done)
+                for trajectory in done.trajectories:
+                    tool_use.add(trajectory.metrics)
+    if tools := tool_use.never_called:
+        _Screen().notice(uncalled_text(tools, "in this evaluation", f"megarl samples {folder}"))
     with storage_faults_named(folder):
         replace_text(folder / "metrics.json", json.dumps(_summary(evaluation, found), indent=2) + "\n")
     return found

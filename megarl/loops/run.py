@@ -38,6 +38,7 @@ from megarl.preflight import Dropped, Kept, layout_of, predicted_memory, row_mul
 from megarl.rollout.answers import had_ended
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.slow import SlowReplicas
+from megarl.rollout.tool_use import uncalled_text
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -76,6 +77,9 @@ async def run(
                 await session.checkpoints.complete(wait=True)
                 with display.phase("exporting the model", is_told=recipe.train.steps > 0):
                     await _export(session)
+                if tools := session.tool_use.never_called:
+                    look = f"megarl samples {folder.path}"
+                    session.tracker.notice(uncalled_text(tools, "in this start of the run", look))
                 session.tracker.summary(_next_commands(folder), has_model=recipe.train.steps > 0)
 
 

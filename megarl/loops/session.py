@@ -29,6 +29,7 @@ from megarl.rollout.samples import with_rendered_prompts
 from megarl.rollout.sources import Source
 from megarl.rollout.state import Group, RLState
 from megarl.rollout.token_records import token_records
+from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, StoppedError, Trajectory
@@ -90,6 +91,8 @@ class Session:
     profiles: Profiles
     dropped: Dropped = field(default_factory=Counter)
     """How many records were left out because they are too long, by data source."""
+    tool_use: ToolUse = field(default_factory=ToolUse)
+    """The tools that the policy has called since this start of the run."""
 
     async def stop_if_asked(
         self,
@@ -133,8 +136,12 @@ class Session:
         await self.stop_if_asked(number, state and state.save)
 
     def log(self, step: Step) -> None:
-        """Log a step's metrics, and keep its model if it is the best so far."""
+        """Log a step's metrics, and keep its model if it is the best so far. Warn of tools without any call yet."""
         self.tracker.log(step.number, step.metrics)
+        self.tool_use.add(step.metrics)
+        for tool in self.tool_use.never_called:
+            text = uncalled_text([tool], f"up to step {step.number}", f"megarl samples {self.folder.path}")
+            self.tracker.notice_once(f"tool {tool} is not called", text)
         self.checkpoints.judge(step.number, step.metrics)
 
     @asynccontextmanager

@@ -146,7 +146,7 @@ async def make_source(
     rollout = recipe.rollout
     has_turns = rollout.turns_of_attempt > 1
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
-        screen.notice(history_notice(history_faults(tokenizer), rollout.history))
+        screen.tell(history_notice(history_faults(tokenizer), rollout.history))
     judges = judges_answers(recipe)
     if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, given.name)):
         screen.notice(text)

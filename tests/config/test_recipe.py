@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
-from megarl.config import RolloutConfig
+from megarl.config import LoraConfig, RolloutConfig
 from megarl.config.recipe import load, recipe_changes, to_yaml
 from tests.config.refusals import failure
 
@@ -320,3 +321,29 @@ def test_another_way_to_write_where_a_run_is_is_no_change(small: Path, tmp_path:
 def test_an_attempt_of_a_single_turn_has_one() -> None:
     assert RolloutConfig().turns_of_attempt == 1
     assert RolloutConfig(environment="countdown", max_turns=3).turns_of_attempt == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "targets"),
+    [
+        (["q_proj", "k_proj", "v_proj", "o_proj"], ("qkv_proj", "o_proj")),
+        (["down_proj", "up_proj", "gate_proj"], ("down_proj", "gate_up_proj")),
+        (["qkv_proj", "down_proj"], ("qkv_proj", "down_proj")),
+        ("all-linear", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    ],
+)
+def test_lora_takes_peft_s_names(given: object, targets: tuple[str, ...]) -> None:
+    assert LoraConfig.model_validate({"targets": given}).targets == targets
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["q_proj", "v_proj"], "has q_proj, v_proj without k_proj, .* all of q_proj, k_proj, v_proj, or none"),
+        (["gate_proj"], "has gate_proj without up_proj"),
+        (["query"], "'qkv_proj', 'o_proj'"),
+    ],
+)
+def test_a_part_of_a_fused_projection_is_refused(given: list[str], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        LoraConfig.model_validate({"targets": given})

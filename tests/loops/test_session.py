@@ -14,7 +14,8 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.loops.reshards import Reshards
-from megarl.loops.session import Session
+from megarl.loops.session import Session, Step
+from megarl.rollout.tool_use import ToolUse
 
 
 @pytest.mark.parametrize(
@@ -128,3 +129,20 @@ def test_engines_are_held_while_they_sleep() -> None:
 
     asyncio.run(play())
     assert engines.asked == ["hold", "sleep_engine", "reshard", "release", "hold", "sleep_engine"]
+
+
+def test_a_tool_that_is_never_called_is_said_once() -> None:
+    told: dict[str, str] = {}
+    tracker = SimpleNamespace(log=lambda step, metrics: None, notice_once=told.setdefault)
+    nothing = SimpleNamespace(judge=lambda step, metrics: None)
+    folder = SimpleNamespace(path="runs/shop")
+    session = session_with(tracker=tracker, checkpoints=nothing, folder=folder, tool_use=ToolUse())
+    session.log(Step(0, {"val/heldout/accuracy": 0.5}))
+    assert told == {} and session.tool_use.never_called == []
+    session.log(Step(1, {"tools/price/calls": 0.25, "tools/stock/calls": 0.0, "tools/stock/seconds": 0.0}))
+    session.log(Step(2, {"tools/price/calls": 0.0, "tools/stock/calls": 0.0}))
+    [text] = told.values()
+    assert "up to step 1: stock;" in text and text.endswith("megarl samples runs/shop")
+    assert session.tool_use.never_called == ["stock"]
+    session.log(Step(3, {"tools/price/calls": 0.0, "tools/stock/calls": 1.0}))
+    assert session.tool_use.never_called == [] and len(told) == 1
