@@ -4,8 +4,8 @@ A sample function, also one of the user's own (`algorithm.advantage: path/to/fil
 
     def name(rewards, groups, *, ...) -> Tensor
 
-It takes `rewards` float [samples] and `groups` int [samples], where equal numbers form a group, in any order and of any
-size. It returns advantages, float [samples]. By keyword it may take `lengths` int [samples], completion tokens, and
+It takes `rewards` float64 [samples] and `groups` int [samples], where equal numbers form a group, in any order and of
+any size. It returns advantages, float [samples]. By keyword it may take `lengths` int [samples], completion tokens, and
 `passes` bool [samples], right answers. Other keywords are fields of the recipe, or of `algorithm.advantage_kwargs`.
 `trial` checks the result.
 

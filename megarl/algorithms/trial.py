@@ -119,7 +119,8 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
     num_samples = _NUM_GROUPS * samples_per_group
     sample = torch.arange(num_samples)
     groups = sample // samples_per_group
-    rewards = torch.where(groups == 0, (sample % 2).float(), 1.0)
+    # float64, as a run gives them: a function with float32 buffers of its own must fail here.
+    rewards = torch.where(groups == 0, (sample % 2).double(), 1.0)
     measured = supported_kwargs(advantage, {"lengths": 5 + sample, "passes": rewards > 0})
     result = _call(advantage, (rewards, groups), {**measured, **settings})
     found = checked_advantages(result, rewards)

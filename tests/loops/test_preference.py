@@ -17,7 +17,9 @@ def test_a_pair_is_won_in_validation_where_it_is_in_training(by_length: bool) ->
     """Log-ratios 4 * 0.5 against 1 * 1: the sum is the first answer's, the mean the second's."""
     batch = TokenBatch.from_sequences(
         [
-            TrainingSequence(np.arange(length + 1), np.arange(length + 1) > 0, reference_logprobs=np.zeros(length + 1))
+            TrainingSequence(
+                np.arange(length + 1), np.arange(length + 1) > 0, reference_logprobs=np.zeros(length + 1, np.float32)
+            )
             for length in (4, 1)
         ]
     )

@@ -67,6 +67,10 @@ def of_groups(rewards, groups):
     return rewards.view(2, -1).mean(1)
 
 
+def in_float32(rewards, groups):
+    return rewards - rewards.float().new_zeros(2).index_add_(0, groups, rewards)[groups]
+
+
 def listed(rewards, groups):
     return rewards.tolist()
 """
@@ -189,7 +193,8 @@ def test_what_functions_do_not_take(algorithm: dict[str, Any], words: list[str])
         pytest.param({"policy_loss": "own.py:root"}, ["not finite as loss"]),
         pytest.param({"policy_loss": "own.py:raising"}, ["RuntimeError", "own.py, line ", "advantages a tensor [9]"]),
         pytest.param({"advantage": "own.py:by_deviation"}, ["nan", "where the rewards of a group are equal"]),
-        pytest.param({"advantage": "own.py:of_groups"}, ["a tensor [2] of float32, for 16 samples; return a float"]),
+        pytest.param({"advantage": "own.py:of_groups"}, ["a tensor [2] of float64, for 16 samples; return a float"]),
+        pytest.param({"advantage": "own.py:in_float32"}, ["RuntimeError", "rewards a tensor [16] of float64"]),
         pytest.param({"advantage": "own.py:listed"}, ["returned list [0.0, 1.0, ", "for 16 samples"]),
     ],
 )
