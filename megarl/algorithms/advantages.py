@@ -102,13 +102,10 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
 
     `passes` bool [samples]; left out, a sample passes if its reward is positive. The advantage is the sample's mean
     over all sets of `k` that hold it of the set's reward (1 if one passes), less the mean over all sets, over the sets'
-    standard deviation; zero in groups where every set passes or none does. Raises ValueError for a group smaller than
-    `k`.
+    standard deviation. It is zero in groups where every set passes or none does, and in groups smaller than `k`.
     Source: Pass@k training (arXiv 2508.10751).
     """
     group, sizes = _grouped(groups, rewards)
-    if len(rewards) and int(sizes.min()) < k:
-        raise ValueError(f"pass_at_k with k = {k} needs as many samples a group, one has {sizes.min():.0f}")
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
     sizes = sizes.to(torch.float64)
     failures = sizes - _sums(passes, group, sizes)
@@ -116,7 +113,9 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
     mean, deviation = 1 - fails, (fails * (1 - fails)).sqrt()
     with_a_failure = 1 - _choose(failures - 1, k - 1) / _choose(sizes - 1, k - 1)
     response = torch.where(passes > 0, 1.0, with_a_failure[group]) - mean[group]
-    return torch.where(deviation[group] > 0, response / deviation.clamp(min=1e-12)[group], 0.0).to(rewards.dtype)
+    has_advantage = (deviation > 0) & (sizes >= k)
+    advantages = response / deviation.clamp(min=1e-12)[group]
+    return torch.where(has_advantage[group], advantages, 0.0).to(rewards.dtype)
 
 
 def gae(

@@ -29,6 +29,10 @@ from megarl.rollout.batch import RLBatch
 from megarl.types import ConfigError
 
 METRICS = {
+    "advantages/groups_below_k": (
+        "count",
+        "groups without an advantage under pass_at_k: fewer than algorithm.pass_k of their attempts were scored",
+    ),
     "critic/value": ("score", "the critic's values, mean over tokens"),
     "critic/return": ("score", "the returns that it learns, mean over tokens"),
     "critic/explained": ("share", "variance of the returns that the values explain"),
@@ -41,12 +45,16 @@ METRICS = {
 def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
     """Set the batch's `advantages`, and with a critic its `returns`; both are those of whole trajectories.
 
-    Metrics: `kl/reference` where the KL is in them, with algorithm.k3_max `kl/capped`; with a critic `critic/...`.
+    Metrics: `kl/reference` where the KL is in them, with algorithm.k3_max `kl/capped`; with a critic `critic/...`;
+    under pass_at_k `advantages/groups_below_k`.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
     scores = _scores(batch, recipe)
     metrics: dict[str, float] = {}
+    if algorithm.advantage == "pass_at_k":
+        num_scored = np.bincount(batch.groups, weights=batch.is_scored)
+        metrics["advantages/groups_below_k"] = float((num_scored < algorithm.pass_k).sum())
     divergence = torch.zeros(len(mask))
     if algorithm.kl_coefficient and algorithm.kl_placement != "loss":
         divergence = _divergence(batch, algorithm)

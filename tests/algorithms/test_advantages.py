@@ -111,9 +111,12 @@ def test_pass_at_k_is_what_all_sets_of_k_say(passes, k):
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
 
-def test_pass_at_k_needs_k_samples():
-    with pytest.raises(ValueError, match="k = 4 needs as many samples a group, one has 2"):
-        pass_at_k(torch.ones(2), torch.zeros(2))
+def test_pass_at_k_of_a_group_smaller_than_k_is_zero():
+    found = pass_at_k(torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1, 1]), k=3)
+    assert found[:2].tolist() == [0.0, 0.0]
+    alone = pass_at_k(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1, 1, 1]), k=2)
+    assert pass_at_k(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.tensor([0, 1, 1, 1]), k=2)[1:].tolist() == alone.tolist()
+    assert alone.abs().sum() > 0
 
 
 def test_gae_by_hand_and_over_masked_tokens():

@@ -145,6 +145,16 @@ def test_turns_have_advantages_of_their_own(
         assert found == pytest.approx([x for one in of_turns for x in (0.0, one, one)], abs=1e-6)
 
 
+def test_a_group_with_too_few_scored_attempts_for_pass_at_k_has_no_advantage_and_is_counted() -> None:
+    """One attempt of the first group was not scored, which leaves fewer than k; the second group learns."""
+    whole = [turns(1, [1.0]), turns(1, [0.0]), turns(1, [0.0])]
+    batch = batch_of([turns(0, [1.0]), turns(0, [0.0], is_scored=False), *whole])
+    metrics = compute_advantages(batch, recipe(algorithm={"advantage": "pass_at_k", "pass_k": 2}), 0.0)
+    found = [max(map(abs, one)) for one in of_sequences(batch, "advantages")]
+    assert found[:2] == [0.0, 0.0] and all(value >= 0 for value in found[2:])
+    assert metrics["advantages/groups_below_k"] == 1.0
+
+
 def test_without_a_discount_all_turns_share_the_trajectory_s_advantage() -> None:
     batch = batch_of([turns(0, [0.2, 1.0]), turns(0, [0.2, 0.2])])
     compute_advantages(batch, recipe(algorithm=CENTRED), 0.0)
