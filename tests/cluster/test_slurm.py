@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -303,7 +304,7 @@ def test_a_script_says_what_the_recipe_says() -> None:
     lines = render(recipe, ["my recipe.yaml", "train.steps=3"]).splitlines()
     for line in ("--job-name=qwen3_32b_grpo", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"):
         assert f"#SBATCH {line}" in lines
-    assert lines[lines.index(f"MEGARL_HOME={ROOT}") + 1] == "set -- 'my recipe.yaml' train.steps=3"
+    assert lines[lines.index(f"MEGARL_HOME={shlex.quote(str(ROOT))}") + 1] == "set -- 'my recipe.yaml' train.steps=3"
     on_cpu = render(load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", ["cluster.device=cpu"]), [])
     assert "--ntasks-per-node=8" in on_cpu and "gpus-per-node" not in on_cpu
     comments = [line for line in lines if line.startswith("# ")]
