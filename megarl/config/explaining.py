@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.migration import counterpart
-from megarl.config.nearest import nearest
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import Place, holds_secret
 from megarl.config.short_options import of_short_option
 from megarl.config.values import nearest_value
+from megarl.files.nearest import nearest
 
 
 def error_page(title: str | Path, problems: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 from megarl.config.formulas import TABLES, formulas
-from megarl.config.nearest import nearest
 from megarl.config.schema import field_at, recipe_field
+from megarl.files.nearest import nearest
 
 VALUES: dict[str, dict[str, str]] = {
     "loop": {

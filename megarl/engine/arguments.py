@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from megarl.config import RolloutConfig
 from megarl.config.decided_fields import ENGINE_FIELDS
 from megarl.config.override import engine_overrides
 from megarl.files.model_folder import read_object
+from megarl.files.nearest import nearest
 from megarl.platform import device, vllm_on_cpu
 from megarl.types import ConfigError
 
@@ -76,8 +76,8 @@ def engine_arguments(
         if key in ENGINE_FIELDS:
             raise ConfigError(f"rollout.vllm.{key}: set {ENGINE_FIELDS[key]} instead")
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; the nearest is {nearest[0]}")
+            hint = f"did you mean {near}?" if (near := nearest(key, known)) else "remove it"
+            raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,

@@ -5,7 +5,6 @@ An import path is `package.module:name` or `path/to/file.py:name`.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from megarl.files.nearest import nearest
 from megarl.types import ConfigError
 
 Kind = Literal["function", "class"]
@@ -47,8 +47,8 @@ class Choices:
         path = self.table.get(name, name)
         if is_import_path(path, takes_files=self.takes_files):
             return path
-        nearest = difflib.get_close_matches(name, self.table, n=1, cutoff=0.5)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        near = nearest(name, self.table)
+        hint = f" Did you mean {near!r}?" if near else ""
         attribute = "Class" if self.kind == "class" else "function"
         own = f"package.module:{attribute}" + (f" or path/to/file.py:{attribute}" if self.takes_files else "")
         raise ConfigError(
@@ -80,8 +80,8 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     found = getattr(module, attribute, None)
     if callable(found):
         return found
-    nearest = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    near = nearest(attribute, [key for key in vars(module) if not key.startswith("_")])
+    hint = f"; did you mean {near!r}?" if near else "."
     raise ConfigError(f"{field}: {path!r}: module {source} has no {kind} {attribute!r}{hint}")
 
 

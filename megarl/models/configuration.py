@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megarl.config.idle_fields import without_effect
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
+from megarl.files.nearest import nearest
 from megarl.platform import transformer_engine
 from megarl.types import ConfigError
 
@@ -53,8 +53,8 @@ def transformer_config(
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in sorted(overrides.keys() - known):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        near = nearest(name, known)
+        hint = f" Did you mean {near}?" if near else ""
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
     for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
         raise ConfigError(problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from megarl.config.effects import unmet, value_at
 from megarl.config.formulas import FIELDS, KWARGS, MEASURED, Keyword, Keywords, formulas
 from megarl.config.idle import given_fields
 from megarl.files.import_path import import_object, is_import_path
+from megarl.files.nearest import nearest
 from megarl.preflight.library_fields import accepts
 from megarl.types import ConfigError
 
@@ -87,8 +87,8 @@ def _unfit_kwargs(recipe: Recipe, field: str, kwargs_field: str, name: str, take
         elif keyword in measured:
             yield f"{shown}: is measured by the run; leave it out"
         elif keyword not in taken:
-            near = difflib.get_close_matches(keyword, open_to_recipe, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            near = nearest(keyword, open_to_recipe)
+            hint = f"did you mean {near}? " if near else ""
             known = f"known are {', '.join(open_to_recipe)}" if open_to_recipe else "it takes none; leave this out"
             yield f"{shown}: {name} takes no such keyword; {hint}{known}"
         elif (annotation := taken[keyword].annotation) is not None and not _fits(annotation, value):

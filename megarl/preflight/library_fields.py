@@ -6,7 +6,6 @@ The sources are parsed, not imported: an import of either takes longer than all 
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +23,7 @@ from megarl.config.decided_fields import (
 from megarl.config.idle_fields import without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families.shape import ModelShape
+from megarl.files.nearest import nearest
 
 _SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
 _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
@@ -136,8 +136,8 @@ def _read(package: str, file: str) -> ast.Module:
 
 def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str, ast.expr]) -> Iterator[str]:
     if field not in known:
-        near = difflib.get_close_matches(field, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
+        near = nearest(field, known)
+        hint = f"did you mean {near}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
         # Without a text: under a mistyped name a secret is not known as one.
         shown = f" = {value!r}" if isinstance(value, bool | int | float) else ""
         yield f"{section}.{field}{shown}: {owner} has no such field; {hint}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.files.nearest import nearest
 from megarl.rewards import metric_name
 from megarl.types import Completion, ConfigError, Problem
 
@@ -123,8 +123,8 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
             "give; leave it out"
         )
     if foreign := [key for key in kwargs if key not in named and not takes_any]:
-        nearest = difflib.get_close_matches(foreign[0], named, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(named) or 'none'}"
+        near = nearest(foreign[0], named)
+        hint = f"did you mean {near}?" if near else f"it takes {', '.join(named) or 'none'}"
         raise ConfigError(f"reward.functions: {name!r}: kwargs.{foreign[0]}: is no parameter of it; {hint}")
     for parameter in named.values():
         if parameter.default is parameter.empty and parameter.name not in (*PARAMETERS, *kwargs):
@@ -142,8 +142,8 @@ def expected(name: str) -> str:
 
 def _unknown(name: str, parameter: str) -> str:
     meant = {"solution_str": "completion_text", "completions": "completion_text", "ground_truth": "answer"}
-    nearest = meant.get(parameter) or next(iter(difflib.get_close_matches(parameter, PARAMETERS, n=1)), None)
-    hint = f" Did you mean {nearest}?" if nearest else ""
+    near = meant.get(parameter) or nearest(parameter, PARAMETERS)
+    hint = f" Did you mean {near}?" if near else ""
     return (
         f"reward.functions: {name!r}: its parameter {parameter} is not known.{hint} Known are {', '.join(PARAMETERS)}; "
         f"give others a default, or a value in kwargs. For example: {expected(name)}"

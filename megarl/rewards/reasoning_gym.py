@@ -5,12 +5,12 @@ An attribute of this module that is a task's name is that task's reward function
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
+from megarl.files.nearest import nearest
 from megarl.rewards.final_answers import last_boxed, last_tagged
 from megarl.rewards.harmless import harmless_answer, is_formula, is_integer_arithmetic, is_literal
 from megarl.types import ConfigError, Reward
@@ -91,8 +91,8 @@ def check_task(task: str) -> None:
         )
     if task in DATASETS:
         return
-    nearest = difflib.get_close_matches(task, DATASETS, n=1)
-    hint = f"did you mean reasoning_gym.{nearest[0]}?" if nearest else f"it has {', '.join(sorted(DATASETS))}"
+    near = nearest(task, DATASETS)
+    hint = f"did you mean reasoning_gym.{near}?" if near else f"it has {', '.join(sorted(DATASETS))}"
     version = reasoning_gym.__version__
     raise ConfigError(f"reward.functions: 'reasoning_gym.{task}': reasoning-gym {version} has no task {task!r}; {hint}")
 

@@ -12,9 +12,9 @@ import typer.main
 
 from megarl.cli import app
 from megarl.config.explaining import key_hint
-from megarl.config.nearest import nearest
 from megarl.config.recipe import read
 from megarl.config.schema import all_fields, section_of
+from megarl.files.nearest import nearest
 from megarl.types import ConfigError
 from tests.config.foreign_options import BATCH, NONE, OPTIONS
 from tests.config.refusals import faults

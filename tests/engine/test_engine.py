@@ -437,7 +437,7 @@ def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        pytest.param({"enforce_eagre": True}, "rollout.vllm.enforce_eagre: .* nearest is enforce_eager", id="unknown"),
+        pytest.param({"enforce_eagre": True}, "rollout.vllm.enforce_eagre: .* mean enforce_eager", id="unknown"),
         pytest.param({"tensor_parallel_size": 2}, "rollout.vllm.tensor_parallel_size: set rollout.tp", id="owned"),
         pytest.param({"max_logprobs": 5}, "^$", id="known"),
     ],

@@ -69,7 +69,7 @@ def test_the_tables_own_names_come_first() -> None:
         pytest.param(
             "no_such_package.part:f", ["cannot import no_such_package.part", "ModuleNotFound"], id="no module"
         ),
-        pytest.param("own.py:ad", ["has no function 'ad'; did you mean 'add'?"], id="no function"),
+        pytest.param("own.py:addd", ["has no function 'addd'; did you mean 'add'?"], id="no function"),
         pytest.param("own.py:NUMBER", ["has no function 'NUMBER'"], id="a number"),
         pytest.param("broken.py:f", ["cannot import broken.py", "ZeroDivisionError"], id="raises"),
     ],
