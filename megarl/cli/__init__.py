@@ -271,6 +271,7 @@ def doctor(
     """Show whether this environment's parts fit each other, and what will be used and why."""
     from megarl.cluster.doctor import differences, examine, examine_nodes
     from megarl.config.recipe import error_page, load
+    from megarl.preflight import planned_host_bytes
     from megarl.preflight.sizes import machines
 
     if recipe is None:
@@ -279,7 +280,7 @@ def doctor(
         loaded = with_notices_shown(load(recipe, overrides or ()))
         if wrong := [*machines(loaded)]:
             raise ConfigError(error_page(f"recipe {loaded.name}", wrong))
-        found, notices = asyncio.run(examine_nodes(loaded))
+        found, notices = asyncio.run(examine_nodes(loaded, planned_host_bytes(loaded)))
     rows = differences(found)
     if as_json:
         print(json.dumps({"nodes": list(found), "notices": notices, "findings": [[n, *f] for n, f in rows]}))

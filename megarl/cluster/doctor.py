@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
+from megarl.memory.nodes import RankHostBytes
 from megarl.platform import compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
@@ -80,10 +81,12 @@ def examine() -> list[Finding]:
     ]
 
 
-async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[str]]:
+async def examine_nodes(
+    recipe: Recipe, planned: RankHostBytes | None = None
+) -> tuple[dict[str, list[Finding]], list[str]]:
     """The findings of each node that the recipe's launcher provides, by name, and notices such as bandwidths.
 
-    The node checks at the start of a run are findings too.
+    The node checks at the start of a run are findings too; `planned` as of `inspect`.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # Where all nodes would write.
@@ -93,7 +96,7 @@ async def examine_nodes(recipe: Recipe) -> tuple[dict[str, list[Finding]], list[
             recipe.cluster, Path(folder).absolute(), [] if engines is None else [engines.num_ranks]
         )
         try:
-            wrong, notices = await inspect(ranks, recipe, Path(folder).absolute())
+            wrong, notices = await inspect(ranks, recipe, Path(folder).absolute(), planned)
             await asyncio.gather(*(group.construct("megarl.cluster.doctor:Doctor", {}) for group in ranks.groups))
             answers = await ranks.call("examine")
         finally:

@@ -15,11 +15,14 @@ from typing import Any
 
 from megarl.cluster.bandwidth import slow_links, summary
 from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.node_memory import shortages
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
+from megarl.memory.nodes import RankHostBytes
 from megarl.platform import compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
+from megarl.platform.host_memory import machine_bytes
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.platform.visible_gpus import installed_gpus
 from megarl.types import MegarlError
@@ -36,7 +39,7 @@ class NodeReport:
         self._server: socket.socket | None = None
 
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Unreadable model folders, space in the run folder, shared memory, device, GPUs, clock of this rank's node.
+        """Unreadable model folders, disk space, memory, shared memory, device, GPUs, clock of this rank's node.
 
         Also the GPUs that it may use with their compute capabilities, the versions of libraries that decide what these
         can do, why installed CUDA libraries cannot be imported or extensions be compiled, and a port to connect to,
@@ -51,6 +54,7 @@ class NodeReport:
             "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
+            "memory": machine_bytes(),
             "shared_memory": _shared_memory_fault(),
             "device": device.fault(),
             "gpus": gpus(),
@@ -101,9 +105,12 @@ def gpus() -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-async def inspect(ranks: RunRanks, recipe: Recipe, run_folder: Path) -> tuple[list[str], list[str]]:
+async def inspect(
+    ranks: RunRanks, recipe: Recipe, run_folder: Path, planned: RankHostBytes | None = None
+) -> tuple[list[str], list[str]]:
     """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and notices about them.
 
+    `planned`: host memory that each rank will take; None: it is not compared with the nodes'.
     The ranks' worker must be a `NodeReport`; it may be replaced afterwards. Bandwidths are those within each group.
     """
     cluster = recipe.cluster
@@ -112,11 +119,7 @@ async def inspect(ranks: RunRanks, recipe: Recipe, run_folder: Path) -> tuple[li
     nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))
     reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
-    wrong = [
-        fault
-        for kind, asked in kinds_of_nodes(recipe, nodes)
-        for fault in faults({node: reports[node] for node in kind}, str(run_folder), max(kind.values()), asked)
-    ]
+    wrong = all_faults(reports, nodes, recipe, str(run_folder), planned)
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
         tried = await ranks.call("reach", addresses)
@@ -130,6 +133,22 @@ async def inspect(ranks: RunRanks, recipe: Recipe, run_folder: Path) -> tuple[li
     ]
     topology = [place for group in linked for place in group.topology]
     return list(slow_links(topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]
+
+
+def all_faults(
+    reports: Mapping[str, Mapping[str, Any]],
+    nodes: Sequence[str],
+    recipe: Recipe,
+    run_folder: str,
+    planned: RankHostBytes | None,
+) -> list[str]:
+    """Faults that the nodes' reports show; `nodes` is the node of each rank, `planned` as of `inspect`."""
+    found = [
+        fault
+        for kind, asked in kinds_of_nodes(recipe, nodes)
+        for fault in faults({node: reports[node] for node in kind}, run_folder, max(kind.values()), asked)
+    ]
+    return found if planned is None else [*found, *shortages(reports, nodes, recipe.trainer_ranks, planned)]
 
 
 def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:

@@ -41,7 +41,7 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     if (engines := cluster.groups.engines) is not None:
         # Of one name the components, too, would wait for each other.
         own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
-        options = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive"]
+        options = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive", "--mem=0"]
         component = "\n".join(f"#SBATCH {option}" for option in ["hetjob", *options, *engines.sbatch_options])
         template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)

@@ -34,7 +34,7 @@ from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
-from megarl.preflight import Dropped, Kept, layout_of, predicted_memory, row_multiple
+from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory, row_multiple
 from megarl.rollout.answers import had_ended
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.slow import SlowReplicas
@@ -109,7 +109,7 @@ async def _prepare(
     if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
         tracker.notice(notice)
     if recipe.cluster.preflight:
-        wrong, told = await inspect(ranks, recipe, folder.path.absolute())
+        wrong, told = await inspect(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
         if wrong:
             raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
         for line in told:

@@ -15,6 +15,22 @@ class NodeRanks(NamedTuple):
     engines: int
 
 
+class RankHostBytes(NamedTuple):
+    """Bytes of host memory of a rank of each kind, at its fullest."""
+
+    trainer: int
+    engine: int
+
+    def of_node(self, ranks: NodeRanks) -> int:
+        """Bytes of all ranks of a node together."""
+        return ranks.trainers * self.trainer + ranks.engines * self.engine
+
+
+def rank_host_bytes(table: MemoryTable) -> RankHostBytes:
+    """The host memory of each kind of rank, by a table; engines that share the trainer's ranks take nothing besides."""
+    return RankHostBytes(*(table.host_bytes(*ranks) for ranks in (NodeRanks(1, 0), NodeRanks(0, 1))))
+
+
 def fullest_node(recipe: Recipe, table: MemoryTable) -> NodeRanks:
     """The ranks of the node whose ranks take the most host memory: `table.host_bytes(*fullest_node(...))` bytes."""
     return max(_ranks_of_nodes(recipe), key=lambda ranks: table.host_bytes(*ranks))

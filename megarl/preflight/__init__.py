@@ -38,7 +38,7 @@ from megarl.preflight.gpu_formats import device_faults, format_faults
 from megarl.preflight.keywords import keywords
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
-from megarl.preflight.memory import gpu_kind, memory_faults, predicted_memory, table_of, verdict_of
+from megarl.preflight.memory import gpu_kind, memory_faults, planned_host_bytes, predicted_memory, table_of, verdict_of
 from megarl.preflight.overview import overview
 from megarl.preflight.planned_models import not_downloaded
 from megarl.preflight.quantisation import quantisation
@@ -62,6 +62,7 @@ __all__ = [
     "load",
     "not_downloaded",
     "overview",
+    "planned_host_bytes",
     "predicted_memory",
     "read_conversations",
     "read_preferences",

@@ -10,10 +10,9 @@ from megarl.memory.changes import cache_within, changed
 from megarl.memory.devices import GPU, MARGIN_GIB, GpuMemory
 from megarl.memory.models import Built, Models
 from megarl.memory.phases import memory_table
-from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import sizes
 from megarl.preflight.engine import least_cache_gib
-from megarl.preflight.memory import gpu_memory
+from megarl.preflight.memory import gpu_memory, ranks_on_cpu
 from megarl.preflight.planned_models import models_of
 from megarl.types import DataError
 
@@ -27,7 +26,7 @@ def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = Tru
     """
     rollout = recipe.rollout
     is_given = "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
-    if is_given or not recipe.has_engine or (is_start and runs_on_cpu()):
+    if is_given or not recipe.has_engine or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (gpus := gpu_memory(recipe)) is None or any(sizes.ranks(recipe)):
         return recipe

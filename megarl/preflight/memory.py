@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.memory.devices import CPU, GPU, GPU_MEMORY_GIB, GpuMemory
+from megarl.memory.nodes import RankHostBytes, rank_host_bytes
 from megarl.memory.phases import memory_table
 from megarl.memory.table import MemoryTable
 from megarl.platform.cuda_extensions import runs_on_cpu
@@ -46,16 +47,20 @@ def gpu_memory(recipe: Recipe) -> GpuMemory | None:
     return GpuMemory(gib, gib if given is None else GPU_MEMORY_GIB[given] if isinstance(given, str) else given)
 
 
+def ranks_on_cpu(recipe: Recipe) -> bool:
+    """Whether ranks that start in this environment are on CPUs."""
+    return runs_on_cpu() or recipe.cluster.device == "cpu"
+
+
 def uses_this_machine(recipe: Recipe) -> bool:
     """Whether this machine's GPUs are the run's: not those of a login node, nor with the environment for CPUs."""
-    is_cpu = runs_on_cpu() or recipe.cluster.device == "cpu"
-    return not is_cpu and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
+    return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
 def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
     """The memory of a recipe by phase: of GPUs where they are named or the environment is theirs, else a CPU's."""
     gpus = gpu_memory(recipe)
-    is_gpu = gpus is not None or not (runs_on_cpu() or recipe.cluster.device == "cpu")
+    is_gpu = gpus is not None or not ranks_on_cpu(recipe)
     return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
 
 
@@ -70,10 +75,29 @@ def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Ve
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
     """Bytes of the fullest rank by the phases of `memory/PHASE_gib`, as this machine's ranks will have it."""
-    platform = CPU if runs_on_cpu() or recipe.cluster.device == "cpu" else GPU
+    return _table_here(recipe).predicted()
+
+
+def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
+    """Bytes of host memory of a rank of each kind, on GPUs; None for ranks on CPUs, of which `resource_warnings` tell.
+
+    None too for a recipe that cannot be planned.
+    """
+    if ranks_on_cpu(recipe) or any(sizes.ranks(recipe)):
+        return None
+    try:
+        models = models_of(recipe, sizes.layout_of(recipe))
+    except DataError:
+        return None
+    return None if any(sizes.model_fit(recipe, models.policy.shape)) else rank_host_bytes(_table_here(recipe))
+
+
+def _table_here(recipe: Recipe) -> MemoryTable:
+    """The memory of a recipe by phase, as this machine's ranks will have it."""
+    platform = CPU if ranks_on_cpu(recipe) else GPU
     models = models_of(recipe, sizes.layout_of(recipe))
     gpus = gpu_memory(recipe)
-    return memory_table(recipe, models, platform, gpu_gib=gpus and gpus.engine).predicted()
+    return memory_table(recipe, models, platform, gpu_gib=gpus and gpus.engine)
 
 
 def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> Iterator[str]:

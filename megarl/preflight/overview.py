@@ -1,4 +1,4 @@
-"""What a recipe trains with, for the table of a dry run: environment, rewards, algorithm, optimizer, evaluation."""
+"""The rows of a dry run's table that name what trains: environment, rewards, algorithm, optimizer, evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _by_source(recipe: Recipe, shown: Callable[[Recipe], str]) -> str:
-    """What all sources of a mixture have in common, or each source's own behind its name."""
+    """The text that all sources of a mixture have in common, or each source's own behind its name."""
     texts = {source.name: shown(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
-from megarl.cluster.node_checks import NodeReport, faults, kinds_of_nodes, unreached
+from megarl.cluster.node_checks import NodeReport, all_faults, faults, kinds_of_nodes, unreached
+from megarl.cluster.node_memory import shortages
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.config import Recipe
+from megarl.memory.nodes import RankHostBytes
 from megarl.platform import device
 from megarl.platform.gpu_needs import field_needs
+from megarl.platform.host_memory import machine_bytes
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.testing import RankPool
 
@@ -79,6 +82,27 @@ def test_a_bad_node_is_named(changed: dict[str, Any], told: str | None) -> None:
     assert found == [] if told is None else len(found) == 1 and told in found[0]
 
 
+def test_a_node_without_the_memory_of_the_plan_is_named() -> None:
+    """Seven ranks that train on each of two nodes, and two that only sample: one there, one on a node alone."""
+    nodes = ["n1"] * 7 + ["n2"] * 7 + ["n2", "n3"]
+    planned = RankHostBytes(trainer=60 << 30, engine=10 << 30)
+    enough = {"n1": {"memory": 420 << 30}, "n2": {"memory": 430 << 30}, "n3": {"memory": 10 << 30}}
+    assert list(shortages(enough, nodes, 14, planned)) == []
+    (text,) = shortages(enough | {"n2": {"memory": (430 << 30) - 1}}, nodes, 14, planned)
+    assert text.startswith("node n2: its 8 ranks need 430 GiB of host memory") and "--mem=0" in text
+
+
+def test_the_checks_of_nodes_compare_memory() -> None:
+    fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "d"}}
+    recipe = Recipe.model_validate(fields | {"cluster": {"ranks_per_node": 8}})
+    reports = {"n1": GOOD | {"memory": 480 << 30}}
+    planned = RankHostBytes(60 << 30, 0)
+    assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", planned) == []
+    assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", None) == []
+    (text,) = all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(61 << 30, 0))
+    assert text.startswith("node n1: its 8 ranks need 488 GiB of host memory, 480 are there")
+
+
 def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:
     cluster = {"launcher": "slurm", "ranks_per_node": 8, "groups": {"engines": {"nodes": 2, "ranks_per_node": 4}}}
     rollout = {"placement": "separate", "quantization": "fp8"}
@@ -111,6 +135,7 @@ def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypat
         tried = report.reach({"n1": ("127.0.0.1", seen["port"]), "n2": closed.getsockname()})
     assert tried is not None and list(tried) == ["n2"] and "Connection refused" in tried["n2"]
     assert seen["shared_memory"] is None and seen["compiler"] is None
+    assert seen["memory"] == machine_bytes()
     assert seen["usable_gpus"] == installed_gpus() and seen["device"] is None
     report.close()
     with pytest.raises(ConnectionRefusedError):

@@ -302,7 +302,7 @@ def _read(path: Path) -> bytes:
 def test_a_script_says_what_the_recipe_says() -> None:
     recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml")
     lines = render(recipe, ["my recipe.yaml", "train.steps=3"]).splitlines()
-    for line in ("--job-name=qwen3_32b_grpo", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8"):
+    for line in ("--job-name=qwen3_32b_grpo", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--mem=0"):
         assert f"#SBATCH {line}" in lines
     assert lines[lines.index(f"MEGARL_HOME={shlex.quote(str(ROOT))}") + 1] == "set -- 'my recipe.yaml' train.steps=3"
     on_cpu = render(load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", ["cluster.device=cpu"]), [])
@@ -327,6 +327,7 @@ def test_a_job_with_engines_on_nodes_of_their_own_kind_has_two_components() -> N
             "--gpus-per-node=4",
             "--job-name=qwen3_32b_grpo-engines",
             "--exclusive",
+            "--mem=0",
             "--partition=small",
         )
     ]

@@ -68,7 +68,6 @@ def test_the_cache_takes_all_but_8_gib(make: Make, overrides: tuple[str, ...], g
 
 def test_what_is_given_stays_and_so_does_the_default_of_a_cpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: True)
-    monkeypatch.setattr("megarl.preflight.default_cache.runs_on_cpu", lambda: True)
     for overrides in (
         ("cluster.gpu_memory_gib=h200", "rollout.kv_cache_gib=1.0"),
         ("cluster.gpu_memory_gib=h200", "rollout.gpu_memory_utilization=0.5"),
@@ -81,7 +80,6 @@ def test_what_is_given_stays_and_so_does_the_default_of_a_cpu(make: Make, monkey
     assert with_cache(named, is_start=True) is named and named.rollout.kv_cache_gib == 1.0
     # A machine with GPUs: as without a name, by what they have.
     monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
-    monkeypatch.setattr("megarl.preflight.default_cache.runs_on_cpu", lambda: False)
     monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: 139.8)
     started = with_cache(make("cluster.launcher=local"), is_start=True)
     assert started.rollout.kv_cache_gib == with_cache(named).rollout.kv_cache_gib > 100

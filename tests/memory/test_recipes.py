@@ -8,8 +8,8 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.memory.devices import MARGIN_GIB
-from megarl.memory.nodes import fullest_node
-from megarl.preflight import check_plan, table_of
+from megarl.memory.nodes import NodeRanks, fullest_node
+from megarl.preflight import check_plan, planned_host_bytes, table_of
 from megarl.preflight.memory import verdict_of
 from megarl.preflight.sizes import batches, lengths
 from tests.memory.conftest import RECIPES
@@ -53,6 +53,23 @@ def test_14b_trains_on_eight_gpus_of_80_gb(large: Callable[..., Recipe], name: s
     assert recipe.cluster.world_size == 8
     assert max(phase.device_bytes for phase in table.phases) < 80e9 - 3e9
     assert recipe.trainer.recompute != "full"
+
+
+def test_the_host_memory_of_a_node_is_planned(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks of 14B: 1.85e9 parameters each have 14 bytes of staged checkpoint and 8 or 16 of pinned copies."""
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
+    recipe = large("qwen3_14b_dapo_h200")
+    planned = planned_host_bytes(recipe)
+    assert planned is not None and planned.engine == 0
+    table = table_of(recipe, check_plan(recipe)[1])
+    assert planned.of_node(NodeRanks(8, 0)) == table.host_bytes(*fullest_node(recipe, table))
+    assert 400 < planned.of_node(NodeRanks(8, 0)) / GIB < 560
+
+    apart = large("qwen3_14b_dapo_h200", "rollout.placement=separate", "rollout.ranks=4", "trainer.offload=[]")
+    planned = planned_host_bytes(apart)
+    assert planned is not None and 0 < planned.engine < planned.trainer
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: True)
+    assert planned_host_bytes(recipe) is None
 
 
 @pytest.mark.parametrize("name", ON_CPUS)
