@@ -1,0 +1,42 @@
+"""Answers that are the letter of a choice, perhaps with the choice's text: `(C) 12`, `C. 12`, `\\textbf{(C)}`."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.rewards.formulas.spelling import plain_text
+
+_LABEL = re.compile(
+    r"^(?i:(?:the\s+)?(?:(?:correct|final)\s+)?(?:option|choice|answer)(?:\s+is\b)?)\s*:?\s*(?=\(?[A-Z]\b)"
+)
+_ALONE = re.compile(r"\(?\s*([A-Z])\s*\)?[.:]?")
+_WITH_TEXT = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:])(?:\s|\\,|\\ |~)*(\S.*)", re.DOTALL)
+_HEDGE = re.compile(
+    r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
+    r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z]\W*$"
+)
+"""A second choice behind the first."""
+
+
+def choice_agreement(prediction: str, answer: str) -> bool | None:
+    """Whether two answers name the same letter; None unless both are a letter and one has a text behind it or marks."""
+    gold, predicted = plain_text(answer), plain_text(prediction)
+    letter, found = choice_letter(gold), choice_letter(predicted)
+    if letter is None or found is None:
+        return None
+    return letter == found
+
+
+def choice_letter(text: str) -> str | None:
+    """The letter that a text is, or that stands in brackets or before a full stop and one choice's text."""
+    text = _LABEL.sub("", text)
+    alone = _ALONE.fullmatch(text)
+    if alone:
+        return alone[1]
+    led = _WITH_TEXT.fullmatch(text)
+    return None if led is None or is_hedged(led[3]) else led[1] or led[2]
+
+
+def is_hedged(text: str) -> bool:
+    """Whether the text behind a letter names another choice, or takes the letter back."""
+    return _HEDGE.search(text) is not None

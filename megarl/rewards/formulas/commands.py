@@ -1,0 +1,149 @@
+"""Commands with arguments: fractions, roots, functions, matrices."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from megarl.rewards.formulas.cursor import Cursor
+from megarl.rewards.formulas.nodes import Node, joined, number, symbol
+from megarl.rewards.formulas.tokens import FUNCTION_WORDS, NotMathematicsError, Token
+
+FUNCTIONS = FUNCTION_WORDS - {"sqrt", "mod"}
+_MATRICES = ("pmatrix", "matrix", "vmatrix", "Vmatrix", "array", "cases", "Bmatrix")
+
+
+class Commands(Cursor):
+    """The grammar of a command's arguments."""
+
+    def until(self, *closing: str) -> Node:
+        """The items up to a closing sign."""
+        self.brackets += 1
+        bars, self.bars = self.bars, 0
+        node = self.items()
+        self.bars = bars
+        self.brackets -= 1
+        if self.token.kind == "end" or self.token.text not in closing:
+            raise NotMathematicsError(f"{closing} is missing before {self.token.text!r}")
+        self.advance()
+        return node
+
+    def argument(self) -> Node:
+        r"""The argument of a command: a group, or a single token; `\frac12` has two of one digit."""
+        token = self.token
+        if token.text == "{" and token.kind == "sign":
+            return self.group()
+        if token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
+            left = token.text[1:]
+            self._tokens[self._place] = Token("number", left, token.start + 1, False, Fraction(int(left)))
+            return number(int(token.text[0]))
+        if token.kind == "sign" and token.text != "|":
+            raise NotMathematicsError("an argument is missing")
+        self.descend()
+        node = self.atom()
+        self.ascend()
+        return node
+
+    def root(self) -> Node:
+        degree = number(2)
+        if self.token.text == "[":
+            self.advance()
+            degree = self.until("]")
+        if self.token.text == "(":
+            self.advance()
+            return Node("call", (self.until(")"), degree), "root")
+        return Node("call", (self.argument(), degree), "root")
+
+    def spelled_argument(self) -> str:
+        """The tokens of an argument, as they are: a name."""
+        if self.token.text != "{":
+            token = self.token
+            if token.kind not in ("letter", "word", "number"):
+                raise NotMathematicsError("a name is missing")
+            self.advance()
+            spelled = token.text
+            while token.origin and self.token.kind == "letter" and not self.token.spaced and not self.token.origin:
+                spelled += self.token.text
+                self.advance()
+            return spelled
+        self.advance()
+        depth, spelled = 1, ""
+        while depth:
+            if self.token.kind == "end":
+                raise NotMathematicsError("a brace is missing")
+            depth += (self.token.text == "{") - (self.token.text == "}")
+            spelled += self.token.text if depth else ""
+            self.advance()
+        return spelled
+
+    def function(self, name: str) -> Node:
+        base = exponent = None
+        while self.token.text in ("_", "^") and self.token.kind == "sign":
+            is_base = self.token.text == "_"
+            self.advance()
+            script = self.argument() if is_base else self.script()
+            base, exponent = (script, exponent) if is_base else (base, script)
+        node = self._call(name, self._function_argument(), base)
+        if exponent is None:
+            return node
+        if exponent == number(-1) and name in ("sin", "cos", "tan", "cot", "sec", "csc"):
+            return Node("call", node.parts, "arc" + name)
+        return Node("power", (node, exponent))
+
+    def _call(self, name: str, argument: Node, base: Node | None) -> Node:
+        parts = argument.parts if argument.kind in ("list", "tuple") else (argument,)
+        if name == "exp":
+            return Node("power", (Node("constant", (), "e"), argument))
+        if name in ("log", "ln", "lg"):
+            if base is None:
+                base = {"ln": Node("constant", (), "e"), "lg": number(10), "log": symbol("log")}[name]
+            return Node("call", (argument, base), "log")
+        if base is not None:
+            raise NotMathematicsError(f"an index of {name}")
+        if name in ("max", "min", "gcd", "lcm", "det"):
+            return Node("apply", tuple(parts), name)
+        return Node("call", (argument,), name)
+
+    def _function_argument(self) -> Node:
+        """Brackets, or the factors up to the next sign, function or bracket."""
+        if self.token.text == "(" and self.token.kind == "sign":
+            self.advance()
+            return self.until(")")
+        if self.token.text in ("-", "+"):
+            raise NotMathematicsError("a sign behind a function")
+        parts = [self.power()]
+        while self.starts_factor() and self.token.text not in ("(", "[") and self.token.text not in FUNCTIONS:
+            if self.token.kind == "number":
+                raise NotMathematicsError("two numbers side by side")
+            parts.append(self.power())
+        return joined("product", parts)
+
+    def matrix(self) -> Node:
+        name = self.spelled_argument()
+        if name not in _MATRICES:
+            raise NotMathematicsError(f"the environment {name}")
+        if name == "array":
+            self.spelled_argument()
+            name = "matrix"
+        self.brackets += 1
+        rows: list[Node] = []
+        cells: list[Node] = []
+        while True:
+            cells.append(self.items())
+            if self.token.text == "&":
+                self.advance()
+                continue
+            rows.append(Node("row", tuple(cells)))
+            cells = []
+            if self.token.text == "\\\\":
+                self.advance()
+            if self.token.text == "end":
+                break
+            if not rows or self._tokens[self._place - 1].text != "\\\\":
+                raise NotMathematicsError("a matrix without end")
+        self.brackets -= 1
+        self.advance()
+        self.spelled_argument()
+        if name == "cases" and all(len(row.parts) == 1 for row in rows):
+            return Node("list", tuple(row.parts[0] for row in rows), ",")
+        kind = {"pmatrix": "matrix", "Bmatrix": "matrix"}.get(name, name)
+        return Node("matrix", tuple(rows), kind)

@@ -1,0 +1,324 @@
+"""Whether two parsed answers are the same: numbers, formulas, equations, pairs, lists, sets, matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megarl.rewards.formulas.labels import assignments, is_label, same_label, solutions, without_domain
+from megarl.rewards.formulas.nodes import BLANK, DEGREE, EMPTY_SET, INFINITY, Node, joined, negative, number, symbol
+from megarl.rewards.formulas.number_sets import INEQUALITIES, same_set
+from megarl.rewards.formulas.values import is_proportional, same_value
+
+MAX_MATCHED = 40
+"""Longer lists are compared in order only."""
+_FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
+_DOTS = symbol("ldots")
+_CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`factor`: what a number of the prediction is multiplied by, because of its unit."""
+
+    factor: Fraction = Fraction(1)
+
+    def same(self, gold: Node, predicted: Node) -> bool:
+        """Whether the predicted answer is the gold one."""
+        gold, predicted = both_signs(without_domain(gold)), both_signs(without_domain(predicted))
+        if gold == predicted and self.factor == 1:
+            return True
+        by_name = self._named(gold, predicted)
+        if by_name is not None:
+            return by_name
+        gold_name, gold = solutions(gold)
+        predicted_name, predicted = solutions(predicted)
+        if gold_name and predicted_name and gold_name != predicted_name:
+            return False
+        if gold.kind == "relation" or predicted.kind == "relation":
+            return self._related(gold, predicted)
+        return self._unrelated(gold, predicted)
+
+    def _named(self, gold: Node, predicted: Node) -> bool | None:
+        """The verdict on values with names, `x=1, y=2`; None if neither has them."""
+        golds, found = assignments(gold), assignments(predicted)
+        if golds and found:
+            return golds.keys() == found.keys() and all(self.same(golds[name], found[name]) for name in golds)
+        if not golds and not found:
+            return None
+        values, other = (golds, predicted) if golds else (found, gold)
+        if other.kind in ("list", "set"):
+            return False
+        if other.kind != "tuple" or other.value != "()" or len(other.parts) != len(values or {}):
+            return None
+        ordered = [value for _, value in sorted((values or {}).items())]
+        pairs = zip(ordered, other.parts, strict=True)
+        return all(self.same(one, two) if golds else self.same(two, one) for one, two in pairs)
+
+    def _related(self, gold: Node, predicted: Node) -> bool:
+        verdict = same_set(gold, predicted)
+        if verdict is not None and not _is_equation(gold):
+            return verdict
+        if gold.kind == predicted.kind == "relation":
+            return self._same_relation(gold, predicted)
+        if gold.kind == "relation":
+            if gold.value == ("in",):
+                return gold.parts[0].kind == "symbol" and self.same(gold.parts[1], predicted)
+            return _is_equation(gold) and is_label(gold.parts[0]) and self.same(gold.parts[-1], predicted)
+        if predicted.value == ("in",):
+            return predicted.parts[0].kind == "symbol" and self.same(gold, predicted.parts[1])
+        return _is_equation(predicted) and self._names_or_holds(gold, predicted.parts)
+
+    def _names_or_holds(self, gold: Node, parts: Sequence[Node]) -> bool:
+        """Whether an equation gives the gold value a name, `x = 5` or `5 = x`, or is a computation of it."""
+        values = [part for part in parts if not is_label(part)]
+        if len(values) < len(parts) - 1:
+            return gold.kind == "symbol" and self.same(gold, parts[-1])
+        is_named = len(values) == len(parts) or is_label(parts[0]) or is_label(parts[-1])
+        return is_named and all(self.same(gold, value) for value in values)
+
+    def _same_relation(self, gold: Node, predicted: Node) -> bool:
+        if BLANK in gold.parts or BLANK in predicted.parts or not _is_arithmetic(gold) or not _is_arithmetic(predicted):
+            is_alike = gold.value == predicted.value and len(gold.parts) == len(predicted.parts)
+            return is_alike and all(map(self.same, gold.parts, predicted.parts))
+        if _is_equation(gold) and _is_equation(predicted):
+            return self._same_equation(gold, predicted)
+        one, other = _steps(gold), _steps(predicted)
+        return len(one) == len(other) and all(
+            sign == found
+            and (is_proportional(part, against) > 0 or (sign == "!=" and is_proportional(part, against) < 0))
+            for (part, sign), (against, found) in zip(one, other, strict=True)
+        )
+
+    def _same_equation(self, gold: Node, predicted: Node) -> bool:
+        left, right = gold.parts[0], gold.parts[-1]
+        found_left, found_right = predicted.parts[0], predicted.parts[-1]
+        if is_label(found_right) and not is_label(found_left):
+            found_left, found_right = found_right, found_left
+        if is_label(right) and not is_label(left):
+            left, right = right, left
+        if is_label(left) and is_label(found_left) and same_label(left, found_left) and self.same(right, found_right):
+            return True
+        if len(gold.parts) > 2 or len(predicted.parts) > 2 or (is_label(left) and not right.symbols()):
+            return False
+        difference = joined("sum", [left, negative(right)])
+        found = joined("sum", [found_left, negative(found_right)])
+        is_solved = _determines(left, right, found) or _determines(found_left, found_right, difference)
+        return is_solved or is_proportional(difference, found) != 0
+
+    def _unrelated(self, gold: Node, predicted: Node) -> bool:
+        if any(_is_number_set(node) for node in (gold, predicted)):
+            return self._same_sets(gold, predicted)
+        if gold.kind in ("list", "set") and predicted.kind in ("list", "set"):
+            return self._same_items(gold, predicted)
+        if gold.kind == "tuple" or predicted.kind == "tuple":
+            return self._same_tuples(gold, predicted)
+        if gold.kind == "set" or predicted.kind == "set":
+            one, other = (each.parts if each.kind == "set" else (each,) for each in (gold, predicted))
+            return len(one) == len(other) == 1 and self.same(one[0], other[0])
+        gold, predicted = _with_matrix(gold), _with_matrix(predicted)
+        if "matrix" in (gold.kind, predicted.kind) or "transpose" in (gold.kind, predicted.kind):
+            is_alike = (gold.kind, gold.value, len(gold.parts)) == (
+                predicted.kind,
+                predicted.value,
+                len(predicted.parts),
+            )
+            return is_alike and all(map(self._same_row, gold.parts, predicted.parts))
+        if "ratio" in (gold.kind, predicted.kind):
+            return self._same_ratio(gold, predicted)
+        return self._same_expression(gold, predicted)
+
+    def _same_row(self, gold: Node, predicted: Node) -> bool:
+        if gold.kind != "row" or predicted.kind != "row":
+            return self.same(gold, predicted)
+        return len(gold.parts) == len(predicted.parts) and all(map(self.same, gold.parts, predicted.parts))
+
+    def _same_sets(self, gold: Node, predicted: Node) -> bool:
+        verdict = same_set(gold, predicted)
+        if verdict is not None:
+            return verdict
+        if gold.kind != predicted.kind or gold.value != predicted.value:
+            return False
+        if gold.kind == "setop" and gold.value in ("cup", "cap"):
+            return self._match(_operands(gold, gold.value), _operands(predicted, gold.value))
+        return all(map(self.same, gold.parts, predicted.parts))
+
+    def _same_items(self, gold: Node, predicted: Node) -> bool:
+        if predicted.kind == "list" and predicted.value == "or" and any(_is_choice(part) for part in predicted.parts):
+            return gold.value == "or" and self._match(gold.parts, predicted.parts)
+        one, other = gold.parts, predicted.parts
+        if not any(_is_equation(part) for part in one) and any(_is_equation(part) for part in other):
+            return False
+        if _DOTS in one or _DOTS in other:
+            return len(one) == len(other) and all(map(self.same, one, other))
+        if "set" in (gold.kind, predicted.kind):
+            one, other = self._distinct(one), self._distinct(other)
+        return self._match(one, other)
+
+    def _distinct(self, parts: Sequence[Node]) -> list[Node]:
+        found: list[Node] = []
+        for part in parts[:MAX_MATCHED]:
+            if not any(Comparison().same(part, other) for other in found):
+                found.append(part)
+        return [*found, *parts[MAX_MATCHED:]]
+
+    def _match(self, golds: Sequence[Node], predicted: Sequence[Node]) -> bool:
+        """Whether the items are the same in any order."""
+        if len(golds) != len(predicted):
+            return False
+        if len(golds) > MAX_MATCHED:
+            return all(map(self.same, golds, predicted))
+        left = list(predicted)
+        for gold in golds:
+            place = next((place for place, each in enumerate(left) if self.same(gold, each)), None)
+            if place is None:
+                return False
+            left.pop(place)
+        return True
+
+    def _same_tuples(self, gold: Node, predicted: Node) -> bool:
+        if predicted.kind == "list" and predicted.value == "," and gold.value == "()" and INFINITY not in gold.walk():
+            predicted = Node("tuple", predicted.parts, "()")
+        if gold.kind != "tuple" or predicted.kind != "tuple" or gold.value != predicted.value:
+            return False
+        return len(gold.parts) == len(predicted.parts) and all(map(self.same, gold.parts, predicted.parts))
+
+    def _same_ratio(self, gold: Node, predicted: Node) -> bool:
+        if gold.kind == predicted.kind == "ratio":
+            if len(gold.parts) != len(predicted.parts):
+                return False
+            first, found = gold.parts[0], predicted.parts[0]
+            return all(
+                same_value(joined("product", [first, two]), joined("product", [found, one]))
+                for one, two in zip(gold.parts[1:], predicted.parts[1:], strict=True)
+            )
+        one, other = (_as_quotient(each) for each in (gold, predicted))
+        return one is not None and other is not None and same_value(one, other)
+
+    def _same_expression(self, gold: Node, predicted: Node) -> bool:
+        gold_degrees, predicted_degrees = _degrees(gold), _degrees(predicted)
+        if (gold_degrees is None) != (predicted_degrees is None):
+            plain = gold if gold_degrees is None else predicted
+            if not any(node.kind == "constant" and node.value == "pi" for node in plain.walk()):
+                gold, predicted = gold_degrees or gold, predicted_degrees or predicted
+        return same_value(gold, _with_constant_of(gold, predicted), self.factor)
+
+
+def both_signs(node: Node) -> Node:
+    r"""The list of both formulas that one with \pm or \mp is."""
+    if node.kind == "list":
+        parts = [both_signs(part) for part in node.parts]
+        flat = [part for each in parts for part in (each.parts if each.kind == "list" else (each,))]
+        return Node("list", tuple(flat), node.value)
+    if node.kind == "set":
+        parts = [both_signs(part) for part in node.parts]
+        return Node("set", tuple(part for each in parts for part in (each.parts if each.kind == "list" else (each,))))
+    if not any(part.kind == "sign" for part in node.walk()):
+        return node
+    return Node("list", (_with_sign(node, 1), _with_sign(node, -1)), "and")
+
+
+def _with_sign(node: Node, sign: int) -> Node:
+    parts = tuple(_with_sign(part, sign) for part in node.parts)
+    if node.kind == "sign":
+        return parts[0] if node.value == sign else negative(parts[0])
+    return Node(node.kind, parts, node.value) if parts else node
+
+
+def _is_equation(node: Node) -> bool:
+    return node.kind == "relation" and set(node.value) == {"="}
+
+
+def _is_arithmetic(node: Node) -> bool:
+    return set(node.value) <= INEQUALITIES | {"="}
+
+
+def _steps(node: Node) -> list[tuple[Node, str]]:
+    """The differences of a chain of inequalities with their signs, all to be less than zero."""
+    found = []
+    for left, sign, right in zip(node.parts, node.value, node.parts[1:], strict=False):
+        if sign in (">", ">="):
+            left, right, sign = right, left, _FLIPPED[sign]
+        found.append((joined("sum", [left, negative(right)]), sign))
+    return found if node.value[0] in ("<", "<=", "=", "!=") else found[::-1]
+
+
+def _determines(left: Node, right: Node, difference: Node) -> bool:
+    """Whether `difference = 0` is solved by `left = right` alone: it is linear in the symbol `left`."""
+    if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
+        return False
+    zero = number(0)
+    if not same_value(_replaced(difference, left, right), zero):
+        return False
+    at = [_replaced(difference, left, number(point)) for point in (1, 2, 3)]
+    slope = joined("sum", [at[1], negative(at[0])])
+    return same_value(slope, joined("sum", [at[2], negative(at[1])])) and not same_value(slope, zero)
+
+
+def _replaced(node: Node, old: Node, new: Node) -> Node:
+    if node == old:
+        return new
+    return Node(node.kind, tuple(_replaced(part, old, new) for part in node.parts), node.value) if node.parts else node
+
+
+def _operands(node: Node, sign: str) -> list[Node]:
+    if node.kind != "setop" or node.value != sign:
+        return [node]
+    return [operand for part in node.parts for operand in _operands(part, sign)]
+
+
+def _is_number_set(node: Node) -> bool:
+    if node.kind == "sum" and node.parts[0] == symbol("mathbbR"):
+        return True
+    return node.kind in ("setop", "builder") or node in (symbol("mathbbR"), EMPTY_SET)
+
+
+def _is_choice(node: Node) -> bool:
+    return node.kind == "symbol" and len(node.value) == 1 and node.value.isupper()
+
+
+def _as_quotient(node: Node) -> Node | None:
+    if node.kind != "ratio":
+        return node
+    return Node("quotient", node.parts) if len(node.parts) == 2 else None
+
+
+def _with_matrix(node: Node) -> Node:
+    """A product of numbers and a matrix as the matrix of products."""
+    if node.kind == "negative" and node.parts[0].kind == "matrix":
+        return _scaled(node.parts[0], [number(-1)])
+    if node.kind != "product":
+        return node
+    matrices = [part for part in node.parts if part.kind == "matrix"]
+    return _scaled(matrices[0], [part for part in node.parts if part.kind != "matrix"]) if len(matrices) == 1 else node
+
+
+def _scaled(matrix: Node, factors: list[Node]) -> Node:
+    if matrix.value != "matrix":
+        return joined("product", [*factors, matrix])
+    rows = [
+        Node("row", tuple(joined("product", [*factors, cell]) for cell in row.parts), row.value) for row in matrix.parts
+    ]
+    return Node("matrix", tuple(rows), matrix.value)
+
+
+def _degrees(node: Node) -> Node | None:
+    """The number of degrees; None for a formula that is none."""
+    if node.kind == "negative":
+        inner = _degrees(node.parts[0])
+        return inner and negative(inner)
+    if node.kind != "product" or DEGREE not in node.parts:
+        return None
+    return joined("product", [part for part in node.parts if part != DEGREE] or [number(1)])
+
+
+def _with_constant_of(gold: Node, predicted: Node) -> Node:
+    """The prediction with the gold answer's constant of integration: `x^2+C` and `x^2+c`."""
+    constant = symbol("C")
+    if gold.kind != "sum" or predicted.kind != "sum" or constant not in gold.parts or constant in predicted.parts:
+        return predicted
+    for name in _CONSTANTS_OF_INTEGRATION:
+        if symbol(name) in predicted.parts and name not in gold.symbols():
+            return _replaced(predicted, symbol(name), constant)
+    return predicted

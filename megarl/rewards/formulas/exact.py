@@ -1,0 +1,110 @@
+"""The exact value of a formula of rational numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from megarl.rewards.formulas.nodes import Node
+
+MAX_BITS = 20_000
+"""Limit of an exact number, so that an operation takes microseconds."""
+
+
+class NoValueError(ArithmeticError):
+    """A formula without a value, or with one beyond the limits."""
+
+
+def exact(node: Node) -> Fraction | None:
+    """The value of a formula of rational numbers; None for any other, and beyond the limits."""
+    try:
+        return _exact(node)
+    except (NoValueError, ZeroDivisionError, OverflowError):
+        return None
+
+
+def _exact(node: Node) -> Fraction:
+    if node.kind == "number":
+        return node.value
+    if node.kind == "constant" and node.value == "degree":
+        raise NoValueError
+    parts = [_exact(part) for part in node.parts]
+    if node.kind == "sum":
+        found = sum(parts, Fraction(0))
+    elif node.kind == "product":
+        found = Fraction(1)
+        for part in parts:
+            found = _bounded(found * part)
+    elif node.kind == "quotient":
+        found = parts[0] / parts[1]
+    elif node.kind == "negative":
+        found = -parts[0]
+    elif node.kind == "power":
+        found = _exact_power(*parts)
+    elif node.kind == "call" and node.value in _EXACT_FUNCTIONS:
+        found = _EXACT_FUNCTIONS[node.value](*parts)
+    else:
+        raise NoValueError
+    return _bounded(found)
+
+
+def _bounded(found: Fraction) -> Fraction:
+    if max(found.numerator.bit_length(), found.denominator.bit_length()) > MAX_BITS:
+        raise NoValueError
+    return found
+
+
+def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or (base == 0 and exponent <= 0):
+        raise NoValueError
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - (abs(base) == 1)
+    if bits * abs(exponent) > MAX_BITS:
+        raise NoValueError
+    return base ** int(exponent)
+
+
+def _exact_factorial(operand: Fraction) -> Fraction:
+    if operand.denominator != 1 or not 0 <= operand <= 1000:
+        raise NoValueError
+    found = 1
+    for factor in range(2, int(operand) + 1):
+        found *= factor
+    return Fraction(found)
+
+
+def _exact_binomial(over: Fraction, under: Fraction) -> Fraction:
+    if over.denominator != 1 or under.denominator != 1 or not 0 <= over <= 5000 or under < 0:
+        raise NoValueError
+    found = Fraction(1)
+    for step in range(int(min(under, max(over - under, 0) if under <= over else under))):
+        if under > over:
+            return Fraction(0)
+        found = found * (int(over) - step) / (step + 1)
+    return found
+
+
+def _exact_root(radicand: Fraction, degree: Fraction) -> Fraction:
+    if degree.denominator != 1 or not 2 <= degree <= 64 or radicand < 0:
+        raise NoValueError
+    over, under = _whole_root(radicand.numerator, int(degree)), _whole_root(radicand.denominator, int(degree))
+    return Fraction(over, under)
+
+
+def _whole_root(radicand: int, degree: int) -> int:
+    low, high = 0, 1 << (radicand.bit_length() // degree + 1)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if middle**degree < radicand else (low, middle)
+    if low**degree != radicand:
+        raise NoValueError
+    return low
+
+
+_EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
+    "abs": lambda operand: abs(operand),
+    "floor": lambda operand: Fraction(operand.__floor__()),
+    "ceiling": lambda operand: Fraction(operand.__ceil__()),
+    "factorial": _exact_factorial,
+    "binomial": _exact_binomial,
+    "root": _exact_root,
+}

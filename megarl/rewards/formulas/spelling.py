@@ -1,0 +1,194 @@
+"""One spelling for the many ways to write the same LaTeX or Unicode, and texts compared brace by brace."""
+
+# ruff: noqa: RUF001
+
+from __future__ import annotations
+
+import re
+
+MAX_ANSWER_CHARACTERS = 1000
+MAX_NESTING = 10
+MAX_EXPONENT = 10_000
+MAX_FACTORIAL = 10_000
+
+_WRITTEN_OTHERWISE = {
+    "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u2022": r"\cdot ", "\u22c5": r"\cdot ", "…": r"\ldots ",
+    "÷": "/", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "′": "'", "″": "''",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "→": r"\to ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
+    "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ", "Δ": r"\Delta ",
+    "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}",
+    "ℂ": r"\mathbb{C}", "∖": r"\setminus ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}",
+    r"\text{all real numbers}": r"\mathbb{R}", "all real numbers": r"\mathbb{R}", "\u2018": "'", "\u2019": "'",
+    "\u201c": '"', "\u201d": '"', "\u00a0": " ", "\u202f": " ", "\u2009": " ", r"\dfrac": r"\frac",
+    r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
+    r"\varnothing": r"\emptyset", r"\leqslant": r"\le ", r"\geqslant": r"\ge ", r"\leq": r"\le ", r"\geq": r"\ge ",
+    r"\lt": "<", r"\gt": ">", r"\neq": r"\ne ", r"\not=": r"\ne ", r"\not =": r"\ne ", r"\dots": r"\ldots ",
+    r"\cdots": r"\ldots ", r"\dotsc": r"\ldots ", r"\dotsb": r"\ldots ", r"\dotso": r"\ldots ", r"\colon": ":",
+    r"\left": "", r"\right": "", r"\bigl": "", r"\bigr": "", r"\Bigl": "", r"\Bigr": "", r"\big": "", r"\Big": "",
+    r"\bigg": "", r"\Bigg": "", r"\middle": "", r"\displaystyle": "", r"\textstyle": "", r"\limits": "",
+    r"\tiny": "", r"\;": " ", r"\:": " ", r"\>": " ", r"\quad": " ", r"\qquad": " ", r"\enspace": " ",
+    r"\thinspace": " ", r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\lbrace": r"\{", r"\rbrace": r"\}",
+    r"\lbrack": "[", r"\rbrack": "]", r"\prime": "'", r"\varepsilon": r"\epsilon ", r"\varphi": r"\phi ",
+    r"\vartheta": r"\theta ", r"\div": "/", r"\degree": r"^\circ ", r"\degrees": r"^\circ ",
+    r"\land": r"\text{ and }", r"\lor": r"\text{ or }", r"\begin{bmatrix}": r"\begin{pmatrix}",
+    r"\end{bmatrix}": r"\end{pmatrix}", r"\begin{smallmatrix}": r"\begin{matrix}",
+    r"\end{smallmatrix}": r"\end{matrix}", r"\therefore": "", r"\implies": r"\Rightarrow ", r"\rightarrow": r"\to ",
+    r"\longrightarrow": r"\to ", "<=": r"\le ", ">=": r"\ge ",
+}  # fmt: skip
+"""Unicode characters and LaTeX spellings, each with its normalised spelling."""
+_SPELLING = re.compile(
+    "|".join(
+        re.escape(sign) + ("(?![A-Za-z])" if sign[-1].isalpha() and sign[0] == "\\" else "")
+        for sign in sorted(_WRITTEN_OTHERWISE, key=len, reverse=True)
+    )
+)
+TEXT_COMMANDS = (
+    "text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|boldsymbol|bm"
+)
+_TEXT = re.compile(rf"\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}")
+_LETTERLESS_TEXT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}A-Za-z]*)\}")
+_ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\?(?:text|mathrm)?\s*\{?\s*(st|nd|rd|th)\s*\}?\s*\}?")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
+_THIN = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\!|\\,|\\ |~)(?=\d{3}(?!\d))")
+"""Separators of thousands that cannot be those of a list."""
+_SPACE = re.compile(r"\\[,! ]|~|\s+")
+_POWER_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)\s*(?:\^|\*\*)[\s{(+-]*(\d+)")
+_EXPONENT = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)")
+_FACTORIAL = re.compile(r"(\d+)[\s})]*!|\\[dt]?binom\s*\{?\s*(\d+)")
+_NESTED_FACTORIAL = re.compile(r"!\s*(?:\\right)?[\s})\]]*!")
+_SINGLE = r"(?:\\[A-Za-z]+(?![A-Za-z{])|[^\s\\{}])"
+_BRACED_SINGLE = re.compile(rf"(\\[A-Za-z]+)?(?<!\\)\{{\s*({_SINGLE})\s*\}}")
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
+_SCRIPTS = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|([₀₁₂₃₄₅₆₇₈₉ₙ]+)")
+_ALL_DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?")
+_BRACKETED_REPETEND = re.compile(r"(?<=\d\.)\((\d+)\)")
+_WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}")
+_MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
+"""A brace that holds an index, an exponent, or the argument of a command."""
+
+
+def normalized(text: str) -> str:
+    """The text in normalised spelling, without an enclosing box, dollar signs or a final full stop."""
+    text = text.strip()
+    for _ in range(3):  # a box in dollars in a box is the deepest that is seen
+        text = _without_wrapping(text)
+    text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE[sign[0]], text).strip()
+    text = _SCRIPTS.sub(_script, text)
+    text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
+    text = _BRACKETED_REPETEND.sub(r"\\overline{\1}", text)
+    text = _LETTERLESS_TEXT.sub(r"\1", text)
+    text = _WHOLE_TEXT.sub(r"\1", text) if _WHOLE_TEXT.fullmatch(text) else text
+    text = _ORDINAL.sub(r"\1", text)
+    text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
+    text = _THIN.sub("", text)
+    without_stop = re.sub(r"(?:[.,;]|\\[,!]|\s)+$", "", text)
+    return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
+
+
+def _script(found: re.Match[str]) -> str:
+    if found[1]:
+        return "^{" + found[1].translate(_RAISED) + "}"
+    return "_{" + found[2].translate(_LOWERED) + "}"
+
+
+def _without_wrapping(text: str) -> str:
+    box = _BOX.match(text)
+    if box and text.endswith("}") and _closing_brace(text, box.end()) == len(text) - 1:
+        return text[box.end() : -1].strip()
+    for opening, closing in _PAIRS:
+        if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
+            inner = text[len(opening) : -len(closing)]
+            if opening not in inner and closing not in inner:
+                return inner.strip()
+    return text
+
+
+def _closing_brace(text: str, position: int) -> int:
+    """The index of the brace that closes the group which is open at `position`; -1 without one."""
+    depth = 1
+    while position < len(text):
+        if text[position] == "\\":
+            position += 2
+            continue
+        depth += (text[position] == "{") - (text[position] == "}")
+        if depth == 0:
+            return position
+        position += 1
+    return -1
+
+
+def canonical(text: str) -> str:
+    """The text without spaces that mean nothing and without braces around a single token. Other braces stay."""
+    text = _SPACE.sub(" ", text).strip()
+    text = re.sub(r"(?<=\d),\s+(?=\d{3}(?!\d))", ",\0", text)
+    text = re.sub(r"(?<=[\w}])\s+(?=[\w{])|(?<=\d[eE])\s+", "\0", text)
+    text = re.sub(r"\s+", "", text)
+    for _ in range(MAX_NESTING):
+        shorter = _BRACED_SINGLE.sub(_without_braces_of_single, text)
+        if shorter == text:
+            break
+        text = shorter
+    text = re.sub(r"(\\[A-Za-z]+)(?=\d)", "\\1\0", text)
+    return re.sub(r"\0(?![A-Za-z0-9+-])|(?<![A-Za-z0-9,])\0", "", text).strip("\0")
+
+
+def _without_braces_of_single(found: re.Match[str]) -> str:
+    before, content = found[1] or "", found[2]
+    return before + ("\0" if before and content[0].isalnum() else "") + content + ("\0" if content[0] == "\\" else "")
+
+
+def is_same_text(one: str, other: str) -> bool:
+    """Whether two normalised texts that are not mathematics say the same.
+
+    Words are compared without case, single letters with it. Braces that hold an index, an exponent or an argument
+    count; others do not.
+    """
+    return _loose(one) == _loose(other)
+
+
+def is_same_without_stray_braces(one: str, other: str) -> bool:
+    """Whether two texts differ only in spaces and in braces that hold no index, exponent or argument."""
+    if _MEANINGFUL.search(one) or _MEANINGFUL.search(other):
+        return False
+    return _without_braces(canonical(one)) == _without_braces(canonical(other))
+
+
+def _loose(text: str) -> str:
+    text = canonical(_lower_words(plain_text(text).strip("\"'`").rstrip(".,; ")))
+    return text if _MEANINGFUL.search(text) else _without_braces(text)
+
+
+def _without_braces(text: str) -> str:
+    return re.sub(r"(?<!\\)[{}]", "", text)
+
+
+def _lower_words(text: str) -> str:
+    return re.sub(r"(?<!\\)\b[A-Za-z]{2,}", lambda word: word[0].lower(), text)
+
+
+def plain_text(text: str) -> str:
+    r"""The text with its \text{...} unwrapped."""
+    return " ".join(_TEXT.sub(r" \1 ", text).split())
+
+
+def is_within_caps(text: str) -> bool:
+    """Whether a text's length, nesting, powers, factorials and binomials are small enough to be evaluated."""
+    if len(text) > MAX_ANSWER_CHARACTERS or _NESTED_FACTORIAL.search(text):
+        return False
+    towers = _POWER_TOWER.findall(text)
+    if any(len(low) > 4 or len(high) > 2 or int(low) ** int(high) > MAX_EXPONENT for low, high in towers):
+        return False
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    factorials = (first or second for first, second in _FACTORIAL.findall(text))
+    return (
+        deepest <= MAX_NESTING
+        and all(len(exponent) < 9 and int(exponent) <= MAX_EXPONENT for exponent in _EXPONENT.findall(text))
+        and all(len(operand) < 9 and int(operand) <= MAX_FACTORIAL for operand in factorials)
+    )

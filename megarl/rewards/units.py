@@ -1,0 +1,250 @@
+"""Units behind a number: what is one, and its multiple of base units."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+Dimensions = tuple[tuple[str, int], ...]
+MAX_UNIT_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit as a multiple of base units: `cm^2` is 1/10000 of metre^2; `%` is 1/100, without dimensions."""
+
+    factor: Fraction
+    dimensions: Dimensions
+
+    @property
+    def is_percentage(self) -> bool:
+        return not self.dimensions
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The base units."""
+        return frozenset(name for name, _ in self.dimensions)
+
+
+def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Unit | None]:
+    """Whether `text` is a unit, and which; None for a unit without meaning, such as "units" or "th" of "5th".
+
+    Any other word is a unit of its own where it is among `known`, in the singular. Without `known` each word is, but
+    those that change a number, such as "halves" or "about".
+    """
+    factor = Fraction(1)
+    dimensions: Counter[str] = Counter()
+    words = 0
+    for name, exponent in _unit_words(text):
+        words += 1
+        if words > MAX_UNIT_WORDS or name is None:
+            return False, None
+        if name in _NO_UNIT:
+            continue
+        found = _meaning(name, known, is_text=text.lstrip().startswith("\\"))
+        if found is None:
+            return False, None
+        factor *= found[0] ** exponent
+        for base, power in found[1].items():
+            dimensions[base] += power * exponent
+    if not words:
+        return False, None
+    left = tuple(sorted((base, power) for base, power in dimensions.items() if power))
+    return True, Unit(factor, left) if left or factor != 1 else None
+
+
+def _meaning(name: str, known: Collection[str] | None, *, is_text: bool) -> tuple[Fraction, dict[str, int]] | None:
+    """A unit's factor and dimensions; None for a word that is none."""
+    singular = _singular(name.lower())
+    found = _UNITS.get(name) or _UNITS.get(singular)
+    if found is None and is_text and len(name) == 1:
+        found = _UNITS.get(f"text {name}")
+    if found is not None:
+        return found
+    is_word = re.fullmatch(r"[A-Za-zµ]{2,}", name) is not None
+    is_counted = singular in _COUNTED
+    if not is_word or not (is_counted or known is None or singular in known) or is_number_word(name):
+        return None
+    return Fraction(1), {singular: 1}
+
+
+def is_number_word(word: str) -> bool:
+    """Whether a word changes the number before it, or makes a formula of it."""
+    word = word.lower()
+    return word in _NOT_A_UNIT or _singular(word) in _NOT_A_UNIT or word in FRACTION_WORDS
+
+
+_WRAPPED = re.compile(r"\\(?:text|mathrm|textrm|mbox|textit|textbf|operatorname)\s*\{([^{}]*)\}")
+_NAME = r"(?:\\(?:text|mathrm)\s*\{[^{}]*\}|[A-Za-z]+)(?:\s*\^\s*\d)?"
+_FRACTION = re.compile(rf"\\frac\s*\{{\s*({_NAME})\s*\}}\s*\{{\s*({_NAME})\s*\}}")
+_UNIT_PART = re.compile(
+    r"\s*(?:(?P<over>/|\bper\b)|(?P<power>(?:square|cubic|sq|cu)\b)\.?|(?P<word>[A-Za-zµ°¢%€£]+)\.?)"
+    r"(?P<exponent>\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d)|[²³])?(?:\s|\\,|\\cdot|~)*"
+)
+
+
+def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
+    """Each word of a unit with its exponent; None for text that cannot be in a unit."""
+    text = _FRACTION.sub(r"\1/\2", text)
+    text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
+    text = re.sub(r"degree\s+C\b", "celsius", re.sub(r"degree\s+F\b", "fahrenheit", text))
+    text = re.sub(r"^(?:\s|\\,|\\ |~)+|\s+$", "", text.replace("\\ ", " "))
+    position = 0
+    sign, before = 1, 1
+    while position < len(text):
+        found = _UNIT_PART.match(text, position)
+        if found is None or found.end() == position:
+            yield None, 1
+            return
+        position = found.end()
+        if found["over"]:
+            sign = -1
+        elif found["power"]:
+            before = 2 if found["power"].startswith("s") else 3
+        else:
+            after = (found["exponent"] or "1").translate(str.maketrans("²³", "23", "^{} "))
+            yield found["word"], sign * before * int(after)
+            before = 1
+
+
+def _singular(word: str) -> str:
+    for plural, singular in _PLURALS:
+        if word.endswith(plural):
+            return word.removesuffix(plural) + singular
+    return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word
+
+
+_PLURALS = (
+    ("feet", "foot"), ("inches", "inch"), ("people", "person"), ("men", "man"), ("children", "child"), ("dice", "die"),
+    ("boxes", "box"), ("classes", "class"), ("halves", "half"), ("dishes", "dish"), ("branches", "branch"),
+    ("matches", "match"), ("lunches", "lunch"), ("knives", "knife"), ("vertices", "vertex"),
+    ("hertz", "hertz"), ("ies", "y"),
+)  # fmt: skip
+_NO_UNIT = {"unit", "units", "st", "nd", "rd", "th"}
+FRACTION_WORDS = {
+    word + ending: Fraction(1, under)
+    for under, word in {
+        3: "third", 4: "fourth", 5: "fifth", 6: "sixth", 7: "seventh", 8: "eighth", 9: "ninth", 10: "tenth",
+        11: "eleventh", 12: "twelfth", 16: "sixteenth", 20: "twentieth", 100: "hundredth", 1000: "thousandth",
+        10**6: "millionth",
+    }.items()
+    for ending in ("", "s")
+} | {
+    "half": Fraction(1, 2), "halves": Fraction(1, 2), "quarter": Fraction(1, 4), "quarters": Fraction(1, 4),
+}  # fmt: skip
+"""Words behind a whole number that make a fraction of it: 2 fifths."""
+MULTIPLES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+"""Words behind a number that multiply it."""
+_NOT_A_UNIT = set(MULTIPLES) | set(
+    """
+    and or no not half third quarter plus minus times time over to by less least more most than about approximately
+    if is are the an a at only between from for with without except divided modulo mod remainder choose squared
+    cubed of factorial double triple twice thrice maybe perhaps possibly probably roughly around nearly almost
+    exactly ish some each every other others either neither both nor but else unless until while when where which
+    that this these those it its be was were will would can could may might must should do does did then so as in on
+    into onto off up down out below above under within per percent pct percentage point prime negative positive root
+    sqrt power powers exponent exp log ln sin cos tan pi infinity infinite equal equals greater smaller larger fewer
+    additional extra left remaining minimum maximum max min average mean total sum product difference quotient ratio
+    inclusive exclusive once score gross googol zero one two three four five six seven eight nine ten eleven twelve
+    thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty
+    ninety quadrillion quintillion hundredfold fold tuple recurring repeating repeated
+    """.split()  # noqa: SIM905
+)
+"""Words beside a number that are no unit: they change it, or make it no number."""
+_COUNTED = set(
+    """
+    apple orange pear banana egg cookie cake pie pizza slice candy chocolate cupcake muffin donut doughnut bagel
+    loaf bread sandwich marble ball balloon toy doll block card coin stamp sticker pen pencil crayon book page
+    chapter notebook magazine letter word sentence problem question answer solution way student teacher person man
+    woman boy girl child kid friend player worker employee customer guest passenger adult family team class group
+    pair set piece part item object thing box bag basket bottle can jar cup plate bowl pack packet package carton
+    crate bucket tank car bus truck train bike bicycle wheel tire boat plane house room floor window door table
+    chair desk shelf tree plant flower rose leaf seed bush vegetable tomato potato carrot onion pepper pumpkin melon
+    lemon lime peach plum cherry grape berry strawberry dog cat puppy kitten cow horse sheep pig chicken duck hen
+    bird fish rabbit goat animal pet bee ant spider point goal game round match win vote ticket seat row column
+    shirt pant short sock shoe hat dress jacket ring bead necklace bracelet button ribbon rope stick stone rock
+    brick tile nail clip photo picture song movie show video message call email lap mile step trip visit night shift
+    lesson meeting party present gift prize star planet side edge face vertex diagonal triangle square rectangle
+    circle cube digit number integer factor divisor prime term root arrangement combination permutation outcome path
+    route function subset sequence soldier sailor
+    """.split()  # noqa: SIM905
+) - {"prime", "mile", "square", "point", "pair", "can", "cup"} | {"pair", "point"}
+"""Words for what is counted, in the singular: units of their own in any answer."""
+
+_LENGTH, _TIME, _MASS, _VOLUME = {"metre": 1}, {"second": 1}, {"gram": 1}, {"metre": 3}
+_LITRE = Fraction(1, 1000)
+_GALLON = Fraction("0.003785411784")
+_POUND = Fraction("453.59237")
+_UNITS: dict[str, tuple[Fraction, dict[str, int]]] = {
+    name.replace("=", " "): (Fraction(factor), dimensions)
+    for names, factor, dimensions in (
+        ("m meter metre", 1, _LENGTH),
+        ("km kilometer kilometre", 1000, _LENGTH),
+        ("dm decimeter decimetre", "0.1", _LENGTH),
+        ("cm centimeter centimetre", "0.01", _LENGTH),
+        ("mm millimeter millimetre", "0.001", _LENGTH),
+        ("in inch", "0.0254", _LENGTH),
+        ("ft foot", "0.3048", _LENGTH),
+        ("yd yard", "0.9144", _LENGTH),
+        ("mi mile", "1609.344", _LENGTH),
+        ("s sec second", 1, _TIME),
+        ("ms millisecond", "0.001", _TIME),
+        ("min minute", 60, _TIME),
+        ("h hr hour", 3600, _TIME),
+        ("day", 86400, _TIME),
+        ("week", 604800, _TIME),
+        ("month", 1, {"month": 1}),
+        ("yr year", 12, {"month": 1}),
+        ("g gram", 1, _MASS),
+        ("mg milligram", "0.001", _MASS),
+        ("kg kilogram", 1000, _MASS),
+        ("lb pound", _POUND, _MASS),
+        ("oz ounce", _POUND / 16, _MASS),
+        ("l L liter litre", _LITRE, _VOLUME),
+        ("ml mL milliliter millilitre", _LITRE / 1000, _VOLUME),
+        ("gal gallon", _GALLON, _VOLUME),
+        ("quart", _GALLON / 4, _VOLUME),
+        ("pint", _GALLON / 8, _VOLUME),
+        ("cup", _GALLON / 16, _VOLUME),
+        ("mph", Fraction("1609.344") / 3600, {"metre": 1, "second": -1}),
+        ("dollar usd USD", 1, {"dollar": 1}),
+        ("cent ¢", "0.01", {"dollar": 1}),
+        ("euro € EUR", 1, {"euro": 1}),
+        ("sterling £", 1, {"sterling": 1}),
+        ("degree deg", 1, {"degree": 1}),
+        ("radian rad", 1, {"radian": 1}),
+        ("celsius", 1, {"celsius": 1}),
+        ("fahrenheit", 1, {"fahrenheit": 1}),
+        ("N newton", 1000, {"gram": 1, "metre": 1, "second": -2}),
+        ("J joule", 1000, {"gram": 1, "metre": 2, "second": -2}),
+        ("kJ kilojoule", 10**6, {"gram": 1, "metre": 2, "second": -2}),
+        ("W watt", 1000, {"gram": 1, "metre": 2, "second": -3}),
+        ("kW kilowatt", 10**6, {"gram": 1, "metre": 2, "second": -3}),
+        ("Pa pascal", 1000, {"gram": 1, "metre": -1, "second": -2}),
+        ("kPa kilopascal", 10**6, {"gram": 1, "metre": -1, "second": -2}),
+        ("Hz hertz", 1, {"second": -1}),
+        ("mol mole", 1, {"mole": 1}),
+        ("volt", 1, {"volt": 1}),
+        ("text=V", 1, {"volt": 1}),
+        ("ampere amp", 1, {"ampere": 1}),
+        ("text=A", 1, {"ampere": 1}),
+        ("ohm", 1, {"ohm": 1}),
+        ("kelvin", 1, {"kelvin": 1}),
+        ("text=K", 1, {"kelvin": 1}),
+        ("acre", 1, {"acre": 1}),
+        ("ton tonne", 10**6, _MASS),
+        ("kph kmh", Fraction(1000, 3600), {"metre": 1, "second": -1}),
+        ("percent % pct percentage", "0.01", {}),
+    )
+    for name in names.split()
+}
+
+
+def unit_named(name: str) -> Unit:
+    """A known unit. Raises KeyError for another."""
+    factor, dimensions = _UNITS[name]
+    return Unit(factor, tuple(sorted(dimensions.items())))
