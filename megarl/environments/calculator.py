@@ -60,21 +60,26 @@ def evaluate(expression: str) -> Number:
 
     Takes at most milliseconds whatever the expression.
     """
-    if len(expression) > MAX_CHARACTERS:
-        raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARACTERS} are allowed")
-    written = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of `1or 2`
-            tree = ast.parse(written, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ToolError("this is no arithmetic expression") from None
+    tree = arithmetic_tree(expression)
     try:
         return _value(tree, 0)
     except ZeroDivisionError:
         raise ToolError("division by zero") from None
     except (ValueError, TypeError, OverflowError) as error:
         raise ToolError(str(error)) from None
+
+
+def arithmetic_tree(expression: str) -> ast.expr:
+    """Python's tree of an expression. Raises ToolError for a text that is too long or not an expression."""
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARACTERS} are allowed")
+    written = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of `1or 2`
+            return ast.parse(written, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ToolError("this is no arithmetic expression") from None
 
 
 def as_text(value: Number) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 
 from megarl.environments import Start, Step, Turn
-from megarl.environments.calculator import evaluate
+from megarl.environments.calculator import MAX_DEPTH, arithmetic_tree
 from megarl.environments.tools import ToolError
 from megarl.types import Problem
 
@@ -16,6 +19,14 @@ METRICS = {
     "environment/guesses": ("count", "guesses in a game, mean over attempts"),
 }
 """Names, units and meanings, for `tracking.table`."""
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_WRITTEN_OTHERWISE = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "*"})
 
 
 class Countdown:
@@ -75,25 +86,44 @@ def fault_of(text: str, numbers: list[int], target: int) -> str | None:
     if expression is None:
         return "there is no expression"
     try:
-        value = evaluate(expression)
+        value = exact_value(expression)
     except ToolError as error:
         return str(error)
-    used = Counter(int(number) for number in re.findall(r"\d+", expression))
-    if re.search(r"\d\s*\.|\*\*|//|%", expression):
-        return "only whole numbers and + - * / are allowed"
+    used = Counter(int(number) for number in re.findall(r"[0-9]+", expression))
     if spare := used - Counter(numbers):
         return f"{next(iter(spare))} is used too often"
     if value != target:
-        return f"that makes {value if isinstance(value, int) else f'{value:.6g}'}, not {target}"
+        return f"that makes {value}, not {target}"
     return None
+
+
+def exact_value(expression: str) -> Fraction:
+    """The value of whole numbers with + - * / and brackets, without rounding. Raises ToolError for anything else."""
+    try:
+        return _value(arithmetic_tree(expression), 0)
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+
+
+def _value(node: ast.expr, depth: int) -> Fraction:
+    if depth > MAX_DEPTH:
+        raise ToolError("the expression is nested too deeply")
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
+        return _SIGNS[type(node.op)](_value(node.operand, depth + 1))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left, depth + 1), _value(node.right, depth + 1))
+    raise ToolError("only whole numbers and + - * / are allowed")
 
 
 def guess_in(text: str) -> str | None:
     """The expression of the last line that has one, without tags, \\boxed{} and what follows `=`."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         boxed = re.search(r"\\boxed\{(.*)\}", line)
-        before = (boxed.group(1) if boxed else line).partition("=")[0]
-        found = [run.strip(" .") for run in re.findall(r"[\d(-][\d\s+\-*/%().]*", before) if re.search(r"\d", run)]
+        before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)
+        runs = re.findall(r"[0-9(-][0-9\s+\-*/%().]*", before)
+        found = [run.strip(" .") for run in runs if re.search("[0-9]", run)]
         if found:
             return found[-1]
     return None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 import pytest
 
@@ -67,6 +70,28 @@ def test_countdown_judges_guesses() -> None:
     assert "allowed" in str(fault_of("3**4", [3, 4], 81))
     assert "division" in str(fault_of("3/(4-4)", [3, 4, 4], 1))
     assert guess_in("no numbers") is None
+
+
+def test_countdown_computes_without_rounding() -> None:
+    assert fault_of("8 / (3 - 8 / 3)", [3, 3, 8, 8], 24) is None
+    assert fault_of("3 / 7 * 49 / 21", [3, 7, 21, 49], 1) is None
+    assert fault_of("1 / 3", [1, 3], 1) == "that makes 1/3, not 1"
+    assert fault_of("3 \u00d7 4 \u00f7 6", [3, 4, 6], 2) is None
+    generator = random.Random(0)
+    for _ in range(500):
+        numbers = [generator.randint(1, 20) for _ in range(4)]
+        first, second, third = (generator.choice("+-*/") for _ in range(3))
+        a, b, c, d = numbers
+        expression = generator.choice(
+            [f"(({a}{first}{b}){second}{c}){third}{d}", f"{a}{first}({b}{second}({c}{third}{d}))"]
+        )
+        try:
+            value = eval(re.sub("([0-9]+)", r"Fraction(\1)", expression), {"Fraction": Fraction})
+        except ZeroDivisionError:
+            continue
+        if value.denominator == 1:
+            assert fault_of(expression, numbers, int(value)) is None, expression
+            assert fault_of(expression, numbers, int(value) + 1) is not None, expression
 
 
 def test_the_number_is_found_by_halving() -> None:
