@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import pickletools
 import zlib
 from collections.abc import Mapping, Sequence
@@ -116,11 +117,19 @@ def _case(given: Any, expected: Any, function: Any) -> Case:
     text = None
     if isinstance(expected, str):
         with suppress(ValueError):  # else it is a text as it is
-            parsed = json.loads(expected)
+            parsed = json.loads(expected, parse_float=_finite)
             # What is in quotes or brackets is JSON on purpose.
             text = None if isinstance(parsed, str | list | dict) else expected
             expected = parsed
     return Case(expected, function=function, arguments=arguments, text=text)
+
+
+def _finite(digits: str) -> float:
+    """The value of a number in JSON. Raises ValueError for one beyond all floats, which would equal all such others."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits} is beyond all floats")
+    return value
 
 
 def _text(value: Any) -> str:

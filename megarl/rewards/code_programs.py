@@ -12,6 +12,8 @@ from megarl.rewards.code_cases import Case
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 """Tolerances of decimal fractions, as in ColossalRL (numpy.allclose)."""
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+"""A number as programs print it. Python's float() also takes 1_0, nan, inf and digits of other scripts."""
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 _PRELUDE = """
 import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
@@ -108,8 +110,9 @@ class Trial:
 def same_output(printed: str, expected: str) -> bool:
     """Whether a program printed what is expected, line by line.
 
-    Blanks around lines and words, and empty lines before the first and after the last, do not count. Words are equal,
-    but decimal fractions may differ by 1e-5 of their value. Lines end at \\n alone.
+    Blanks around lines and words, and empty lines before the first and after the last, do not count. Words are equal as
+    texts, or as finite decimals in ASCII digits, which may differ by 1e-5 of their value where a fraction is expected.
+    Lines end at \\n alone.
     """
     lines, others = _lines(printed), _lines(expected)
     return len(lines) == len(others) and all(map(_same_line, lines, others))
@@ -130,19 +133,22 @@ def _same_line(line: str, other: str) -> bool:
 def _same_word(word: str, other: str) -> bool:
     if word == other:
         return True
-    if not re.search(r"\d[.eE]|\.\d", other) or len(word) > 100:
+    if not re.search(r"[0-9][.eE]|\.[0-9]", other) or len(word) > 100:
         return False
-    try:
-        return _close(float(word), float(other))
-    except ValueError:
-        return False
+    return _DECIMAL.fullmatch(word) is not None and _DECIMAL.fullmatch(other) is not None and _close(word, other)
 
 
-def _close(found: float, expected: float) -> bool:
+def _close(found: float | str, expected: float | str) -> bool:
+    """Whether two decimals are finite and nearly equal."""
     try:
-        return math.isclose(found, expected, rel_tol=0.0, abs_tol=_ABSOLUTE + _RELATIVE * abs(expected))
+        other = float(expected)
+        tolerance = _ABSOLUTE + _RELATIVE * abs(other)
+        one = float(found)
     except OverflowError:  # an integer beyond all floats
         return found == expected
+    if not math.isfinite(one) or not math.isfinite(other):
+        return found == expected
+    return math.isclose(one, other, rel_tol=0.0, abs_tol=tolerance)
 
 
 def same_value(found: Any, expected: Any) -> bool:
@@ -153,12 +159,15 @@ def same_value(found: Any, expected: Any) -> bool:
     return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _same(found: Any, expected: Any) -> bool:
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(_same, found, expected))
     if isinstance(found, dict) and isinstance(expected, dict):
         return found.keys() == expected.keys() and all(_same(found[key], expected[key]) for key in found)
     if isinstance(found, float) or isinstance(expected, float):
-        numbers = (int, float)
-        return isinstance(found, numbers) and isinstance(expected, numbers) and _close(found, expected)
+        return _is_number(found) and _is_number(expected) and _close(found, expected)
     return type(found) is type(expected) and found == expected

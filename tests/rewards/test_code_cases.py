@@ -149,6 +149,17 @@ def test_the_last_block(text, found):
         ("a\u2028b", "a\nb", False),
         ("a\u2028b", "a b", True),
         ("1" * 400, "1.5", False),
+        ("1_0.0", "10.0", False),
+        ("1e400", "1e500", False),
+        ("1e400", "1e400", True),
+        ("\uff11\uff10.0", "10.0", False),
+        ("True", "1.0", False),
+        ("infinity", "1e999", False),
+        ("10", "1e1", True),
+        (".5", "0.5", True),
+        ("+0.50", "0.5", True),
+        ("0x1p1", "2.0", False),
+        ("nan", "nan", True),
     ],
 )
 def test_outputs(printed, expected, is_same):
@@ -171,6 +182,11 @@ def test_outputs(printed, expected, is_same):
         (10**400, 0.5, False),
         (0.5, 10**400, False),
         ([10**400], [[10.0]], False),
+        (True, 1.0, False),
+        (1.0, True, False),
+        ([False], [0.0], False),
+        (float("inf"), 1.0, False),
+        (float("nan"), float("nan"), False),
     ],
 )
 def test_values(found, expected, is_same):
@@ -185,6 +201,14 @@ def test_a_text_that_looks_like_a_value_may_be_either(expected):
     mark = json.loads(trial.stdin)["mark"]
     accepted = [trial.passes(mark + json.dumps(value)) for value in (expected, json.loads(expected), "x", [expected])]
     assert accepted == [True, True, False, False]
+
+
+def test_a_number_beyond_all_floats_does_not_equal_another() -> None:
+    [case] = read_cases({"inputs": [[1]], "outputs": ["1e500"], "fn_name": "f"}, {})
+    trial = Trial("", case, has_numpy=False)
+    mark = json.loads(trial.stdin)["mark"]
+    assert not trial.passes(mark + json.dumps(float("inf")))
+    assert trial.passes(mark + json.dumps("1e500"))
 
 
 def test_blanks_before_a_fence_take_no_time():
