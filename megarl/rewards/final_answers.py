@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,22 +19,54 @@ GSM8K_FORMS: tuple[Literal["hashes", "boxed"], ...] = ("hashes", "boxed")
 """The forms of `gsm8k` unless its keyword argument `forms` says otherwise."""
 MATH_COMPETITION_FORMS: tuple[Literal["boxed"], ...] = ("boxed",)
 """The forms of `math_competition` unless its keyword argument `forms` says otherwise."""
-NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+NUMBER = r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 """A regular expression of a number as grade-school solutions write it."""
-MARKED_NUMBER = re.compile(rf"####[ \t]*({NUMBER})")
+MARKED_NUMBER = re.compile(rf"####[ \t]*[*_$]*\\?({NUMBER})")
+"""#### and the number behind it, which may be in bold or between dollar signs."""
 
-_OPENING = r"\boxed{"
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_OPENING_BRACE = re.compile(r"\s*\{")
+_BARE = re.compile(
+    r"[ \t]*(?!\\(?:boxed|fbox))(?=[-+.(\[\\0-9]|[A-Za-z](?![A-Za-z]))"
+    r"(?:(?P<dollars>[^$\n]*)\$|(?P<formula>(?:\\.|[^\s$\\])+))",
+    re.ASCII,
+)
+"""The contents of a box without braces begin with a sign, a digit, a command or a single letter."""
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPEN, _CLOSE = _TAGS[2:]
 _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
-def last_boxed(text: str) -> str | None:
-    """The contents of the last \\boxed{}, up to its matching brace; None without a box or if the last is not closed."""
-    start = text.rfind(_OPENING)
-    if start < 0:
-        return None
-    start = position = start + len(_OPENING)
+def last_box(text: str) -> tuple[int, str] | None:
+    """Where the last box begins, and its contents; None without a box or if the last is not closed.
+
+    A box is \\boxed{4}, \\boxed {4}, \\fbox{4}, or \\boxed 4: without braces a formula up to the next space, or up to
+    a dollar sign in the same line.
+    """
+    for command in _commands_from_the_end(text):
+        opening = _OPENING_BRACE.match(text, command.end())
+        if opening is not None:
+            contents = _until_brace(text, opening.end())
+            return None if contents is None else (command.start(), contents)
+        bare = _BARE.match(text, command.end())
+        if bare is not None:
+            contents = (bare["dollars"] or bare["formula"]).rstrip(".,;: ")
+            return (command.start(), contents) if contents else None
+    return None
+
+
+def _commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
+    end = len(text)
+    while (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
+        command = _BOX.match(text, start)
+        if command is not None:
+            yield command
+        end = start + 1
+
+
+def _until_brace(text: str, start: int) -> str | None:
+    """The text up to the brace that closes the group which begins at `start`; None without that brace."""
+    position = start
     depth = 1
     while position < len(text):
         character = text[position]
@@ -47,13 +79,26 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def last_tagged(text: str) -> str | None:
-    """The contents of the last <answer>...</answer>; None without one."""
-    found = _last_tags(text)
+def last_boxed(text: str) -> str | None:
+    """The contents of the last box; None without a box or if the last is not closed."""
+    found = last_box(text)
     return None if found is None else found[1]
 
 
-def _last_tags(text: str) -> tuple[int, str] | None:
+def marked_line(text: str, marked: re.Match[str]) -> str:
+    """What stands behind #### up to the end of the line, or up to a tag or another ####."""
+    end = text.find("\n", marked.end())
+    line = text[marked.start() : len(text) if end < 0 else end].removeprefix("####")
+    return re.split(r"<|####", line, maxsplit=1)[0]
+
+
+def last_tagged(text: str) -> str | None:
+    """The contents of the last <answer>...</answer>; None without one."""
+    found = last_tags(text)
+    return None if found is None else found[1]
+
+
+def last_tags(text: str) -> tuple[int, str] | None:
     """Where the last <answer>...</answer> begins, and its contents."""
     end = text.rfind(_CLOSE)
     while end >= 0:
@@ -85,13 +130,13 @@ def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, s
     """
     found: list[tuple[int, AnswerForm, str]] = []
     if "hashes" in forms and (marked := deque(MARKED_NUMBER.finditer(text), maxlen=1)):
-        found.append((marked[0].start(), "hashes", marked[0][1]))
-    if "boxed" in forms and (contents := last_boxed(text)) is not None:
-        found.append((text.rfind(_OPENING), "boxed", contents))
+        found.append((marked[0].start(), "hashes", marked_line(text, marked[0])))
+    if "boxed" in forms and (box := last_box(text)) is not None:
+        found.append((box[0], "boxed", box[1]))
     if "answer_line" in forms and (line := _last_answer_line(text)):
         inside = last_boxed(line[1])
         found.append((line[0], "answer_line", line[1] if inside is None else inside))
-    if "tags" in forms and (tags := _last_tags(text)):
+    if "tags" in forms and (tags := last_tags(text)):
         found.append((tags[0], "tags", tags[1]))
     if not found:
         return None

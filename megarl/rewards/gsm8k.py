@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from megarl.rewards.final_answers import GSM8K_FORMS, MARKED_NUMBER, NUMBER, has_valid_tags, last_stated
+from megarl.rewards.final_answers import GSM8K_FORMS, MARKED_NUMBER, NUMBER, has_valid_tags, last_stated, marked_line
 from megarl.rewards.quantities import read_quantity
 from megarl.types import Reward
 
@@ -30,7 +30,8 @@ def gsm8k(
     """Score the number of the completion's last `#### n`, \\boxed{n} or <answer>n</answer>, those of `forms`.
 
     The gold answer is a number or GSM8K's solution, which ends with `#### n`. Numbers are equal by value: 1,234 and
-    $1234.00. `correct_score` for the right one, `format_score` for another in one of the forms, else zero. tags: the
+    $1234.00. The whole line behind #### must be a number, perhaps with a unit: 3/4, 5 million, 5 apples, not 10-12.
+    `correct_score` for the right one, `format_score` for another in one of the forms, else zero. tags: the
     four tags of `think_answer_tags` must be well-formed. Method flexible: without any of the forms the last number of
     the completion counts, while the format is invalid (verl's flexible). Metric: `fallback`, the share of these.
     ColossalChat's gsm8k: forms [tags], format_score 1, reward.correct_score 10. Raises ValueError for a gold answer
@@ -51,8 +52,8 @@ def gsm8k(
 def gold_number(answer: Any) -> Fraction:
     """The number of a gold answer. Raises ValueError where it has none."""
     text = str(answer)
-    marked = MARKED_NUMBER.findall(text)
-    number = _number(marked[-1]) if marked else _quantity(text)
+    marked = deque(MARKED_NUMBER.finditer(text), maxlen=1)
+    number = _quantity(marked_line(text, marked[0]) if marked else text)
     if number is None:
         raise ValueError(f"the gold answer {text!r:.80} is no number, nor does it end with '#### n'")
     return number
@@ -93,19 +94,23 @@ def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
     if stated is None:
         return None
     form, said = stated
-    if form == "hashes":
-        return _number(said)
     if form == "tags" and not has_valid_tags(text):
         return None
     return _quantity(said)
 
 
 def _quantity(text: str) -> Fraction | None:
-    text = text.strip()
-    if len(text) > _MAX_CHARACTERS:
-        return None
-    found = read_quantity(text.removesuffix("."))
+    """The number that a text is, with or without a unit; None for anything more, such as `10-12` or `5 or 6`."""
+    text = _without_marks(text.strip())
+    found = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None
     return None if found is None else found.number
+
+
+def _without_marks(text: str) -> str:
+    """The text without asterisks of bold type, dollar signs of a formula and a full stop."""
+    text = text.removesuffix(".").strip("*_ ").removesuffix(".")
+    is_formula = len(text) > 2 and text[0] == text[-1] == "$"
+    return text[1:-1].strip().removesuffix(".") if is_formula else text
 
 
 def _number(text: str) -> Fraction | None:

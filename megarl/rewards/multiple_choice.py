@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.rewards.final_answers import last_boxed, last_tagged, without_thoughts
+from megarl.rewards.choice_answers import choice_letter, is_hedged
+from megarl.rewards.final_answers import last_box, last_tags, without_thoughts
 from megarl.types import Reward
 
 Gold = Literal["letter", "text", "index"]
@@ -16,11 +18,17 @@ _FIELDS = ("choices", "options")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _ALONE = re.compile(r"\(?([A-Za-z])(?:[).:]|\b(?=\s*$))")
-_LED_BY = re.compile(r"\(?([A-Z])[).:]\s+\S")
+_LED_BY = re.compile(r"\(?([A-Z])(?:[).:]+\s+|\)\s*)(\S.*)", re.DOTALL)
+_WITH_REASON = re.compile(r"\(?([A-Z])[).:]?,?\s+(?i:since|because)\b")
+_LETTER = r"\(?([A-Z])\)?(?=[\s*_]*(?:[.):,;\]]|$))"
 _STATED = re.compile(
-    r"\b(?i:answer|choice|option)\b(?i:\s+is\b)?[\s*_]*+(?:[:=][\s*_]*+)?\(?([A-Z])\)?(?=[\s*_]*(?:[.):,;\]]|$))",
+    r"\b(?i:answer|choice|option)\b(?:(?i:\s+is\b)(?:[\s*_]*+[:=])?|[\s*_]*+[:=])[\s*_]*+(?i:(?:option|choice)\s+)?"
+    + _LETTER
+    + r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
-)
+)  # fmt: skip
+"""A choice that is called the answer. One that is only mentioned, `since option A, ...`, is none."""
+_SECOND = re.compile(r"[\s*_.):,;\]]*(?i:or|and|/|&)[\s*_]*(?i:(?:option|choice)\s+)?\(?[A-Z]\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,10 @@ class Choices:
 
     labels: tuple[str, ...]
     texts: tuple[str, ...] = ()
+
+    @property
+    def letters(self) -> str:
+        return _LETTERS[: len(self.labels)]
 
     def letter(self, said: str) -> str | None:
         """The letter of the choice that a text names: by label, the choice's own text, or letter; else None."""
@@ -43,9 +55,20 @@ class Choices:
     def by_letter(self, said: str) -> str | None:
         """The letter that a text is, or is led by."""
         plain = _plain(said)
-        found = _ALONE.fullmatch(plain) or _LED_BY.match(plain)
-        letter = found[1].upper() if found else ""
-        return letter if letter and letter in _LETTERS[: len(self.labels)] else None
+        alone = _ALONE.fullmatch(plain)
+        letter = alone[1].upper() if alone else self._leading(plain)
+        return letter if letter and letter in self.letters else None
+
+    def _leading(self, plain: str) -> str | None:
+        """The letter before the text of its choice, or before a reason; None where the text names another choice."""
+        led = _LED_BY.fullmatch(plain)
+        if led is not None:
+            named = self.by_text(led[2])
+            if named is not None:
+                return led[1] if named == led[1] else None
+            return None if is_hedged(led[2]) else led[1]
+        reason = _WITH_REASON.match(plain)
+        return reason[1] if reason else choice_letter(plain)
 
     def by_index(self, said: str) -> str | None:
         """The letter of an index from 0, where the labels are no numbers themselves."""
@@ -146,18 +169,18 @@ def check_record(
 
 
 def _chosen(text: str, choices: Choices) -> str | None:
-    marked = [
-        (text.rfind(opening), contents)
-        for opening, contents in ((r"\boxed{", last_boxed(text)), ("<answer>", last_tagged(text)))
-        if contents is not None
-    ]
+    marked = [found for found in (last_box(text), last_tags(text)) if found is not None]
     if marked:
         return choices.letter(max(marked)[1])
-    stated = [found[1] for found in _STATED.finditer(text) if found[1] in _LETTERS[: len(choices.labels)]]
+    stated = deque((found for found in _STATED.finditer(text) if _stated_letter(found) in choices.letters), maxlen=1)
     if stated:
-        return stated[-1]
+        return None if _SECOND.match(text, stated[0].end()) else _stated_letter(stated[0])
     lines = text.strip().splitlines()
     return choices.letter(lines[-1]) if lines else None
+
+
+def _stated_letter(found: re.Match[str]) -> str:
+    return found[1] or found[2]
 
 
 def _only(said: str, names: Sequence[str]) -> str | None:

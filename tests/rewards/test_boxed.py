@@ -20,6 +20,15 @@ from megarl.types import Reward
         pytest.param("boxed{3}", None, id="no_command"),
         pytest.param("\\boxed{3\\", None, id="ends_in_backslash"),
         pytest.param("", None, id="nothing"),
+        pytest.param(r"so \boxed 4", "4", id="without_braces"),
+        pytest.param(r"so $\boxed 4 + x$, for x", "4 + x", id="without_braces_up_to_the_dollar_sign"),
+        pytest.param(r"so \boxed \frac{1}{2}.", r"\frac{1}{2}", id="a_command_without_braces"),
+        pytest.param(r"so \boxed {4}.", "4", id="a_space_before_the_brace"),
+        pytest.param(r"so \fbox{4}", "4", id="fbox"),
+        pytest.param(r"\boxed{3} \fbox{4}", "4", id="the_last_of_both"),
+        pytest.param(r"\boxed", None, id="a_box_of_nothing"),
+        pytest.param(r"\boxed \boxed", None, id="two_boxes_of_nothing"),
+        pytest.param(r"\boxed{4}, as \boxed asks", "4", id="a_box_that_is_only_mentioned"),
     ],
 )
 def test_last_boxed(text, expected):
