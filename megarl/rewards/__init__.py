@@ -11,11 +11,12 @@ and keyword arguments of its own if it likes.
 where there are several, are no functions: the driver asks a server of the user's over HTTP, many completions at once.
 
 Reading order: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `multiple_choice` (answers), `final_answers`
-(where they stand), `math_equivalence` (is the answer right), `answer_format`, `length`, `harmless` (what
-may be evaluated), `reasoning_gym`, `code` (does a program pass its tests), `code_cases` (formats of tests),
-`code_programs` (how they are run), `calling` (what a function is called with), `scores` (what it may return), `server`
-(the process that calls functions), `worker` (the driver's side of one process, a `platform.killable` one), `served` (a
-server that scores), `judge` and `remote` (its two kinds), `scoring` (the pool).
+(where they stand), `math_equivalence` (is the answer right), `quantities` and `units` (numbers with units),
+`formulas` (parser and comparison of formulas), `choice_answers` (letters of choices), `answer_format`, `length`,
+`harmless` (what may be evaluated), `reasoning_gym`, `code` (does a program pass its tests), `code_cases` (formats of
+tests), `code_programs` (how they are run), `calling` (what a function is called with), `scores` (what it may return),
+`server` (the process that calls functions), `worker` (the driver's side of one process, a `platform.killable` one),
+`served` (a server that scores), `judge` and `remote` (its two kinds), `scoring` (the pool).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 

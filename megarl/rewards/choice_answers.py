@@ -9,7 +9,7 @@ from megarl.rewards.formulas.spelling import plain_text
 _LABEL = re.compile(
     r"^(?i:(?:the\s+)?(?:(?:correct|final)\s+)?(?:option|choice|answer)(?:\s+is\b)?)\s*:?\s*(?=\(?[A-Z]\b)"
 )
-_ALONE = re.compile(r"\(?\s*([A-Z])\s*\)?[.:]?")
+_ALONE = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*\)?)[.:]?")
 _WITH_TEXT = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:])(?:\s|\\,|\\ |~)*(\S.*)", re.DOTALL)
 _HEDGE = re.compile(
     r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
@@ -32,7 +32,7 @@ def choice_letter(text: str) -> str | None:
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)
     if alone:
-        return alone[1]
+        return alone[1] or alone[2]
     led = _WITH_TEXT.fullmatch(text)
     return None if led is None or is_hedged(led[3]) else led[1] or led[2]
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from megarl.rewards.formulas.labels import assignments, is_label, same_label, solutions, without_domain
 from megarl.rewards.formulas.nodes import BLANK, DEGREE, EMPTY_SET, INFINITY, Node, joined, negative, number, symbol
 from megarl.rewards.formulas.number_sets import INEQUALITIES, same_set
-from megarl.rewards.formulas.values import is_proportional, same_value
+from megarl.rewards.formulas.values import is_proportional, is_within_percent, same_value
 
 MAX_MATCHED = 40
 """Longer lists are compared in order only."""
@@ -26,7 +26,8 @@ class Comparison:
 
     def same(self, gold: Node, predicted: Node) -> bool:
         """Whether the predicted answer is the gold one."""
-        gold, predicted = both_signs(without_domain(gold)), both_signs(without_domain(predicted))
+        gold = both_signs(without_domain(gold))
+        predicted = both_signs(without_domain(_without_approximation(predicted)))
         if gold == predicted and self.factor == 1:
             return True
         by_name = self._named(gold, predicted)
@@ -178,6 +179,7 @@ class Comparison:
         return True
 
     def _same_tuples(self, gold: Node, predicted: Node) -> bool:
+        predicted = _without_point_name(predicted)
         if predicted.kind == "list" and predicted.value == "," and gold.value == "()" and INFINITY not in gold.walk():
             predicted = Node("tuple", predicted.parts, "()")
         if gold.kind != "tuple" or predicted.kind != "tuple" or gold.value != predicted.value:
@@ -272,6 +274,22 @@ def _is_number_set(node: Node) -> bool:
     if node.kind == "sum" and node.parts[0] == symbol("mathbbR"):
         return True
     return node.kind in ("setop", "builder") or node in (symbol("mathbbR"), EMPTY_SET)
+
+
+def _without_point_name(node: Node) -> Node:
+    """The coordinates of `A(3,4)`."""
+    is_point = node.kind == "product" and len(node.parts) == 2 and node.parts[1].kind == "tuple"
+    return node.parts[1] if is_point and _is_choice(node.parts[0]) else node
+
+
+def _without_approximation(node: Node) -> Node:
+    r"""The formula without a decimal behind it that is within 1% of it: `\frac16 \approx 0.1667`."""
+    if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
+        return node
+    exact_part, rounded = node.parts[-2:]
+    if BLANK in node.parts or is_label(exact_part) or not is_within_percent(exact_part, rounded):
+        return node
+    return Node("relation", node.parts[:-1], node.value[:-1]) if len(node.parts) > 2 else exact_part
 
 
 def _is_choice(node: Node) -> bool:

@@ -267,6 +267,15 @@ def _with_values(node: Node, values: dict[str, Fraction]) -> Node:
     return Node(node.kind, tuple(_with_values(part, values) for part in node.parts), node.value) if node.parts else node
 
 
+def is_within_percent(one: Node, other: Node) -> bool:
+    """Whether two formulas without symbols have real values that differ by 1% at most."""
+    try:
+        first, second = real_value(one), real_value(other)
+    except NoValueError:
+        return False
+    return bool(abs(first - second) <= abs(first) / 100)
+
+
 def as_fraction(value: Any) -> Fraction:
     """A real number as it is stored. Raises NoValueError for one of enormous size."""
     sign, mantissa, exponent, _ = _context.mpf(value)._mpf_
