@@ -44,6 +44,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     from rich.table import Table
 
     from megarl.preflight import overview, shortened_warmups, told_formats, uncorrected
+    from megarl.preflight.health import learning_rate_finding
     from megarl.terminal import Console
 
     settings = recipe.train
@@ -75,7 +76,8 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     }
     if dropped:
         rows["left out"] = ", ".join(f"{count} too long of {source}" for source, count in dropped.items())
-    if warnings := [*shortened_warmups(recipe), *uncorrected(recipe)]:
+    unusual = learning_rate_finding(recipe)
+    if warnings := [*shortened_warmups(recipe), *uncorrected(recipe), *([unusual.text] if unusual else [])]:
         rows["warning"] = "; ".join(warnings)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
     for row in rows.items():

@@ -62,6 +62,12 @@ class StoppedError(MegarlError):
     exit_code = 75
 
 
+class UnhealthyError(MegarlError):
+    """A rule of `tracking.health` was broken under train.on_unhealthy stop; the run saved and ended."""
+
+    exit_code = 79
+
+
 class EndedError(MegarlError):
     """The run was stopped by a signal, without a save."""
 

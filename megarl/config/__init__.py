@@ -26,6 +26,7 @@ from megarl.config.cluster import ClusterConfig
 from megarl.config.curriculum import CurriculumConfig
 from megarl.config.data_sets import DataSet, Format, OptionalDataSet, Role, TrainingData, refuse_two_answers
 from megarl.config.distillation import DistillationConfig
+from megarl.config.health import HealthConfig
 from megarl.config.learning import (
     OVERLONG_PARTS,
     AlgorithmConfig,
@@ -158,6 +159,9 @@ class TrainConfig(Section):
     known before (train/gap_exceeded); default: no limit."""
     on_logprob_gap: Literal["stop", "skip"] = "stop"
     """After a step whose gap was too large: save and end the run with exit code 70, or go on with the next step."""
+    on_unhealthy: Literal["warn", "stop"] = "warn"
+    """When a rule of `health` is broken for the first time: warn, or warn, save a checkpoint and end the run with exit
+    code 79."""
 
     @property
     def num_updates(self) -> int:
@@ -280,6 +284,8 @@ class Recipe(Section):
     """Reshard: weights from the trainer into the engines."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports during a run."""
+    health: HealthConfig = HealthConfig()
+    """Thresholds of the rules that warn of a run which cannot learn (train.on_unhealthy)."""
 
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())

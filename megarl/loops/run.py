@@ -35,14 +35,16 @@ from megarl.loops.sources import make_source, read_data, start_environments, sta
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory, row_multiple
+from megarl.preflight.health import learning_rate_finding, thresholds
 from megarl.rollout.answers import had_ended
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.slow import SlowReplicas
 from megarl.rollout.tool_use import uncalled_text
 from megarl.tracking.display import Display
+from megarl.tracking.health import LEARNING_RATE, Health
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import ConfigError
+from megarl.types import ConfigError, UnhealthyError
 
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
@@ -184,6 +186,7 @@ async def _started(
         tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice, folder.path))
+        health = _health(recipe, folder, tracker)
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
         with display.phase("reading data", is_told=True):
@@ -245,6 +248,7 @@ async def _started(
             stop=stop,
             performance=performance,
             profiles=profiles,
+            health=health,
             dropped=dropped,
         )
         if origin.checkpoint:
@@ -253,6 +257,24 @@ async def _started(
                 await ranks.trainers.call("load_checkpoint", origin.checkpoint)
         stop.steps_begin()
         yield session
+
+
+def _health(recipe: Recipe, folder: RunFolder, tracker: Tracker) -> Health:
+    """The rules of health as earlier attempts left them; warns of an unusual learning rate.
+
+    Raises UnhealthyError for that under train.on_unhealthy stop: there is nothing to save yet.
+    """
+    health = Health(thresholds(recipe))
+    health.replay(folder.logged_steps())
+    # A step after the checkpoint may have warned: it is trained again, and its metrics are forgotten.
+    health.warned.update(finding["rule"] for finding in folder.findings)
+    finding = learning_rate_finding(recipe, folder.resumed_step) if health.takes(LEARNING_RATE) else None
+    if finding is not None:
+        health.warned.add(finding.rule)
+        tracker.unhealthy(finding)
+        if recipe.train.on_unhealthy == "stop":
+            raise UnhealthyError(f"train.on_unhealthy = stop: {finding.text}")
+    return health
 
 
 def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:

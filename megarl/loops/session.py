@@ -30,9 +30,10 @@ from megarl.rollout.sources import Source
 from megarl.rollout.state import Group, RLState
 from megarl.rollout.token_records import token_records
 from megarl.rollout.tool_use import ToolUse, uncalled_text
+from megarl.tracking.health import Health
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import MegarlError, StoppedError, Trajectory
+from megarl.types import MegarlError, StoppedError, Trajectory, UnhealthyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -89,6 +90,8 @@ class Session:
     stop: StopRequest
     performance: Performance
     profiles: Profiles
+    health: Health
+    """The rules that warn of a run which cannot learn, with what they have seen."""
     dropped: Dropped = field(default_factory=Counter)
     """How many records were left out because they are too long, by data source."""
     tool_use: ToolUse = field(default_factory=ToolUse)
@@ -136,13 +139,28 @@ class Session:
         await self.stop_if_asked(number, state and state.save)
 
     def log(self, step: Step) -> None:
-        """Log a step's metrics, and keep its model if it is the best so far. Warn of tools without any call yet."""
+        """Log a step's metrics, keep its model if it is the best so far, and warn of what looks wrong.
+
+        That is tools without any call yet, and rules of health that are broken.
+        """
         self.tracker.log(step.number, step.metrics)
         self.tool_use.add(step.metrics)
         for tool in self.tool_use.never_called:
             text = uncalled_text([tool], f"up to step {step.number}", f"megarl samples {self.folder.path}")
             self.tracker.notice_once(f"tool {tool} is not called", text)
         self.checkpoints.judge(step.number, step.metrics)
+        self._check_health(step)
+
+    def _check_health(self, step: Step) -> None:
+        """Warn of rules that are broken; under train.on_unhealthy stop the first of them is the step's fault."""
+        findings = self.health.observe(step.number, step.metrics)
+        for finding in findings:
+            self.tracker.unhealthy(finding)
+        if findings and self.recipe.train.on_unhealthy == "stop" and step.fault is None:
+            step.fault = UnhealthyError(
+                f"train.on_unhealthy = stop: {findings[0].text} The state after the step is saved; go on with: megarl "
+                f"train {self.folder.path} --resume"
+            )
 
     @asynccontextmanager
     async def leaving_in_order(self, step: Step, state: RLState | None = None) -> AsyncIterator[None]:

@@ -319,6 +319,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
         return values.length ? fmt(median(values)) + " (median)" : null;
       }],
       ["starts", (run) => (run.attempts.length ? fmt(run.attempts.length) : null)],
+      ["health", (run) => (run.health.length ? run.health.map((line) => h("div", {}, line)) : null)],
       ["why it ended", (run) => run.cause || null],
     ];
     const body = rows.map(([name, value]) => [name, RUNS.map(value)]).filter(([, cells]) => cells.some((cell) => cell !== null));

@@ -165,6 +165,17 @@ def embedded(value: Any) -> str:
     return text
 
 
+def _health(findings: Any) -> list[str]:
+    """The broken rules of `tracking.health` in status.json, a line each."""
+    found = [one for one in findings if isinstance(one, Mapping)] if isinstance(findings, list) else []
+    shown = [
+        f"{one.get('rule')} after step {one.get('step')}: {one.get('metric')} is {one.get('value')} "
+        f"{one.get('problem')}. Try this: {one.get('remedy')}."
+        for one in found
+    ]
+    return [samples.cut(line, 1000) for line in shown]
+
+
 def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
     return {
         "label": samples.cut(label, 120),
@@ -178,6 +189,7 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
         "cause": samples.cut(str(run.status.get("cause") or ""), 2000),
         "exit_code": run.status.get("exit_code") if isinstance(run.status.get("exit_code"), int) else None,
         "rank": run.status.get("rank") if isinstance(run.status.get("rank"), int) else None,
+        "health": _health(run.status.get("health")),
         "notes": run.notes,
         "series": curves.series(rows, points),
         "phases": curves.phase_times(rows),

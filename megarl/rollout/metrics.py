@@ -178,7 +178,8 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
     lengths = np.array([t.num_sampled for t in trajectories])
     groups = np.array([t.group for t, _ in scored])
     flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
-    verdicts = {f"reward/{name}": value for name, value in accuracy_metrics(judged).items()}
+    names = {"accuracy": "reward/accuracy", "unjudged": "reward/unjudged"}
+    verdicts = {names[name]: value for name, value in accuracy_metrics(judged).items()}
     return (
         function_metrics(judged)
         | verdicts

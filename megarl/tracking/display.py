@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megarl.terminal import Terminal
+from megarl.tracking.health import is_accuracy
 
 MOST_LINES = 200
 """Steps of a run up to which each has a line."""
@@ -218,12 +219,6 @@ class Display:
         least, most = min(course), max(course)
         scale = (len(blocks) - 1) / (most - least) if most > least else 0.0
         return "".join(blocks[round((value - least) * scale)] for value in course)
-
-
-def is_accuracy(name: str) -> bool:
-    """Whether a metric is the accuracy of a whole validation set."""
-    parts = name.split("/")
-    return len(parts) == 3 and parts[0] == "val" and parts[2] == "accuracy"
 
 
 def _shares(phase_seconds: Mapping[str, float]) -> str:

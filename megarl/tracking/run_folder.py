@@ -101,6 +101,8 @@ class RunFolder:
             unreadable = self._forget_after(step)
             self.resumed_step = step or 0
             self._status["step"] = self.resumed_step
+            if step is not None and (findings := _findings(self.earlier.status)):
+                self._status["health"] = findings
             self._has_begun = True
             self.set_status()
             # Under train.epochs the recipe's text does not have the steps that were made of them.
@@ -135,6 +137,16 @@ class RunFolder:
         for section, found in facts.items():
             self._attempt[section] = {**self._attempt.get(section, {}), **found}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """The broken rules of `tracking.health`, earlier attempts included, as status.json has them."""
+        return list(self._status.get("health", ()))
+
+    def add_finding(self, finding: Mapping[str, Any]) -> None:
+        """Add a broken rule to status.json."""
+        self._status["health"] = [*self.findings, dict(finding)]
+        self.set_status()
 
     def logged_steps(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl: each step's number and metrics, also of earlier attempts of the run."""
@@ -285,6 +297,14 @@ class RunFolder:
 def run_path(recipe: Recipe) -> Path:
     """The folder of a recipe's run."""
     return Path(recipe.runs_folder) / recipe.name
+
+
+def _findings(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The broken rules in an earlier attempt's status.json; [] where that has none, or was written by hand."""
+    found = status.get("health")
+    if not isinstance(found, list):
+        return []
+    return [one for one in found if isinstance(one, dict) and isinstance(one.get("rule"), str)]
 
 
 def _now() -> str:

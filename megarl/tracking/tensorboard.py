@@ -36,6 +36,10 @@ class TensorBoard:
         for number, record in enumerate(records[:_SAMPLES_SHOWN]):
             self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
 
+    def unhealthy(self, step: int, rule: str, text: str) -> None:
+        """Add a broken rule as the text `health/RULE`."""
+        self.events.add_text(f"health/{rule}", text, step)
+
     def sync(self) -> None:
         """fsync what was added."""
         self.events.sync()

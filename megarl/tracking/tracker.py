@@ -12,7 +12,8 @@ from typing import Any
 from megarl.files.atomic import append_whole, disk_full_named, sync
 from megarl.platform.spans import span
 from megarl.terminal import FirstOfEachKind
-from megarl.tracking.display import Closing, Display, is_accuracy
+from megarl.tracking.display import Closing, Display
+from megarl.tracking.health import Finding, is_accuracy
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trackers import RunTracker, start
 from megarl.types import DiskFullError
@@ -149,6 +150,12 @@ class Tracker:
         """Print a warning, the first of its kind in this run."""
         self._notices.tell(kind, text)
 
+    def unhealthy(self, finding: Finding) -> None:
+        """Warn of a broken rule on the console, and record it in status.json and the trackers that take texts."""
+        self.notice(finding.text)
+        self._folder.add_finding(finding.as_json())
+        self._to_trackers(lambda tracker: _write_finding(tracker, finding))
+
     def _give_up(self, name: str, error: Exception) -> None:
         self.notice(
             f"tracker {name} fails ({type(error).__name__}: {error}); going on without it, "
@@ -177,6 +184,13 @@ class Tracker:
                 if is_accuracy(name) and value is not None:
                     found.setdefault(name.split("/")[1], []).append(value)
         return {name: (values[0], values[-1]) for name, values in found.items()}
+
+
+def _write_finding(tracker: RunTracker, finding: Finding) -> None:
+    """Give a tracker the finding, if it takes any: the method is optional, so that older trackers go on."""
+    write = getattr(tracker, "unhealthy", None)
+    if write is not None:
+        write(finding.step, finding.rule, finding.text)
 
 
 def phase_of(name: str) -> str:

@@ -30,6 +30,7 @@ class RunTracker(Protocol):
 
     A class may have `modules`, which maps each module that it imports at its start to a remedy if that fails, and a
     static method `check()`, which raises ConfigError if the environment would not let it start.
+    A method `unhealthy(step, rule, text)` is optional: it takes the warnings of `tracking.health`.
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.config.health import HealthConfig
 from megarl.loops.reshards import Reshards
 from megarl.loops.session import Session, Step
 from megarl.rollout.tool_use import ToolUse
+from megarl.tracking.health import Health
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,8 @@ def test_a_tool_that_is_never_called_is_said_once() -> None:
     tracker = SimpleNamespace(log=lambda step, metrics: None, notice_once=told.setdefault)
     nothing = SimpleNamespace(judge=lambda step, metrics: None)
     folder = SimpleNamespace(path="runs/shop")
-    session = session_with(tracker=tracker, checkpoints=nothing, folder=folder, tool_use=ToolUse())
+    health = Health(HealthConfig())
+    session = session_with(tracker=tracker, checkpoints=nothing, folder=folder, tool_use=ToolUse(), health=health)
     session.log(Step(0, {"val/heldout/accuracy": 0.5}))
     assert told == {} and session.tool_use.never_called == []
     session.log(Step(1, {"tools/price/calls": 0.25, "tools/stock/calls": 0.0, "tools/stock/seconds": 0.0}))

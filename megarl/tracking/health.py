@@ -1,0 +1,252 @@
+"""Health of a run: rules over its metrics that show a run which cannot learn, or unlearns what it could.
+
+Numbers in, findings out: nothing here knows ranks, files or screens. A rule is a row of RULES, and warns once in a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from megarl.config.health import HealthConfig
+
+LOWEST_LEARNING_RATE = 1e-8
+"""Adam moves a weight by about the learning rate an update: 10,000 updates of less move it by less than 1e-4."""
+LORA_FACTOR = 10.0
+"""Adapters are usually trained at ten times the rate of all weights (Schulman et al. 2025, LoRA Without Regret)."""
+_EVALUATIONS = 2
+"""One evaluation below the best may be chance."""
+
+Series = Mapping[str, Sequence[tuple[int, float]]]
+"""Of each watched metric the steps and finite values, in order."""
+
+
+class Evidence(NamedTuple):
+    """The metric that broke a rule, its value, and how the value compares, in words."""
+
+    metric: str
+    value: float
+    compared: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that was broken after a step."""
+
+    rule: str
+    step: int
+    metric: str
+    value: float
+    problem: str
+    remedy: str
+
+    @property
+    def text(self) -> str:
+        """The warning: rule, metric, value, what is wrong and what to try."""
+        return f"health, {self.rule}: {self.metric} is {self.value:.3g} {self.problem}. Try this: {self.remedy}."
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as an object of status.json."""
+        return asdict(self)
+
+
+class Rule(NamedTuple):
+    """A rule: the metrics it watches, its check, what a broken rule means, what to try."""
+
+    name: str
+    metrics: tuple[str, ...]
+    check: Callable[[Series, HealthConfig], Evidence | None]
+    meaning: str
+    remedy: str
+
+
+def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
+    """A check that the last `window` values of a metric are all bad."""
+
+    def check(series: Series, health: HealthConfig) -> Evidence | None:
+        last = _values(series, metric)[-health.window :]
+        if len(last) < health.window or not all(holds(value, health) for value in last):
+            return None
+        return Evidence(metric, last[-1], f"and was as bad for {health.window} steps")
+
+    return check
+
+
+def _rises(
+    metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
+) -> Callable[[Series, HealthConfig], Evidence | None]:
+    """A check that the median of a metric's last steps is a multiple of that of its first ones, and not small."""
+
+    def check(series: Series, health: HealthConfig) -> Evidence | None:
+        # Steps without a gradient have a norm of 0: they are not a beginning that others rise from.
+        values = [value for value in _values(series, metric) if value > 0]
+        if len(values) < 2 * health.window:
+            return None
+        before, now = median(values[: health.window]), median(values[-health.window :])
+        if now < least(health) or now < factor(health) * before:
+            return None
+        return Evidence(metric, now, f"(median of {health.window} steps), {now / before:.3g} times the first steps'")
+
+    return check
+
+
+def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
+    """The accuracy of a validation set falls while the reward of training rises."""
+    rewards = series.get("reward/mean", ())
+    for metric in [name for name in series if is_accuracy(name)]:
+        evaluated = series[metric]
+        best_step, best = max(evaluated, key=lambda item: item[1])
+        after = [(step, value) for step, value in evaluated if step > best_step]
+        newest = after[-_EVALUATIONS:]
+        if len(newest) < _EVALUATIONS or any(value > best - health.validation_drop for _, value in newest):
+            continue
+        until = [value for step, value in rewards if step <= best_step][-health.window :]
+        # The best may be the evaluation before the first step.
+        before = until or [value for _, value in rewards[: health.window]]
+        now = [value for _, value in rewards[-health.window :]]
+        if before and fmean(now) >= fmean(before) + health.reward_rise:
+            compared = f"after {best:.3g} at step {best_step}, while reward/mean rose from {fmean(before):.3g} to "
+            return Evidence(metric, newest[-1][1], f"{compared}{fmean(now):.3g}")
+    return None
+
+
+def _values(series: Series, metric: str) -> list[float]:
+    return [value for _, value in series.get(metric, ())]
+
+
+RULES = (
+    Rule(
+        "no_gradient",
+        ("reward/zero_variance_groups",),
+        _always("reward/zero_variance_groups", lambda value, health: value >= 1.0),
+        "all attempts of every group have the same reward, so no group has a gradient",
+        "problems of another difficulty, more train.samples_per_prompt, or a reward that grades answers more finely; "
+        "look at answers with `megarl samples`",
+    ),
+    Rule(
+        "constant_reward",
+        ("reward/std",),
+        _always("reward/std", lambda value, health: value == 0.0),
+        "all rewards of a step are equal",
+        "check the reward function and data.answer_field on a few answers (`megarl samples`), or warm the model up by "
+        "sft if no answer is right",
+    ),
+    Rule(
+        "entropy_collapsed",
+        ("train/entropy",),
+        _always("train/entropy", lambda value, health: value < health.entropy_low),
+        "the policy hardly draws: all attempts become one",
+        "a lower optimizer.learning_rate, algorithm.clip_high=0.28, algorithm.entropy_coefficient, or a higher "
+        "rollout.sampling.temperature",
+    ),
+    Rule(
+        "entropy_exploding",
+        ("train/entropy",),
+        _rises("train/entropy", lambda health: health.entropy_rise, lambda health: health.entropy_high),
+        "the policy falls apart into noise",
+        "a lower optimizer.learning_rate, no algorithm.entropy_coefficient, or algorithm.kl_coefficient above 0",
+    ),
+    Rule(
+        "grad_norm_rising",
+        ("train/grad_norm",),
+        _rises("train/grad_norm", lambda health: health.grad_norm_rise, lambda health: 0.0),
+        "training is about to diverge",
+        "a lower optimizer.learning_rate, a longer optimizer.warmup_steps, or a smaller optimizer.clip_grad_norm",
+    ),
+    Rule(
+        "mismatch_rising",
+        ("logprob_gap/mean",),
+        _rises("logprob_gap/mean", lambda health: health.logprob_gap_rise, lambda health: health.logprob_gap_high),
+        "trainer and engine disagree more and more about the sampled tokens",
+        "algorithm.importance_sampling=tis, model.dtype=float32, a lower optimizer.learning_rate, or "
+        "train.max_logprob_gap",
+    ),
+    Rule(
+        "truncated",
+        ("rollout/truncated",),
+        _always("rollout/truncated", lambda value, health: value >= health.truncated),
+        "nearly all attempts are cut at the length limit",
+        "a larger rollout.sampling.max_new_tokens, algorithm.overlong_buffer, or a system prompt that asks for short "
+        "answers",
+    ),
+    Rule(
+        "no_end_of_sequence",
+        ("rollout/ended/done",),
+        _always("rollout/ended/done", lambda value, health: value == 0.0),
+        "no attempt ended by itself",
+        "check the chat template and the model's eos_token_id, or give rollout.sampling.stop; a base model needs sft "
+        "first",
+    ),
+    Rule(
+        "validation_falling",
+        ("reward/mean",),
+        _validation_falls,
+        "the reward is earned in a way that does not solve the problems (reward hacking)",
+        "read held-out answers with `megarl samples`, mend or drop the reward that they exploit, add "
+        "algorithm.kl_coefficient, and keep checkpoint.best",
+    ),
+)
+"""The rules over a run's steps."""
+LEARNING_RATE = "learning_rate"
+"""The rule over a run's start (`unusual_learning_rate`)."""
+
+
+@dataclass(slots=True)
+class Health:
+    """The state of the rules in a run. `warned`: names of rules that have warned already."""
+
+    config: HealthConfig
+    warned: set[str] = field(default_factory=set)
+    _series: defaultdict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
+        """Take a step's metrics; the rules that are broken for the first time."""
+        watched = {metric for rule in RULES for metric in rule.metrics}
+        for name, value in metrics.items():
+            if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):
+                self._series[name].append((step, value))
+        found = []
+        for rule in RULES:
+            # A rule is asked after the steps that have its numbers.
+            if not any(name in metrics for name in rule.metrics) or not self.takes(rule.name):
+                continue
+            if (evidence := rule.check(self._series, self.config)) is not None:
+                self.warned.add(rule.name)
+                metric, value, compared = evidence
+                found.append(Finding(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
+        return found
+
+    def takes(self, rule: str) -> bool:
+        """Whether a rule is on and has not warned."""
+        return rule not in self.warned and rule not in self.config.off
+
+    def replay(self, steps: Iterable[Mapping[str, Any]]) -> None:
+        """Take the logged steps of a run that goes on, each with its `step`; what they break was warned of then."""
+        for row in steps:
+            self.observe(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+
+
+def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, float]:
+    """The usual range of Adam's peak learning rate: the largest stable one falls as 1 / width (Yang et al. 2022)."""
+    return LOWEST_LEARNING_RATE, (LORA_FACTOR if has_lora else 1.0) / hidden_size
+
+
+def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> Finding | None:
+    """The finding of a start whose learning rate is outside the usual range."""
+    low, high = usual
+    if low <= rate <= high:
+        return None
+    effect = "the model may be destroyed within a few updates" if rate > high else "the model will hardly change"
+    problem = f"and {low:.3g} to {high:.3g} is usual for this model: {effect}"
+    remedy = f"a rate in this range, or health.learning_rate=[{min(low, rate):.3g}, {max(high, rate):.3g}]"
+    return Finding(LEARNING_RATE, step, "optimizer.learning_rate", rate, problem, remedy)
+
+
+def is_accuracy(name: str) -> bool:
+    """Whether a metric is the accuracy of a whole validation set."""
+    parts = name.split("/")
+    return len(parts) == 3 and parts[0] == "val" and parts[2] == "accuracy"
