@@ -26,6 +26,14 @@ METRICS = {
 }
 """Names, units and meanings, for `tracking.table`."""
 
+_METRIC_NAMES = {
+    "aux_loss": "train/moe_aux_loss",
+    "global_aux_loss": "train/moe_global_aux_loss",
+    "seq_aux_loss": "train/moe_seq_aux_loss",
+    "z_loss": "train/moe_z_loss",
+}
+"""The metric of each loss, by its name in Megatron-Core's settings."""
+
 _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
 """Losses that compare with the tokens per expert of the whole update."""
 
@@ -239,7 +247,7 @@ class ExpertBalance:
             total += torch.stack([*parts, parts[0].new_tensor(1 / ranks_per_stage)])
         dist.all_reduce(total)
         *found, num_layers = total.tolist()
-        return {f"train/moe_{name}": value / num_layers for name, value in zip(names, found, strict=True)}
+        return {_METRIC_NAMES[name]: value / num_layers for name, value in zip(names, found, strict=True)}
 
 
 def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
