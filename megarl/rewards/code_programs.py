@@ -6,7 +6,7 @@ import json
 import math
 import re
 import secrets
-from typing import Any
+from typing import Any, TypeGuard
 
 from megarl.rewards.code_cases import Case
 
@@ -159,7 +159,7 @@ def same_value(found: Any, expected: Any) -> bool:
     return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

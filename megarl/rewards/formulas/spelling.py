@@ -51,6 +51,7 @@ _TEXT = re.compile(rf"\\(?:{TEXT_COMMANDS})\s*\{{([^{{}}]*)\}}")
 _LETTERLESS_TEXT = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox)\s*\{([^{}A-Za-z]*)\}")
 _ORDINAL = re.compile(r"(?<=\d)\s*\^\s*\{?\s*\\?(?:text|mathrm)?\s*\{?\s*(st|nd|rd|th)\s*\}?\s*\}?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?=[^\s{])")
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
 _THIN = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\!|\\,|\\ |~)(?=\d{3}(?!\d))")
 """Separators of thousands that cannot be those of a list."""
@@ -99,6 +100,8 @@ def _without_wrapping(text: str) -> str:
     box = _BOX.match(text)
     if box and text.endswith("}") and _closing_brace(text, box.end()) == len(text) - 1:
         return text[box.end() : -1].strip()
+    if bare := _BARE_BOX.match(text):
+        return text[bare.end() :].strip()
     for opening, closing in _PAIRS:
         if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
             inner = text[len(opening) : -len(closing)]
