@@ -86,7 +86,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def marked_line(text: str, marked: re.Match[str]) -> str:
-    """What stands behind #### up to the end of the line, or up to a tag or another ####."""
+    """Return the text behind ####, up to the end of the line, or up to a tag or another ####."""
     end = text.find("\n", marked.end())
     line = text[marked.start() : len(text) if end < 0 else end].removeprefix("####")
     return re.split(r"<|####", line, maxsplit=1)[0]

@@ -123,7 +123,7 @@ class Atoms(Commands):
         return self._applied(Node("index", (index,), base.value))
 
     def script(self) -> Node:
-        """What stands behind ^ or _: a group, or one token. Digits without braces are taken as one number."""
+        """Parse the operand behind ^ or _: a group, or one token. Digits without braces are taken as one number."""
         token = self.token
         if token.text == "{" and token.kind == "sign":
             following = self.following()
