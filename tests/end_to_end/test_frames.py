@@ -41,8 +41,11 @@ FOLDER = Path("{folder}")
 
 def loss(policy_logprobs, old_logprobs, advantages):
     outer = [frame.f_code for frame in frames.stack(sys._getframe())]
-    frames.write(FOLDER / "rank.json", frames.own_functions(outer))
-    frames.wait_for(FOLDER / "driver.json")
+    functions = frames.own_functions(outer)
+    # The check before a start calls it on toy tensors, without a rank.
+    if not any(file == "megarl/algorithms/trial.py" for _, file in functions):
+        frames.write(FOLDER / "rank.json", functions)
+        frames.wait_for(FOLDER / "driver.json")
     return -advantages * policy_logprobs, {{}}
 """
 

@@ -51,6 +51,7 @@ def test_the_same_is_sampled_and_measured(runs: Runs) -> None:
         assert own["logprob_gap/max"] <= 1e-5 and own["staleness/max"] == 0
         assert other.keys() - own.keys() == set()
         of_engines = {"perf/engine_pause_seconds", "rollout/replicas", "rollout/lost_requests"}
+        of_engines |= {"time/reshard_meet_seconds"}
         of_both = {"time/trainers_idle", "time/rollout_waited_seconds"}
         # A resumed run's first step has its start's time, its first few no judgement of the balance.
         not_always = {"time/start_seconds", "rollout/balanced_ranks"}
