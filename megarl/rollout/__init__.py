@@ -1,6 +1,7 @@
-"""Rollout: the driver's side of sampling. No torch.
+"""The driver's side of sampling. No torch.
 
-`pool` sends requests to the engine replicas and returns completions as they finish, `parts` joins one that was parked
-meanwhile, `attempt` drives an environment with them to a trajectory, `groups` samples groups of those, `buffer`
-collects the groups of a step, `batch` flattens them for training, `evaluate` samples validation sets.
+`pool` sends requests to the engine replicas and returns completions as they finish. `parts` joins completions
+interrupted by a pause. `attempt` runs an environment with them and returns a trajectory. `groups` samples groups of
+trajectories. `buffer` collects the groups of a step. `batch` flattens them for training. `evaluate` samples validation
+sets.
 """

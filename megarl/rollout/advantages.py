@@ -1,4 +1,4 @@
-"""Advantages and corrections of a step's batch, by the estimators that a recipe names."""
+"""Advantages and corrections of a step's batch, by the estimators named in a recipe."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ METRICS = {
         "groups without an advantage under pass_at_k: fewer than algorithm.pass_k of their attempts were scored",
     ),
     "critic/value": ("score", "the critic's values, mean over tokens"),
-    "critic/return": ("score", "the returns that it learns, mean over tokens"),
-    "critic/explained": ("share", "variance of the returns that the values explain"),
-    "entropy/threshold": ("nats", "lowest entropy of a token that algorithm.entropy_top_share keeps"),
-    "entropy/kept": ("share", "trained tokens that algorithm.entropy_top_share keeps, more than that where they tie"),
+    "critic/return": ("score", "training targets of the critic, mean over tokens"),
+    "critic/explained": ("share", "variance of the returns explained by the values"),
+    "entropy/threshold": ("nats", "lowest entropy of a token kept by algorithm.entropy_top_share"),
+    "entropy/kept": ("share", "trained tokens kept by algorithm.entropy_top_share; more than that with ties"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 
 def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
-    """Set the batch's `advantages`, and with a critic its `returns`; both are those of whole trajectories.
+    """Set the batch's `advantages` [tokens], and with a critic its `returns` [tokens], per trajectory.
 
-    Metrics: `kl/reference` where the KL is in them, with algorithm.k3_max `kl/capped`; with a critic `critic/...`;
-    under pass_at_k `advantages/groups_below_k`.
+    Metrics: `kl/reference` if the KL is part of them, and `kl/capped` with algorithm.k3_max; with a critic
+    `critic/...`; under pass_at_k `advantages/groups_below_k`.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -61,9 +61,10 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         if algorithm.k3_max is not None:
             metrics["kl/capped"] = float((divergence[mask] >= algorithm.k3_max).float().mean())
         metrics["kl/reference"] = float(divergence[mask].mean())
+        # After the metrics: they report the plain KL, without its coefficient.
         divergence = kl_coefficient * divergence
     if algorithm.advantage == "gae":
-        # The values that rewards are compared with are float32.
+        # float32, like the critic's values; the other estimators compare float64 rewards.
         rewards = at_ends(scores.float(), cu_samples, mask)
         if algorithm.kl_placement == "reward":
             rewards = rewards - divergence
@@ -82,6 +83,7 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
             advantages = on_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
         else:
             advantages = _of_turns(scores, batch, algorithm, algorithm.turn_discount)
+    # With gamma and lambda 1 this is the sum of the KL over the following tokens.
     if algorithm.kl_placement == "return":
         divergence, _ = gae(divergence, torch.zeros_like(divergence), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask)
     if algorithm.kl_placement in ("return", "advantage"):
@@ -93,9 +95,9 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
 
 
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Set the batch's `importance_weights`, which correct the gap between trainer and engine, if a recipe wants them.
+    """Set the batch's `importance_weights` [tokens] if the recipe asks for them.
 
-    Metrics: `importance/`, those of `weight_metrics`.
+    They correct the mismatch between trainer and engine. Metrics: `importance/`, from `weight_metrics`.
     """
     if algorithm.importance_sampling is None:
         return {}
@@ -117,10 +119,10 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
 
 
 def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Take the policy loss of all tokens but those of the highest entropy, if a recipe wants so.
+    """Apply the policy loss only to the tokens of highest entropy, if the recipe asks for it.
 
-    Call it after `compute_importance_weights`, whose weights it sets to zero: they are the policy loss's factors.
-    Metrics: `entropy/threshold`, `entropy/kept`.
+    Call it after `compute_importance_weights`. It sets these weights to zero on the other tokens, because they multiply
+    the policy loss. Metrics: `entropy/threshold`, `entropy/kept`.
     """
     share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
     if share is None or not mask.any():
@@ -133,10 +135,10 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 
 
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Rewards with the length penalty: float64 [samples].
+    """Return rewards with the length penalty, float64 [samples].
 
-    Each turn is a completion of its own with a limit of its own: the longest one of a trajectory is punished. A limit
-    of all turns together is a further one.
+    The limit applies to each turn, so the penalty uses the longest turn of a trajectory. A token limit over all turns
+    adds a second penalty; the stronger one counts.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
@@ -147,6 +149,7 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
         penalty = soft_overlong(longest_turns, longest=rollout.sampling.max_new_tokens, buffer=buffer)
         if rollout.turns_of_attempt > 1 and rollout.budget.sampled_tokens is not None:
             of_all = soft_overlong(lengths, longest=rollout.budget.sampled_tokens, buffer=buffer)
+            # Penalties are at most 0, so the minimum is the stronger one.
             penalty = torch.minimum(penalty, of_all)
         penalty = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score * penalty
         scores = torch.where(_is_of_source(source.name, batch, recipe), scores + penalty, scores)
@@ -154,7 +157,7 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
 
 
 def _of_functions(batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Advantages [samples]: of each function's scores in the group, their weighted sum, whitened over the step.
+    """Return advantages [samples]: each function's scores compared within the group, then a weighted, whitened sum.
 
     Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
     """
@@ -164,13 +167,14 @@ def _of_functions(batch: RLBatch, recipe: Recipe) -> Tensor:
         for source in recipe.sources:
             weights[_is_of_source(source.name, batch, recipe)] = weight_in(source.recipe.reward)
         is_judged = torch.from_numpy(~np.isnan(scores))
+        # `is_judged` excludes NaN scores; they are replaced because NaN times weight 0 is NaN.
         own = _of_samples(torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged)
         total += weights * own
     return whiten(total, torch.from_numpy(batch.is_scored))
 
 
 def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[[RewardConfig], float]]]:
-    """Scores [samples] of each that judges, and its weight in the reward of a source."""
+    """Yield scores [samples] of each scorer, with a function returning its weight in a source's reward."""
     for name, scores in batch.scores.items():
         yield scores, partial(_weight_of_function, name)
     if batch.environment_scores is not None:
@@ -180,23 +184,23 @@ def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[
 
 
 def _weight_of_function(name: str, reward: RewardConfig) -> float:
-    """The weight of a function's score in a source's reward, zero where the source has it not."""
+    """Return the weight of a function's score in a source's reward; zero if the source lacks the function."""
     weights = {metric_name(function.name): function.weight for function in reward.functions}
     return _weight_beside_model(reward) * weights.get(name, 0.0)
 
 
 def _weight_beside_model(reward: RewardConfig) -> float:
-    """The weight of all that is no reward model's."""
+    """Return the weight of all scores not from a reward model."""
     return 1.0 if reward.model is None else reward.function_weight
 
 
 def _is_of_source(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
-    """bool [samples]: whether a sample is of the source of that name."""
+    """Return a mask, bool [samples], of the samples of this source."""
     return torch.tensor([not recipe.mixture or environment == name for environment in batch.environments])
 
 
 def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """The estimated KL from the reference: [tokens], zero where not trained."""
+    """Return the estimated KL from the reference, [tokens]; zero on untrained tokens."""
     old, reference = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "reference_logprobs"))
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[algorithm.kl_estimator]
     settings = supported_kwargs(estimate, {"k3_max": algorithm.k3_max})
@@ -204,10 +208,11 @@ def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
-    """Advantages [tokens] of returns by turn, each turn compared with the same one of the group's other samples.
+    """Return advantages [tokens] of returns per turn. Each turn is compared with the same turn of the group's other
+    samples.
 
-    Of turns that not all scored samples of a group have, the advantage of the whole trajectory, which is that of its
-    first turn. What of `scores` [samples] is no turn's reward counts at the last turn.
+    If some scored sample of the group lacks a turn, the turn gets the whole trajectory's advantage (the first turn's).
+    The part of `scores` [samples] not given for a turn counts at the last turn.
     """
     rewards = torch.from_numpy(batch.turn_rewards).clone()
     num_turns = torch.from_numpy(batch.num_turns)
@@ -219,6 +224,7 @@ def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discou
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
     whole = torch.where(has_turns, returns[:, 0], scores)
     advantages = on_tokens(_of_samples(whole, batch, algorithm), cu_samples, len(turns))
+    # Turn 0 already has its advantage: its return is the whole trajectory's.
     for turn in range(1, rewards.shape[1]):
         is_comparable = _all_of_group(num_turns > turn, batch)
         of_turn = on_tokens(_of_samples(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns))
@@ -228,21 +234,22 @@ def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discou
 
 
 def _all_of_group(holds: Tensor, batch: RLBatch) -> Tensor:
-    """bool [samples]: whether something holds of all scored samples of a sample's group."""
+    """Return bool [samples]: whether `holds` [samples] is True for all scored samples of the sample's group."""
     groups = torch.from_numpy(batch.groups)
     fails = torch.from_numpy(batch.is_scored) & ~holds
     return ~torch.isin(groups, groups[fails])
 
 
 def _of_samples(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None) -> Tensor:
-    """Advantages [samples] by the estimator that the recipe names, of those `among` which trajectories were scored.
+    """Return advantages [samples] by the recipe's estimator, among scored trajectories; zero for all others.
 
-    Zero for all others; `among` bool [samples], all unless given.
+    `among`, bool [samples], restricts the comparison further; None: no restriction.
     """
     is_taken = torch.from_numpy(batch.is_scored)
     if among is not None:
         is_taken = is_taken & among
     advantage = function_of(algorithm.advantage, ADVANTAGES, "algorithm.advantage")
+    # Estimators, custom ones too, take any subset of these arguments; `supported_kwargs` selects them.
     offered: dict[str, Any] = {
         "lengths": torch.from_numpy(batch.num_sampled)[is_taken],
         "normalize_by_std": algorithm.normalize_by_std,
@@ -253,6 +260,7 @@ def _of_samples(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, amon
         "passes": torch.from_numpy(batch.is_correct)[is_taken],
     }
     settings = supported_kwargs(advantage, offered) | algorithm.advantage_kwargs
+    # An estimator need not handle empty input.
     if not is_taken.any():
         return torch.zeros_like(scores)
     rewards = scores[is_taken]

@@ -1,4 +1,4 @@
-"""How far a step's tokens are from the weights that they train, by their age in weight versions."""
+"""Staleness metrics: distance of a step's tokens from the trained weights, by age in weight versions."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from megarl.rollout.batch import RLBatch
 METRICS = {
     "staleness/tokens/age_N": (
         "share",
-        "trained tokens that weights of N versions before the step's sampled; age_8 has the older ones too",
+        "trained tokens sampled by weights N versions before the step's; age_8 includes older ones",
     ),
     "logprob_gap/mean/age_N": (
         "nats",
         "distance of the trainer's log-probs before the update from the engine's at sampling, mean over tokens of an "
-        "age; at age 0 the gap of the two programs, beyond that training since then too",
+        "age; at age 0 the mismatch of the two programs, at higher ages also the training since then",
     ),
-    "logprob_gap/k3/age_N": ("nats", "the divergence of the weights that sampled from the step's, by k3"),
+    "logprob_gap/k3/age_N": ("nats", "k3 estimate of the divergence of the sampling weights from the step's"),
     "importance/ratio/age_N": ("ratio", "the step's probability of a token over that at sampling, mean"),
-    "importance/ess/age_N": ("share", "effective sample size of these ratios, before a correction cuts them"),
+    "importance/ess/age_N": ("share", "effective sample size of these ratios, before a correction clips them"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 OLDEST = 8
-"""Tokens of this age and all older ones are one age."""
+"""Largest age reported. Older tokens are counted at this age."""
 
 
 def metrics_by_age(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
-    """METRICS of the trained tokens before the update of the weights of this version.
+    """Return METRICS of the trained tokens, before the update of the weights with this version.
 
-    Without log-probs of the trainer's own for all of them, shares alone; `is_trainers` says whether `old_logprobs` are.
-    Call it before stale log-probs are forgotten.
+    Only shares are returned if log-probs computed by the trainer are missing for some tokens. `is_trainers` says
+    whether `old_logprobs` come from the trainer. Call this before stale log-probs are set to NaN.
     """
     mask = batch.loss_mask
     if not mask.any():
@@ -42,6 +42,7 @@ def metrics_by_age(batch: RLBatch, weight_version: int, *, is_trainers: bool = T
     old, rollout = batch.per_token.get("old_logprobs"), batch.per_token["rollout_logprobs"]
     if not is_trainers or old is None or np.isnan(old[mask]).any() or np.isnan(rollout[mask]).any():
         return found
+    # float64, because k3 and the ratios are exponentials of small differences.
     moments = gap_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
     for age in np.unique(ages):
         is_of_age = torch.from_numpy(ages == age)

@@ -1,4 +1,4 @@
-"""Verdicts of a source's answers in a run: accuracy is measured until a reward shows that there are none."""
+"""Verdicts (right or wrong) on a source's answers. Accuracy is measured until an answer comes without a verdict."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from megarl.config.judges import REMEDY, Judging, judges_answers
 from megarl.types import Trajectory
 
 REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
+"""`REMEDY` as the beginning of a sentence."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """How the answers of a source are judged. `has_ended` is True once an attempt came without a verdict.
+    """How the answers of a source are judged. `has_ended` becomes True at the first attempt without a verdict.
 
-    From then on no attempt of the source has a verdict, so that no later step is measured by rewards that happen to be
-    0 or 1. Only `by_value` can end.
+    Afterwards all verdicts of the source are removed. Otherwise later steps would measure accuracy only on rewards
+    happening to be 0 or 1. This applies only to `judging` = by_value, the mode reading verdicts from rewards of 0 and
+    1.
     """
 
     judging: Judging = "declared"
@@ -27,8 +29,9 @@ class Answers:
     has_ended: bool = False
 
     def settle(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory, without a verdict where the source has none."""
+        """Return the trajectory, without its verdict if the source no longer has verdicts."""
         reward = trajectory.reward
+        # Declared verdicts come with every answer; only verdicts derived from rewards can stop.
         if reward is None or self.judging != "by_value":
             return trajectory
         if reward.answer_correct is None and not self.has_ended:
@@ -37,14 +40,14 @@ class Answers:
                 f"{self.source}: unjudged",
                 f"{self.source}: no accuracy, pass_at_K or majority_at_K is logged from now on (reward/unjudged), "
                 f"because a reward of {reward.score:g} came without a verdict; 1 and 0 are verdicts where one function "
-                f"or the environment gives the reward. {REMEDY_TEXT}, or give answer_correct in the environment's last "
+                f"or the environment gives the reward. {REMEDY_TEXT}, or set answer_correct in the environment's last "
                 "step.",
             )
         return replace(trajectory, reward=replace(reward, answer_correct=None)) if self.has_ended else trajectory
 
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:
-    """The message at the start of a source whose answers nothing judges; None where something may."""
+    """Return the start-up message for a source whose answers nothing judges; None for other sources."""
     if judges_answers(recipe) != "none":
         return None
     is_filtered = recipe.loop == "rl" and recipe.algorithm.dynamic_sampling is not None
@@ -56,7 +59,8 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 
 
 def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
-    """Whether the logged metrics of a run's earlier steps, one mapping a step, show a source without verdicts."""
+    """Return whether a run's logged metrics (one mapping per step) show a source without verdicts."""
+    # A mixture logs this metric per source.
     of_training = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"
     names = (of_training, *(f"val/{name}/unjudged" for name in sets))
     return any(name in row for row in rows for name in names)

@@ -1,4 +1,4 @@
-"""One attempt at a problem: policy and environment take turns until one of them is done."""
+"""One attempt at a problem: policy and environment alternate until one of them ends it."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Score = Callable[[Sample], Awaitable[Scored]]
-"""Scores the last completion of an attempt by the recipe's reward functions."""
+"""Scores the last completion of an attempt with the recipe's reward functions."""
 
 
 GRACE_SECONDS = 2.0
-"""How long an environment may take to end after it was cancelled, or to close; then it is left to itself."""
+"""Seconds for an environment to end after its cancellation, or to close. Afterwards it is left running."""
 _ATTEMPTS_AT_A_LOSS = 2
-"""An attempt begins once more where its environment's process ended: a kill from outside is not the policy's fault."""
+"""Attempts made if the environment's process dies. One repetition, because a kill from outside is not the policy's
+fault.
+"""
 _TICK_SECONDS = 0.05
-"""Between two looks at a limit that is near: it stays where it is while the engines are held."""
+"""Seconds between two checks of a near time limit. Limits move while the engines are paused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of an attempt: `context_tokens` of prompt, completions and observations together, and `max_turns`.
+    """Limits of an attempt. None: no limit.
 
-    `truncated_turn`: a completion that reached its limit ends the attempt, or its turn is closed and the attempt goes
-    on. The others are those of the recipe's `rollout.budget`; None: no limit.
+    `context_tokens` limits prompt, completions and observations together; `max_turns` limits completions.
+    `truncated_turn` says how a completion at its token limit continues: `end` ends the attempt, `close` closes the turn
+    and goes on. The other fields are `rollout.budget` of the recipe.
     """
 
     context_tokens: int
@@ -62,10 +65,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An attempt to make. `group` and `number` identify it, `environment` is the recipe's name of its environment.
+    """An attempt to make.
 
-    Attempts of other groups with the same numbers, at the same time, have another `prefix` of their names.
-    All random numbers are a function of `seed`, the problem and `number`, not of the engine or the time.
+    `group` and `number` identify it; `environment` is the environment's name in the recipe. `prefix` separates the
+    names of attempts with equal numbers running at the same time. All random numbers derive from `seed`, the problem
+    and `number`; engine and time have no influence.
     """
 
     environment: str
@@ -82,49 +86,49 @@ class Task:
 
 
 _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", np.zeros(0, np.int32))
-"""The completion of an attempt that has none."""
+"""Placeholder completion of an attempt without model calls."""
 
 
 class _AttemptError(Exception):
-    """An error that ends an attempt; its text is the kind of error, a colon and the reason."""
+    """Ends an attempt with an error. Its text is the kind of error, a colon and the reason."""
 
 
 @dataclass(slots=True)
 class _Clock:
-    """The times that an attempt is held to, by the event loop's time in seconds.
+    """Time limits of an attempt, in seconds of the event loop's clock.
 
-    The engines are no slower for being held: that time is not the attempt's.
+    Time in which the engines are paused does not count.
     """
 
     budget: Budget
     now: Callable[[], float]
     started: float
     seconds_held: Callable[[], float] = lambda: 0.0
-    """Of the engines, since the attempt began."""
+    """Returns for how long the engines have been paused since the attempt began."""
     step_started: float | None = None
-    """When the environment began to answer; None while it is not asked."""
+    """When the environment's current call began; None between calls."""
     answered_seconds: float = 0.0
-    """Of the environment's answers before."""
+    """Time spent in the environment's finished calls."""
     is_stopped: bool = False
-    """The attempt is over, whatever its environment still does."""
+    """Whether the attempt is over, even if its environment still runs."""
 
     @property
     def environment_seconds(self) -> float:
-        """How long the environment was asked so far."""
+        """Time spent in the environment's calls so far, including the current one."""
         return self.answered_seconds + (0.0 if self.step_started is None else self.now() - self.step_started)
 
     @property
     def seconds_left(self) -> float | None:
-        """How long to wait until the nearest limit may be reached; None: there is none."""
+        """Seconds until the next limit can be reached; None: no limit."""
         ends = [end for end in (self._attempt_ends, self._step_ends) if end is not None]
-        # An environment that is not asked now may be from now on.
+        # A call of the environment may begin at any moment, so its limit may be the next one.
         if self._step_ends is None and self.budget.step_seconds is not None:
             ends.append(self.now() + self.budget.step_seconds)
         return max(_TICK_SECONDS, min(ends) - self.now()) if ends else None
 
     @property
     def over(self) -> Literal["attempt", "step"] | None:
-        """Which limit is reached."""
+        """The limit reached, if any."""
         now = self.now()
         if self._attempt_ends is not None and now >= self._attempt_ends:
             return "attempt"
@@ -140,7 +144,11 @@ class _Clock:
         return None if limit is None or self.step_started is None else self.step_started + limit
 
     async def timed(self, method: Callable[..., Awaitable[Any]], *given: object) -> Any:
-        """Await an environment's method. Raises _AttemptError for whatever it raises, and where its time is over."""
+        """Await a method of the environment.
+
+        Raises _AttemptError for any error raised by the method, and after the end of the attempt.
+        EnvironmentUnavailableError passes through.
+        """
         self.step_started = self.now()
         try:
             return await method(*given)
@@ -151,7 +159,7 @@ class _Clock:
         finally:
             self.answered_seconds = self.environment_seconds
             self.step_started = None
-            if self.is_stopped:  # it was cancelled and went on
+            if self.is_stopped:  # the environment swallowed its cancellation
                 raise _AttemptError("Timeout: the attempt is over")
 
 
@@ -166,11 +174,12 @@ async def attempt(
     *,
     is_followed: bool = False,
 ) -> Trajectory:
-    """Start, sample, step the environment, observe, until it is done or the budget is spent; then score.
+    """Run one attempt: reset the environment, sample, step it, repeat until it is done or the budget is spent; then
+    score.
 
-    Where the environment raises, hangs or gives what it must not, or the engine refuses a request, the trajectory ended
-    with `error`: the tokens until then, no reward, and why in `failure`. It waits for nothing longer than the budget
-    allows, for an environment that ignores its cancellation neither. `is_followed` as of `TimedPool`.
+    An attempt ends with `error` if the environment raises, hangs or returns invalid data, or if the engine rejects a
+    request. Its trajectory then has the tokens so far, no reward, and the reason in `failure`. The call never exceeds
+    the time budget, even if the environment ignores its cancellation. `is_followed`: see `TimedPool`.
     """
     now = asyncio.get_running_loop().time
     held_before = pool.seconds_held
@@ -185,12 +194,14 @@ async def attempt(
         except EnvironmentUnavailableError as error:
             most = budget.attempts
             if isinstance(error, EnvironmentProcessError):
+                # The process may have been killed from outside, so repeat once even with attempts = 1.
                 most = max(most, _ATTEMPTS_AT_A_LOSS)
             if restarts + 1 >= most:
                 ended, failure = "error", _failure(error)
                 break
             restarts += 1
         finally:
+            # The pool keeps an affinity until its trajectory ends; without this its table would only grow.
             pool.forget(task.name)
     calls, steps = course.calls, course.steps
     texts = [turn.completion for turn in course.turns]
@@ -211,12 +222,14 @@ async def attempt(
     )
     if failure is not None:
         return trajectory
+    # Rewards given by the environment replace the reward functions.
     if trajectory.turn_rewards:
         return replace(trajectory, reward=_of_steps(steps))
     sample = Sample.of(
         task.problem,
         calls[-1].completion if calls else _UNANSWERED,
         texts[-1] if texts else "",
+        # Reward functions see the whole conversation before the scored completion.
         prompt_messages=course.before_last(),
         turn=max(len(calls), 1),
     )
@@ -227,9 +240,10 @@ async def attempt(
 async def _watched(
     task: Task, make_environment: Callable[[], Environment], pool: Generates, course: Course, clock: _Clock
 ) -> tuple[Ended, str | None]:
-    """Take turns within the limits of time, and close the environment. Returns why it ended and the failure, if any.
+    """Run the turns within the time limits, and close the environment.
 
-    A task of its own takes the turns: what waits for it can give it up. Raises EnvironmentUnavailableError.
+    Returns why the attempt ended, and the failure if there was one. The turns run in a separate task, so a hanging
+    environment can be abandoned. Raises EnvironmentUnavailableError.
     """
     try:
         environment = make_environment()
@@ -237,18 +251,22 @@ async def _watched(
         raise
     except (Exception, SystemExit) as error:
         return "error", _failure(error)
+    # A separate task, because code of environments may block on its cancellation for ever.
     turns = asyncio.create_task(_take_turns(task, environment, pool, course, clock))
-    turns.add_done_callback(lambda task: task.cancelled() or task.exception())  # that of one left is of no interest
+    # Retrieve the error of an abandoned task: asyncio would log one never retrieved.
+    turns.add_done_callback(lambda task: task.cancelled() or task.exception())
     over: Literal["attempt", "step"] | None = None
     try:
         while not turns.done() and (over := clock.over) is None:
             await asyncio.wait({turns}, timeout=clock.seconds_left)
     finally:
         if not turns.done():
+            # Set before cancelling: `timed` then ends an environment which swallows the cancellation.
             clock.is_stopped = True
         closing = await _ended_or_left(turns, environment)
     if over == "step":
         return "error", f"Timeout: the environment's answer took longer than {clock.budget.step_seconds:g} seconds"
+    # Running out of attempt time is a normal end: the tokens so far are scored. A slow step is an error.
     if over == "attempt":
         return ("error", closing) if closing else ("seconds", None)
     try:
@@ -261,9 +279,9 @@ async def _watched(
 
 
 async def _ended_or_left(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
-    """Cancel what takes the turns, where it still does, and close the environment; what does not end is left.
+    """Cancel the turns if they still run, and close the environment. Abandon either after GRACE_SECONDS.
 
-    Returns what went wrong in closing.
+    Returns the error of closing, if any.
     """
     if not turns.done():
         turns.cancel()
@@ -277,7 +295,7 @@ async def _ended_or_left(turns: asyncio.Task[Ended], environment: Environment) -
 
 
 async def _closed(environment: Environment) -> str | None:
-    """Close the environment. Returns what went wrong."""
+    """Close the environment. Returns the error, if any."""
     try:
         await environment.close()
     except (Exception, SystemExit) as error:
@@ -286,7 +304,7 @@ async def _closed(environment: Environment) -> str | None:
 
 
 async def _take_turns(task: Task, environment: Environment, pool: Generates, course: Course, clock: _Clock) -> Ended:
-    """Fill `course` turn by turn. Returns why there is no further turn, raises _AttemptError."""
+    """Add turns to the conversation until one ends it. Returns the reason for the end; raises _AttemptError."""
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
     start = await clock.timed(environment.reset, task.problem, seed)
@@ -297,16 +315,18 @@ async def _take_turns(task: Task, environment: Environment, pool: Generates, cou
         room = budget.context_tokens - len(token_ids)
         if budget.sampled_tokens is not None:
             room = min(room, budget.sampled_tokens - num_sampled)
+        # Not an error: the policy used up its context, as a truncated completion does.
         if room <= 0:
             return "length"
         is_last = number + 1 == budget.max_turns
         sampling = (
             task.sampling if room >= task.sampling.max_new_tokens else replace(task.sampling, max_new_tokens=room)
         )
+        # The request id is unique among running requests: name of the attempt, number of the turn.
         request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, course.calls))
         completion = await pool.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
-            raise _AttemptError(f"Refused: {completion.error}")
+            raise _AttemptError(f"Refused: {completion.error}")  # by the engine, for example a prompt too long
         turn = course.take(completion, is_last=is_last)
         num_sampled += len(completion.token_ids)
         num_calls += len(turn.calls)
@@ -314,11 +334,12 @@ async def _take_turns(task: Task, environment: Environment, pool: Generates, cou
             return "calls"
         step = _told(course.add, await clock.timed(environment.step, turn))
         is_cut = turn.finish_reason == "length"
+        # A truncated final turn counts as `length`, even if the environment reports the end itself.
         if is_cut and (step.done or budget.truncated_turn == "end"):
             return "length"
         if step.done:
             return "done"
-        # A call that the turn's length cut is none of the policy's faults.
+        # The last call of a truncated turn may be incomplete only because of the length limit.
         for call in turn.calls[:-1] if is_cut else turn.calls:
             num_invalid = 0 if call.error is None else num_invalid + 1
         if budget.invalid_calls is not None and num_invalid >= budget.invalid_calls:
@@ -328,12 +349,12 @@ async def _take_turns(task: Task, environment: Environment, pool: Generates, cou
 
 
 def _failure(error: BaseException) -> str:
-    """The kind of an error, a colon, and its text."""
+    """Return the kind of an error, a colon, and its text."""
     return str(error) if isinstance(error, RaisedError) else f"{type(error).__name__}: {error}"
 
 
 def _told(part: Callable[..., Result], *given: Any) -> Result:
-    """The course takes an environment's answer. Raises _AttemptError where it is not what it must be."""
+    """Pass an environment's answer to a method of the conversation. Raises _AttemptError for an invalid answer."""
     try:
         return part(*given)
     except (TypeError, ValueError) as error:
@@ -341,7 +362,7 @@ def _told(part: Callable[..., Result], *given: Any) -> Result:
 
 
 def unanswered(problem: Problem) -> ModelCall:
-    """A call whose segment is the problem's prompt alone, fully masked."""
+    """Return a call with an empty completion. Its segment is the problem's prompt, fully masked."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 
 
@@ -359,9 +380,9 @@ def unscored(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """The trajectory of an attempt with these model calls, without a reward yet.
+    """Return the trajectory of these model calls, still without a reward.
 
-    `texts` are those of the completions, `messages` those that were new before each and after the last.
+    `texts` are the completions. `messages` are the new messages before each completion, and after the last.
     """
     return Trajectory(
         environment=task.environment,
@@ -384,14 +405,15 @@ def unscored(
 
 
 def _as_json(message: Message) -> dict[str, Any]:
-    """A message as JSON values; what an environment of the driver's says that is none, as text."""
+    """Return a message as JSON values. Other values of an in-process environment become text."""
     try:
         return json.loads(json.dumps(dict(message), default=str, skipkeys=True))
     except (ValueError, RecursionError):
-        return {"role": str(message["role"]), "content": "(no JSON)"}
+        return {"role": str(message["role"]), "content": "(not valid JSON)"}
 
 
 def _of_steps(steps: Sequence[Step]) -> Reward:
+    """Return the reward given by an environment: the sum over its steps, and the last verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     known = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=known[-1] if known else verdict_by_value(score))
@@ -403,10 +425,10 @@ def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:
-    """The seed of a model call: another one for every turn, whose draws would repeat those of the turn before.
+    """Return the seed of a model call. It differs for every turn, so a turn does not repeat the draws of the last.
 
-    A function of the task, the prompt and how often the attempt sampled from this prompt before: not of the order in
-    which calls of parallel attempts come.
+    It is a function of the task, the prompt [prompt], and how often the attempt has already sampled from this prompt.
+    So the order of parallel calls does not matter.
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:

@@ -1,4 +1,4 @@
-"""The batch of a step: its trajectories in flat arrays, and its minibatches."""
+"""The batch of a step: its trajectories as flat arrays, and its minibatches."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megarl.types import Segment, Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class RLBatch(TokenBatch):
-    """The concatenated segments of all trajectories; a sample is a trajectory with all its segments.
+    """Concatenated segments of all trajectories. A sample is a trajectory with all its segments.
 
-    Arrays of trajectories are [samples]: `rewards` float64, `groups` the numbers of their prompts, `num_sampled` the
-    tokens that the policy sampled, `num_turns` its completions, `is_correct` that the answer was right. A trajectory
-    that was not scored, without `is_scored`, takes no part in its group's statistics; where rewards train, it is not
-    trained.
+    Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts tokens
+    sampled by the policy, `num_turns` its completions. `is_correct` marks right answers, `is_scored` scored
+    trajectories. An unscored trajectory is excluded from its group's statistics; if rewards are the training signal, it
+    is not trained.
     """
 
     weight_versions: NDArray[np.int32]
-    """[tokens]: the number of reshards before a token was sampled; -1 where not sampled."""
+    """[tokens]: the number of reshards before the token was sampled; -1 if not sampled."""
     turns: NDArray[np.int16]
-    """[tokens]: the number of the completion that a token was sampled in, from 0; -1 where not sampled."""
+    """[tokens]: the number of the completion containing the token, from 0; -1 if not sampled."""
     turn_rewards: NDArray[np.float64]
-    """[samples, turns]: what the environment gave for each turn; parts of `rewards`."""
+    """[samples, turns]: rewards given by the environment for each turn; parts of `rewards`."""
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
     num_sampled: NDArray[np.int64]
@@ -39,15 +39,15 @@ class RLBatch(TokenBatch):
     is_correct: NDArray[np.bool_]
     is_scored: NDArray[np.bool_]
     environments: tuple[str, ...] = ()
-    """[samples]: the names of their environments."""
+    """[samples]: names of the environments."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    """[samples] of each reward function by its name in metrics, without weight; NaN where it has no opinion."""
+    """Unweighted scores [samples] per reward function, by its name in metrics; NaN: the function gave none."""
     environment_scores: NDArray[np.float64] | None = None
-    """[samples]: the rewards that environments gave for turns, NaN of other samples; None: they gave none."""
+    """[samples]: sums of turn rewards from environments; NaN for other samples. None: no sample has any."""
     model_scores: NDArray[np.float64] | None = None
-    """[samples]: those of a reward model, without weight; None: there is none, or it has not scored yet."""
+    """[samples]: unweighted scores of the reward model. None: no reward model, or not yet scored."""
     entropies: NDArray[np.float32] | None = None
-    """[tokens]: the trainer's entropies before the update, in nats; 0 where not sampled; None: not computed."""
+    """[tokens]: the trainer's entropies before the update, in nats; 0 if not sampled. None: not computed."""
 
     @classmethod
     def from_groups(
@@ -57,12 +57,11 @@ class RLBatch(TokenBatch):
         mask_truncated: bool = False,
         needs_rewards: bool = True,
     ) -> RLBatch:
-        """The trajectories of these groups, one per prompt.
+        """Return the batch of these groups, one group per prompt.
 
-        With `mask_truncated` those that a limit of length or of time ended are not trained, with `needs_rewards` those
-        that were not scored.
-
-        `old_logprobs` are there where any segment has them, NaN on sampled tokens of those that do not.
+        `mask_truncated` excludes trajectories ended by a length or time limit from training; `needs_rewards` excludes
+        unscored ones. `old_logprobs` exist if any segment has them, with NaN on sampled tokens of segments lacking
+        them.
         """
         trajectories = [trajectory for group in groups for trajectory in group]
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
@@ -71,6 +70,7 @@ class RLBatch(TokenBatch):
         is_scored = np.array([reward is not None for reward in rewards])
         is_trained = is_scored | (not needs_rewards)
         if mask_truncated:
+            # Overlong filtering of DAPO (arXiv 2503.14476): the reward of a truncated answer is noise.
             is_trained &= np.array([trajectory.ended not in ("length", "seconds") for trajectory in trajectories])
         lengths = np.array([len(segment) for segment in segments])
         is_sampled = np.concatenate([segment.loss_mask for segment in segments])
@@ -103,38 +103,39 @@ class RLBatch(TokenBatch):
 
     @property
     def longest_turns(self) -> NDArray[np.int64]:
-        """[samples]: tokens that the policy sampled in the longest turn of each trajectory."""
+        """[samples]: sampled tokens in the longest turn of each trajectory."""
         is_sampled = self.turns >= 0
         sample = np.repeat(self.samples, self.lengths)[is_sampled]
         counts = np.zeros((len(self.groups), int(self.turns.max(initial=0)) + 1), np.int64)
+        # Not `counts[...] += 1`: it would count repeated indices once.
         np.add.at(counts, (sample, self.turns[is_sampled]), 1)
         return counts.max(axis=1)
 
     def start_from_rollout(self, weight_version: int) -> None:
-        """Use the engine's log-probs as old log-probs of the ratio, whatever its weights.
+        """Use the engine's log-probs as old log-probs of the ratio, whatever its weights were.
 
-        `weight_version` is that of the trainer's weights before the update: engine and trainer are compared on tokens
-        that these weights sampled, the others' `rollout_logprobs` are NaN from now on.
+        `weight_version` is the trainer's version before the update. Engine and trainer are compared only on tokens
+        sampled with this version; `rollout_logprobs` of other tokens become NaN.
         """
         self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
         self.forget_stale_logprobs(weight_version)
 
     def forget_stale_logprobs(self, weight_version: int) -> None:
-        """Set `rollout_logprobs` to NaN where weights before `weight_version` sampled.
+        """Set `rollout_logprobs` to NaN on tokens sampled before `weight_version`.
 
-        From then on engine and trainer are compared on tokens of the same weights alone.
+        Afterwards engine and trainer are compared only on tokens of equal weights.
         """
         is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
         found = self.per_token["rollout_logprobs"]
         self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), found)
 
     def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
-        """The minibatch of each update of a step, with the token weights of that update.
+        """Return the minibatch of each update of a step, with its token weights.
 
-        Each of `train.epochs_per_step` passes visits all samples in `train.updates_per_step` updates: the first in the
-        given order, each later one in an order drawn from the seed, the step and the pass. `conversations` are dealt
-        out to the updates of a pass and learnt beside (`algorithm.ptx_coefficient`). There is no update in the steps
-        that train the critic alone (`critic.warmup_steps`).
+        Each of `train.epochs_per_step` passes visits all samples in `train.updates_per_step` updates. The first pass
+        keeps the given order. Later ones are shuffled with the seed, the step and the pass. `conversations` are
+        distributed over the updates of a pass and trained as an additional loss (`algorithm.ptx_coefficient`). Steps
+        training only the critic (`critic.warmup_steps`) have no update.
         """
         if step <= recipe.frozen_steps:
             return []
@@ -149,14 +150,15 @@ class RLBatch(TokenBatch):
                     minibatch = _mixed(minibatch, conversations.select(dealt), recipe.algorithm.ptx_coefficient)
                 minibatches.append(minibatch)
         if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
-            # From the second update on, the weights are not those that sampled.
+            # From the second update on the weights differ from the engine's, so a comparison would be meaningless.
             for minibatch in minibatches[1:]:
                 minibatch.per_token["rollout_logprobs"] = np.full(len(minibatch.token_ids), np.nan, np.float32)
         return minibatches
 
     def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
-        """The minibatch of each of the critic's updates in a step: its loss is the mean over the tokens."""
+        """Return the minibatch of each critic update of a step. Its loss is the mean over tokens."""
         algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
+        # The critic reads only these; fewer arrays are less to send to the ranks.
         batch = self.with_arrays({name: self.per_token[name] for name in ("values", "returns")})
         samples = np.arange(len(self.groups))
         minibatches = [batch.select_samples(part) for part in parts(samples, recipe.critic.updates_per_step)]
@@ -188,7 +190,7 @@ def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray
             continue
         judged = any(score is not None for score in reward.scores.values())
         for name in names:
-            # One that nothing judged, or whose functions failed, has a reward of zero: so it has from each.
+            # A sample without any score (nothing judged it, or all functions failed) has reward 0: 0 per function.
             score = reward.scores.get(name) if judged else 0.0
             found[name][sample] = np.nan if score is None else score
     return found
@@ -202,6 +204,7 @@ def _environment_scores(trajectories: Sequence[Trajectory]) -> NDArray[np.float6
 def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
     if segment.old_logprobs is not None:
         return segment.old_logprobs
+    # NaN marks log-probs still missing: any use of them shows in the loss.
     return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
 
 
@@ -216,18 +219,18 @@ def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
 
 
 def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
-    """The order of the samples in a pass of a step: int64 [count], a permutation."""
+    """Return the order of the samples in a pass of a step: int64 [count], a permutation."""
     if number == 0:
         return np.arange(count)
     return np.random.default_rng([seed, step, number]).permutation(count)
 
 
 def _mixed(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
-    """A policy's minibatch and conversations learnt by likelihood, which make so large a share of the loss."""
+    """Return a policy minibatch joined with supervised conversations; these have `share` of the total loss."""
     policy = minibatch.with_arrays(minibatch.per_token)
     policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
     policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)
-    # Batches that are put together carry the same arrays.
+    # `concatenate` needs equal sets of arrays: give the conversations zeros for all the policy's.
     nothing = np.zeros(len(conversations.token_ids), np.float32)
     learnt = conversations.with_arrays(dict.fromkeys(policy.per_token, nothing))
     weights = token_weights(torch.from_numpy(learnt.cu_samples), torch.from_numpy(learnt.loss_mask), "token_mean")

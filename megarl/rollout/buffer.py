@@ -1,4 +1,4 @@
-"""The buffer between sampling and training: prompts are drawn until enough groups pass the filter."""
+"""The buffer between sampling and training: it draws prompts until enough groups pass the filter."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from megarl.rollout.state import (
 from megarl.types import MegarlError, Problem, Trajectory
 
 METRICS = {
-    "rollout/attempts": ("count", "batches of prompts that were drawn to fill the step"),
+    "rollout/attempts": ("count", "batches of prompts drawn to fill the step"),
     "environment/SOURCE/epoch": ("epochs", "passes over a source's training data so far, in a mixture"),
     "data/epoch": ("epochs", "passes over the training data so far"),
-    "rollout/kept": ("share", "groups that passed algorithm.dynamic_sampling"),
+    "rollout/kept": ("share", "groups passing algorithm.dynamic_sampling"),
     "time/rollout_late_rewards_seconds": (
         "seconds",
-        "from the last completion of a batch until its rewards are there and, where it fills the step, colocated "
-        "engines asleep",
+        "from a batch's last completion until all its rewards are computed; if the batch fills the step, also until "
+        "colocated engines are asleep",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 
 class Buffer:
-    """Draws prompts, samples groups and keeps those that pass the filter; surplus groups wait in `state`.
+    """Draws prompts, samples their groups, and keeps those passing the filter. Surplus groups wait in `state`.
 
-    `sampled` are all trajectories that were sampled for the newest step, its groups numbered on, batch by batch.
-    `on_sampled` runs beside the last rewards of a step for which nothing more is sampled.
+    `sampled` holds all trajectories sampled for the last step. Their groups are numbered consecutively over its
+    batches. `on_sampled` runs in the background of a step's last rewards, after its last completion.
     """
 
     on_sampled: Callable[[], Awaitable[None]] | None = None
@@ -68,14 +68,14 @@ class Buffer:
             self._batch_size = ceil(self._batch_size * recipe.algorithm.oversampling)
 
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
-        """The groups that a step is trained on, in the order in which they were drawn.
+        """Return the groups to train a step on, in the order of drawing.
 
-        `weight_version` is that of the weights that the step trains, its number too: the temperature is that of the
-        schedule then. `engine_version` is that of the engines, unless given the same; here it must be, and all groups
-        that are sampled now are complete before it changes.
+        `weight_version` is the version of the weights trained in this step, and also the number of the step; the
+        temperature schedule uses it. `engine_version` is the version of the engines' weights and must be the same here:
+        all groups sampled now complete before the next reshard.
 
-        Raises MegarlError if `algorithm.max_attempts` batches do not fill a step, AbandonedError where the run is to
-        stop: `state.forget_step` then brings back what waited.
+        Raises MegarlError if `algorithm.max_attempts` batches do not fill the step. Raises AbandonedError if the run
+        must stop; `state.forget_step` then restores the groups taken.
         """
         state, algorithm = self._state, self._recipe.algorithm
         state.begin_step()
@@ -83,6 +83,7 @@ class Buffer:
         self._num_batches = self._num_passed = 0
         self._late_seconds = 0.0
         while len(state.waiting) < num_groups:
+            # Without a bound, a data set without learning signal would be sampled for ever.
             if self._num_batches == algorithm.max_attempts:
                 found = f"{self._num_batches} batches of {self._batch_size} prompts gave {len(state.waiting)} of "
                 raise MegarlError(starved_text(algorithm, f"{found}{num_groups} groups", in_groups(self.sampled)))
@@ -93,7 +94,7 @@ class Buffer:
         return [[replace(t, group=number) for t in group] for number, group in enumerate(taken)]
 
     async def aclose(self) -> None:
-        """Give up what is under way: here nothing, between two steps."""
+        """Cancel everything in flight. Between two steps this buffer has nothing in flight."""
 
     def _next_problem(self) -> Problem:
         """Draw the next problem."""
@@ -101,24 +102,25 @@ class Buffer:
         return problem
 
     def _observe(self, group: Group) -> None:
-        """Give the curriculum the share of a complete group that is right.
+        """Report a complete group's share of right answers to the curriculum.
 
-        Raises MegarlError where the recipe needs verdicts and the group has none.
+        Raises MegarlError if the recipe needs verdicts and the group has none.
         """
         source = self._sources[group[0].problem.source]
         refuse_unjudged(group, source.recipe)
+        # Failed attempts have no reward; they say nothing about the problem's difficulty.
         judged = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
         if judged:
             positions, problem = self._state.positions, group[0].problem
             self._state.positions = self._mixture.observe(positions, problem, sum(judged) / len(judged))
 
     def _seed(self, draw: int, problem: Problem) -> str:
-        """The seed of the attempts at a problem of a draw; sources of a mixture do not share it."""
+        """Return the seed of the attempts at a problem. Sources of a mixture get different seeds."""
         seed = f"{self._recipe.seed} {draw}"
         return f"{seed} {problem.source}" if self._recipe.mixture else seed
 
     async def _draw(self, step: int) -> list[Group]:
-        """The groups of the next batch of prompts."""
+        """Sample the groups of the next batch of prompts."""
         problems = [self._next_problem() for _ in range(self._batch_size)]
         self._state.drawn += 1
         draw = self._state.drawn
@@ -132,6 +134,7 @@ class Buffer:
             self._note_sampled,
         )
         self._late_seconds += time.monotonic() - self._sampled_at
+        # Groups are numbered from 0 in each batch; metrics need distinct numbers over the step.
         first_group = self._num_batches * self._batch_size
         self.sampled += [replace(t, group=t.group + first_group) for t in trajectories]
         self._num_batches += 1
@@ -141,14 +144,14 @@ class Buffer:
         return groups
 
     async def _note_sampled(self) -> None:
-        """All of a batch is sampled, if not scored."""
+        """Note the time: a batch is fully sampled, though not fully scored."""
         self._sampled_at = time.monotonic()
-        # With a filter another batch may be needed, of the same weights.
+        # With a filter, another batch may have to be sampled with the same weights: keep the engines awake.
         if self.on_sampled is not None and self._recipe.algorithm.dynamic_sampling is None:
             await self.on_sampled()
 
     def _position_metrics(self) -> dict[str, float]:
-        """Epochs and curricula of the sources; with names of theirs in a mixture, as `environment_metrics`."""
+        """Return epochs and curriculum metrics of the sources. In a mixture their names contain the source."""
         positions, is_mixture = self._state.positions, bool(self._recipe.mixture)
         epochs = self._mixture.epochs(positions)
         metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
@@ -158,9 +161,9 @@ class Buffer:
         return metrics
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest step: METRICS.
+        """Return METRICS of the last step.
 
-        With a curriculum `curriculum/NAME`, those of `data.mixture.Mixture.metrics`; in a mixture
+        A curriculum adds `curriculum/NAME`, from `data.mixture.Mixture.metrics`; in a mixture
         `environment/SOURCE/curriculum/NAME`.
         """
         found = self._position_metrics() | {"time/rollout_late_rewards_seconds": self._late_seconds}
@@ -172,12 +175,14 @@ class Buffer:
     async def add_old_logprobs(
         self, groups: Sequence[Group], forward: Callable[[TokenBatch], Awaitable[np.ndarray]]
     ) -> list[Group]:
-        """The groups, with the trainer's `old_logprobs` where needed. Call it before the step's update.
+        """Return the groups with the trainer's `old_logprobs` where needed. Call it before the step's update.
 
-        Trajectories that wait for a later step get theirs now, while the trainer has the weights that sampled them.
-        Fresh ones that one update trains on need none: their ratio starts at that update's own pass. With
-        algorithm.entropy_top_share all get their `entropies`. `forward` computes log-probs, float32 [tokens], or with
-        that share [2, tokens], log-probs and entropies; it is called at most once.
+        Trajectories waiting for a later step get theirs now, while the trainer still has the weights used to sample
+        them. Fresh trajectories trained in a single update need none: their ratio starts at the log-probs of the
+        update's own pass. With algorithm.entropy_top_share all get `entropies`.
+
+        `forward` computes log-probs, float32 [tokens]; with entropy_top_share log-probs and entropies, [2, tokens]. It
+        is called at most once.
         """
         taken, self._state.waiting = await self._with_old_logprobs(groups, self._state.waiting, forward)
         return taken
@@ -188,14 +193,16 @@ class Buffer:
         waiting: Sequence[Group],
         forward: Callable[[TokenBatch], Awaitable[np.ndarray]],
     ) -> tuple[list[Group], list[Group]]:
-        """As `add_old_logprobs`: a step's groups, and those that wait for a later one."""
+        """Return a step's groups, and the waiting ones, with log-probs as in `add_old_logprobs`."""
         if self._recipe.algorithm.old_logprobs == "rollout":
             return list(groups), list(waiting)
         everything = in_one([*groups, *waiting])
+        # Without that need, only waiting trajectories get log-probs: the ones after the step's own.
         first = 0 if self._needs_old_logprobs else sum(len(group) for group in groups)
         lacking = [number >= first and lacks_old_logprobs(one) for number, one in enumerate(everything)]
         wanting = [self._needs_entropies and lacks_entropies(one) for one in everything]
         if asked := [place for place, wanted in enumerate(zip(lacking, wanting, strict=True)) if any(wanted)]:
+            # One batch for all, because a forward pass is a call to every rank.
             batch = RLBatch.from_groups([[everything[place] for place in asked]])
             found = [iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))]
             for place in asked:
@@ -204,20 +211,22 @@ class Buffer:
                     everything[place] = with_old_logprobs(everything[place], logprobs)
                 if wanting[place]:
                     everything[place] = with_entropies(everything[place], *entropies)
+        # `everything` was flat; restore the groups in the same order.
         completed = iter(everything)
         taken, waited = ([[next(completed) for _ in group] for group in some] for some in (groups, waiting))
         return taken, waited
 
     @property
     def _needs_old_logprobs(self) -> bool:
-        """Whether the trainer's log-probs of all that is trained on are needed before the first update."""
+        """Whether the trainer's log-probs of all trained tokens are needed before the first update."""
         if self._recipe.loop == "distillation":
             return self._recipe.has_advantages
         algorithm = self._recipe.algorithm
+        # A KL outside the loss is part of the advantages, computed before the first update.
         is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
         return self._recipe.train.num_updates > 1 or algorithm.importance_sampling is not None or is_kl_before
 
     @property
     def _needs_entropies(self) -> bool:
-        """Whether the trainer's entropies say which tokens learn from the reward."""
+        """Whether the trainer's entropies select the tokens of the policy loss."""
         return self._recipe.algorithm.entropy_top_share is not None

@@ -9,7 +9,7 @@ from megarl.rollout.metrics import merge_updates
 from megarl.tracking.metrics import values
 
 METRICS = {
-    "critic/NAME": ("as train/NAME", "the metric of training NAME, of the critic"),
+    "critic/NAME": ("as train/NAME", "the training metric NAME of the critic"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -17,7 +17,7 @@ METRICS = {
 async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe) -> dict[str, float]:
     """Update the critic on the batch's `returns`, as often as the recipe says.
 
-    Metrics: `critic/loss`, `/grad_norm`, `/clipped` and so on, as `train/` has them.
+    Metrics: `critic/loss`, `critic/grad_norm`, `critic/clipped` and others, named as in `train/`.
     """
     updates = [await critic.update(minibatch) for minibatch in batch.critic_minibatches(recipe)]
     return {name.replace("train/", "critic/", 1): value for name, value in values(merge_updates(updates)).items()}

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups train, by their accuracy or by the spread of their rewards."""
+"""Dynamic sampling: select groups for training by their accuracy, or by the spread of their rewards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from megarl.types import MegarlError, Reward, Trajectory
 
 
 def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bool:
-    """Whether a group is trained on, by its scored attempts; True without `algorithm.dynamic_sampling`.
+    """Return whether a group is used for training. Always True without `algorithm.dynamic_sampling`.
 
-    accuracy: the share of right answers is inside the open interval. reward: the largest reward is above the smallest
-    by more than the interval's first number. Without `algorithm.dynamic_sampling_metric` it is accuracy where all
-    answers of the group are judged, else reward. A group without a scored attempt does not pass.
+    accuracy: the share of right answers must lie inside the open interval. reward: the largest reward must exceed the
+    smallest by more than the interval's first number. Without `algorithm.dynamic_sampling_metric` the filter uses
+    accuracy if all answers of the group have a verdict, otherwise reward. Only scored attempts count; a group without
+    any fails.
     """
     if algorithm.dynamic_sampling is None:
         return True
@@ -33,18 +34,21 @@ def _derived(rewards: Sequence[Reward]) -> str:
 
 
 def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
-    """Raise MegarlError where an answer of a group was not judged, and the recipe cannot train without verdicts."""
+    """Raise MegarlError if an answer of a group has no verdict and the recipe cannot train without verdicts."""
     if all(t.reward is None or t.reward.answer_correct is not None for t in group):
         return
     if needs := accuracy_needs(recipe):
         raise MegarlError(
-            f"{'; '.join(needs)}: needs to know which answers are right, and a reward that is neither 0 nor 1 came "
-            f"without a verdict; {REMEDY}, or give answer_correct in the environment's last step"
+            f"{'; '.join(needs)}: every answer needs a verdict (right or wrong), but a reward other than 0 and 1 came "
+            f"without a verdict; {REMEDY}, or set answer_correct in the environment's last step"
         )
 
 
 def starved_text(algorithm: AlgorithmConfig, found: str, groups: Sequence[Sequence[Trajectory]]) -> str:
-    """The message where too few groups pass: `found` says how many did; `groups` are those that were sampled last."""
+    """Return the error message for too few passing groups.
+
+    `found` is its beginning: how many prompts gave how many groups. `groups` are the ones sampled last.
+    """
     low, high = algorithm.dynamic_sampling or (0.0, 1.0)
     metric = algorithm.dynamic_sampling_metric or _derived([t.reward for g in groups for t in g if t.reward])
     if metric == "accuracy":

@@ -18,25 +18,28 @@ from megarl.types import MegarlError, Trajectory
 METRICS = {
     "val/SET/accuracy": (
         "share",
-        "right answers of a validation set, where all are judged (judges_answer); of preferences: pairs that are won",
+        "right answers of a validation set; only if all have a verdict (judges_answer). With preferences: pairs won",
     ),
-    "val/SET/unjudged": ("share", "scored answers that nothing judged; then there is no accuracy, pass or majority"),
-    "val/SET/pass_at_K": ("share", "problems that one of K attempts solves, without bias from all sets of K"),
-    "val/SET/majority_at_K": ("share", "problems whose most frequent final answer of K attempts is right"),
+    "val/SET/unjudged": ("share", "scored answers without a verdict; then accuracy, pass and majority are absent"),
+    "val/SET/pass_at_K": (
+        "share",
+        "problems solved by at least one of K attempts; unbiased estimate over all sets of K",
+    ),
+    "val/SET/majority_at_K": ("share", "problems for which the most frequent final answer of K attempts is right"),
     "val/SET/MEASURE/low": ("share", "lower bound of the 95 % interval of accuracy, pass_at_K or majority_at_K"),
     "val/SET/MEASURE/high": ("share", "upper bound of that interval"),
     "val/SET/data_source/NAME/MEASURE": ("share", "accuracy, pass_at_K or majority_at_K of one data source of a set"),
     "val/SET/data_source/NAME/MEASURE/BOUND": ("share", "a bound of that measure's 95 % interval"),
-    "val/SET/format_valid": ("share", "answers of a validation set whose format is valid"),
+    "val/SET/format_valid": ("share", "answers of a validation set with a valid format"),
     "val/SET/completion_tokens/mean": ("tokens", "length of an answer, mean"),
     "val/SET/reward_FAULT": (
         "count",
-        "answers whose scoring raised or gave no proper reward (errors) or took too long (timeouts), or of which a "
-        "server said nothing that could be read (parse_errors)",
+        "answers with failed scoring: it raised or gave an invalid reward (errors), took too long (timeouts), or a "
+        "scoring server's reply could not be parsed (parse_errors)",
     ),
-    "reward/errors": ("count", "samples whose scoring raised or gave no proper reward"),
+    "reward/errors": ("count", "samples whose scoring raised or gave an invalid reward"),
     "reward/timeouts": ("count", "samples whose scoring took too long"),
-    "reward/parse_errors": ("count", "samples of which a server that scores said nothing that could be read"),
+    "reward/parse_errors": ("count", "samples for which a scoring server's reply could not be parsed"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -50,22 +53,23 @@ class EvaluatedSet:
     samples_per_prompt: int
     temperature: float
     measures: Mapping[str, Measure]
-    """`accuracy`, `pass_at_K` and `majority_at_K`, as `measures_of`; none where an answer was not judged."""
+    """`accuracy`, `pass_at_K` and `majority_at_K` (`measures_of`); empty if an answer has no verdict."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same of each data source that the records name (`reward.source_field`), where there are several."""
+    """The same measures per data source named by the records (`reward.source_field`), if there are several."""
     counts: Mapping[str, float]
-    """Those of `failure_metrics`, and of calls of servers that score (`Source.served_metrics`)."""
+    """Counts from `failure_metrics`, and calls to scoring servers (`Source.served_metrics`)."""
     read_answer: ReadAnswer | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the set, `val/SET/...`.
+        """Metrics of the set, `val/SET/...`.
 
-        `accuracy` and `format_valid`, shares of all attempts; `pass_at_K`, `majority_at_K`; of accuracy and these two
-        the bounds of the 95 % interval, `/low` and `/high`; `data_source/NAME/...`: the same of one data source;
-        `completion_tokens/mean`; those of each reward function, `reward/NAME/mean` and so on
-        (`rewards.scores.function_metrics`), of a server that scores also `reward/NAME/calls` and so on; those of
-        `failure_metrics`.
+        Shares of all attempts: `accuracy`, `format_valid`. Shares of problems: `pass_at_K`, `majority_at_K`. Accuracy
+        and these two have bounds of their 95 % intervals, `/low` and `/high`. `data_source/NAME/...` repeats them for
+        one data source.
+
+        Also `completion_tokens/mean`; `reward/NAME/mean` and others per reward function
+        (`rewards.scores.function_metrics`); `reward/NAME/calls` and others for scoring servers; and `failure_metrics`.
         """
         found = self.trajectories
         rewards = [t.reward for t in found if t.reward is not None]
@@ -79,9 +83,9 @@ class EvaluatedSet:
         return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.counts)
 
     def records(self) -> list[dict[str, Any]]:
-        """A JSON object for each attempt: `Trajectory.record`, its set and its number among those at the problem.
+        """Return a JSON object per attempt: `Trajectory.record`, the set, and the attempt's number at its problem.
 
-        `final_answer` is the one that votes in a majority, where the reward functions' formats have one.
+        `final_answer` is the vote of the attempt in a majority, if the reward functions define a format for it.
         """
         return [{"set": self.name, "attempt": t.number} | self._final_answer(t) | t.record() for t in self.trajectories]
 
@@ -90,9 +94,9 @@ class EvaluatedSet:
 
 
 async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> AsyncGenerator[EvaluatedSet, None]:
-    """Sample and score every validation set as its source does, one set after the other.
+    """Sample and score every validation set with its source's settings, one set after the other.
 
-    Raises AbandonedError where the run is to stop, MegarlError as `failure_metrics`.
+    Raises AbandonedError if the run must stop, and MegarlError as `failure_metrics`.
     """
     sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
     for source, name, problems in sets:
@@ -101,10 +105,15 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         sampling = sampling_settings(
             recipe.evaluation_sampling, repetition_penalty=settings.sampling.repetition_penalty
         )
+        # A context variable: tasks created below inherit it, so that the pool counts tokens for the evaluation.
         token = COUNTED_FOR.set("evaluation")
         try:
             found = await source.sampler.sample(
-                problems, sampling, samples_per_prompt=settings.samples_per_prompt, seed="evaluation"
+                # The same seed at every step, so that evaluations differ only by the weights.
+                problems,
+                sampling,
+                samples_per_prompt=settings.samples_per_prompt,
+                seed="evaluation",
             )
             calls = served_metrics([source])
         finally:
@@ -114,8 +123,9 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         read = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
         given = (settings.samples_per_prompt, settings.ks, read)
         grouped = by_data_source(found, recipe.reward.source_field)
-        # Majorities take a while, and the event loop has calls to answer.
+        # Majorities take a while; in a thread, so that the event loop keeps answering calls.
         whole = await asyncio.to_thread(measures_of, found, *given)
+        # One data source alone would repeat the set's own numbers.
         parts = grouped.items() if len(grouped) > 1 and whole else ()
         of_parts = {key: await asyncio.to_thread(measures_of, own, *given) for key, own in parts}
         yield EvaluatedSet(
@@ -133,11 +143,11 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
 def measures_of(
     trajectories: Sequence[Trajectory], samples_per_prompt: int, ks: Sequence[int], read_answer: ReadAnswer | None
 ) -> dict[str, Measure]:
-    """Means over problems, of `samples_per_prompt` consecutive attempts each, with 95 % intervals.
+    """Return means over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive attempts.
 
-    `accuracy`: the share of correct attempts, avg@n; for each k of `ks`, `pass_at_K` and, with `read_answer`,
-    `majority_at_K` (`algorithms.evaluation`). An attempt that is not scored is not correct. Nothing where an answer was
-    scored and not judged.
+    `accuracy` is the share of correct attempts (avg@n). Each k of `ks` adds `pass_at_K` and, with `read_answer`,
+    `majority_at_K` (`algorithms.evaluation`). An unscored attempt is not correct. The result is empty if an answer was
+    scored without a verdict.
     """
     if any(t.reward is not None and t.reward.answer_correct is None for t in trajectories):
         return {}
@@ -159,8 +169,9 @@ def measures_of(
 
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
-    """The final answer of an attempt's last completion, without blanks; None: it states none."""
+    """Return the final answer of an attempt's last completion, without blanks; None if it has none."""
     said = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
+    # Without blanks, because votes compare texts: "x = 1" and "x=1" are one answer.
     return None if said is None else "".join(said.split())
 
 
@@ -172,11 +183,12 @@ def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
-    """Completions whose scoring raised or gave no proper reward, PREFIX`errors`, or took too long, PREFIX`timeouts`.
+    """Return counts of completions with failed scoring.
 
-    PREFIX`parse_errors`: those of which a server said nothing that could be read.
+    PREFIX`errors`: scoring raised, or gave an invalid reward. PREFIX`timeouts`: scoring took too long.
+    PREFIX`parse_errors`: a scoring server's reply could not be parsed.
 
-    Raises MegarlError if they, and attempts that ended with an error, are more than `max_failed_fraction` of all.
+    Raises MegarlError if these and attempts ended with an error exceed `max_failed_fraction` of all.
     """
     failures = [t.failure for t in trajectories]
     metrics = {
@@ -190,7 +202,7 @@ def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: flo
         counts = ", ".join(f"{name} {count:.0f}" for name, count in (metrics | ends).items() if count)
         raise MegarlError(
             f"{failed} of {len(trajectories)} completions could not be scored ({counts}), which is more than "
-            f"reward.max_failed_fraction = {max_failed_fraction:g}; a warning above shows the first of each kind. Mend "
+            f"reward.max_failed_fraction = {max_failed_fraction:g}; a warning above shows the first of each kind. Fix "
             "the reward function or the environment, or raise reward.timeout_seconds, reward.wall_timeout_seconds or "
             "this fraction."
         )

@@ -1,4 +1,4 @@
-"""Limit of the gap between trainer and engine that a step is trained with."""
+"""Limit of the mismatch between the trainer's and the engine's log-probs, beyond which a step skips its updates."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from megarl.tracking.metrics import Metric
 
 
 def known_gap(batch: RLBatch) -> float | None:
-    """Mean distance in nats of the trainer's old log-probs from the engine's, over the trained tokens.
+    """Return the mean distance, in nats, of the trainer's old log-probs from the engine's over trained tokens.
 
-    None where it is only known in the update: the trainer's log-probs of some tokens, or all, are still to come.
+    None if it is unknown before the update, because some of the trainer's log-probs are still missing.
     """
     old_logprobs = batch.per_token.get("old_logprobs")
     if old_logprobs is None:
         return None
+    # float64: a batch has millions of tokens, and float32 sums lose the small differences.
     gaps = np.abs(old_logprobs - batch.per_token["rollout_logprobs"])[batch.loss_mask].astype(np.float64)
     return None if not len(gaps) or np.isnan(gaps).any() else float(gaps.mean())
 
 
 def gap_metrics_before(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
-    """`train/gap_exceeded` 1 and `logprob_gap/mean`, where the gap is known to be too large before any update."""
+    """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch is known to be too large before any
+    update.
+    """
     if train.max_logprob_gap is None:
         return {}
     gap = known_gap(batch)
@@ -34,14 +37,14 @@ def gap_metrics_before(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
 
 
 def is_gap_exceeded(metrics: Mapping[str, Metric]) -> bool:
-    """Whether an update was skipped because of the gap."""
+    """Return whether an update was skipped because of the mismatch."""
     return "train/gap_exceeded" in metrics and metrics["train/gap_exceeded"].number > 0
 
 
 def told(train: TrainConfig, step: int, gap: float) -> str:
-    """The message of a step whose gap was too large."""
+    """Return the error message for a step with too large a mismatch."""
     return (
         f"train.max_logprob_gap = {train.max_logprob_gap:g}: the trainer's log-probs of step {step} were {gap:.3g} "
-        "nats from the engine's on average, and updates were left out. Look for what parts the two: rollout.vllm, "
-        "model.dtype, logprob_gap/ of the steps before; or raise it"
+        "nats from the engine's on average, so updates were skipped. Look for the cause in rollout.vllm, model.dtype "
+        "and logprob_gap/ of earlier steps; or raise the limit"
     )

@@ -23,7 +23,7 @@ from megarl.types import Problem, SamplingSettings, Trajectory
 METRICS = {
     "environment/process_killed": (
         "count",
-        "how often an environment's process was killed for its time, mean over attempts",
+        "how often an environment's process was killed at its time limit, mean over attempts",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -31,7 +31,7 @@ METRICS = {
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A problem whose group is to be sampled, by whom and how."""
+    """A problem to sample a group for, with its sampler and sampling parameters."""
 
     sampler: GroupSampler
     problem: Problem
@@ -44,10 +44,10 @@ async def sample_groups(
     samples_per_prompt: int,
     on_sampled: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> list[Trajectory]:
-    """`samples_per_prompt` attempts at each problem, all at once, grouped by problem in the given order.
+    """Run `samples_per_prompt` attempts at each problem, all at once. Returns trajectories by problem, in order.
 
-    The samplers share one pool. `on_sampled` runs once no attempt samples any more, beside the last rewards. Raises
-    AbandonedError if the run is to stop; then all requests have left the engines.
+    The samplers share one pool. `on_sampled` runs after the last completion, while the last rewards are computed.
+    Raises AbandonedError if the run must stop; by then all requests have left the engines.
     """
     if not draws:
         return []
@@ -61,15 +61,16 @@ async def sample_groups(
     beside = [] if on_sampled is None else [sampling.follow()]
     try:
         found = await gather_unless_abandoned(sampler.pool, [*attempts, *beside], sampler.is_abandoned)
-        # An agent may have ended without its last answer.
+        # An agent may end while a request of its own still runs in an engine.
         await sampler.pool.drained()
     finally:
+        # Even after an error: whoever handles it must find the engines in a definite state.
         await sampling.followed()
     return [trajectory for trajectory in found if trajectory is not None]
 
 
 class _Sampling:
-    """Counts the attempts that may still sample; after the last of them, `then` runs."""
+    """Counts attempts still sampling, and starts `then` after the last of them."""
 
     def __init__(self, count: int, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         self._left, self._then = count, then
@@ -77,7 +78,7 @@ class _Sampling:
         self._following: asyncio.Task[None] | None = None
 
     async def attempt(self, draw: Draw, task: Task) -> Trajectory:
-        """Make an attempt. It samples no more once it is scored, or has ended without."""
+        """Run an attempt. It stops sampling when its scoring begins, or when it ends unscored."""
         is_over = False
 
         def end() -> None:
@@ -86,23 +87,25 @@ class _Sampling:
                 is_over = True
                 self._end_one()
 
+        # Agents and failed attempts never score, so their end counts instead.
         trajectory = await draw.sampler.attempt(task, draw.sampler.pool, end)
         end()
         return trajectory
 
     async def follow(self) -> None:
-        """Wait until `then` has ended. Raises its error, at once; cancelling this does not cut `then` short."""
+        """Wait until `then` has ended, raising its error at once. Cancelling this call does not interrupt `then`."""
         await self._is_over.wait()
         assert self._following is not None
         await asyncio.shield(self._following)
 
     async def followed(self) -> None:
-        """Wait for what `then` began, if it did. Raises its error."""
+        """Wait for `then` if it has started. Raises its error."""
         if self._following is not None:
             await self._following
 
     def _end_one(self) -> None:
         self._left -= 1
+        # A task of its own, so cancelled attempts do not cancel it: `then` puts engines to sleep, a call to all ranks.
         if not self._left and self._then is not None:
             self._following = asyncio.create_task(self._then())
             self._is_over.set()
@@ -110,11 +113,11 @@ class _Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Samples and scores trajectories of problems; scoring overlaps with sampling.
+    """Samples and scores trajectories of one environment's problems. Scoring overlaps with sampling.
 
-    `environment` is the recipe's name of what `make_environment` makes, anew for each attempt, or of what runs in the
-    processes of `environment_pool`; or `agent` makes the attempts. `tell_once` is called with the kind and the text of
-    each failure, and tells the first of a kind.
+    `environment` is the environment's name in the recipe. The attempts use a new object from `make_environment` each,
+    or a process of `environment_pool`, or `agent` makes them. `tell_once(kind, text)` reports a failure to the user; it
+    shows only the first of each kind.
     """
 
     pool: EnginePool
@@ -136,9 +139,9 @@ class GroupSampler:
     async def sample(
         self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
     ) -> list[Trajectory]:
-        """`samples_per_prompt` attempts at each problem, grouped by problem in the given order.
+        """Run `samples_per_prompt` attempts at each problem. Returns trajectories by problem, in order.
 
-        Raises AbandonedError if the run is to stop; then all requests have left the engines.
+        Raises AbandonedError if the run must stop; by then all requests have left the engines.
         """
         draws = [Draw(self, problem, sampling, seed) for problem in problems]
         return await sample_groups(draws, samples_per_prompt)
@@ -146,15 +149,16 @@ class GroupSampler:
     def task(
         self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""
     ) -> Task:
-        """An attempt to make in the recipe's environment."""
+        """Return the description of an attempt in this sampler's environment."""
         return Task(self.environment, problem, group, number, seed, sampling, prefix)
 
     async def attempt(
         self, task: Task, pool: Generates, before_score: Callable[[], object] = lambda: None
     ) -> Trajectory:
-        """Make one attempt, with completions of `pool`.
+        """Run one attempt with completions from `pool`.
 
-        `before_score` is called where it is scored after it has sampled all, which agents do not tell.
+        `before_score` is called when scoring begins, after the last completion. Agents never call it: they do not
+        report the end of their sampling.
         """
 
         async def score(sample: Sample) -> Scored:
@@ -171,6 +175,7 @@ class GroupSampler:
         else:
             began = monotonic()
             async with self.environment_pool.seat() as seat:
+                # Waiting for a free process is part of the environment's time.
                 waited = monotonic() - began
                 trajectory = await self._played(task, budget, pool, seat.environment, score, is_followed=True)
                 killed = {"process_killed": float(seat.num_killed)}
@@ -192,11 +197,13 @@ class GroupSampler:
         *,
         is_followed: bool = False,
     ) -> Trajectory:
+        """Run an attempt in an environment."""
         return await attempt(
             task, make_environment, pool, budget, self.dialogue, score, self.history, is_followed=is_followed
         )
 
     def _tell(self, trajectory: Trajectory) -> None:
+        """Report the failure of an attempt, if it has one."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

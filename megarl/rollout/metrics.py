@@ -1,4 +1,4 @@
-"""Metrics of a step: of its updates, of what was sampled."""
+"""Metrics of a step: its updates, and its sampled trajectories."""
 
 from __future__ import annotations
 
@@ -21,36 +21,39 @@ METRICS = {
     "reward/std": ("score", "standard deviation of the samples' rewards"),
     "reward/min": ("score", "least reward of the step's samples"),
     "reward/max": ("score", "largest reward of the step's samples"),
-    "reward/accuracy": ("share", "scored samples whose answer is right, where all are judged (judges_answer)"),
-    "reward/unjudged": ("share", "scored samples whose answer nothing judged; then there is no reward/accuracy"),
-    "reward/format_valid": ("share", "scored samples whose format is valid"),
-    "reward/zero_variance_groups": ("share", "groups whose rewards are all equal: no learning signal"),
+    "reward/accuracy": ("share", "scored samples with a right answer; only if all have a verdict (judges_answer)"),
+    "reward/unjudged": ("share", "scored samples without a verdict on their answer; then reward/accuracy is absent"),
+    "reward/format_valid": ("share", "scored samples with a valid format"),
+    "reward/zero_variance_groups": ("share", "groups with all rewards equal: no learning signal"),
     "rollout/completion_tokens/mean": ("tokens", "sampled tokens of an attempt, mean"),
     "rollout/completion_tokens/max": ("tokens", "sampled tokens of an attempt, the most"),
     "rollout/prompt_tokens/mean": ("tokens", "first prompt of an attempt, mean"),
     "rollout/prompt_tokens/max": ("tokens", "first prompt of an attempt, the most"),
-    "rollout/truncated": ("share", "attempts that ended at the length limit"),
+    "rollout/truncated": ("share", "attempts ended by the length limit"),
     "rollout/temperature": ("1", "sampling temperature, mean over attempts"),
     "rollout/turns/mean": ("completions", "completions of an attempt, mean"),
     "rollout/turns/max": ("completions", "completions of an attempt, the most"),
     "rollout/turn_tokens/mean": ("tokens", "sampled tokens of a completion, mean"),
     "rollout/turn_tokens/max": ("tokens", "sampled tokens of a completion, the most"),
-    "rollout/observed_tokens/mean": ("tokens", "tokens that environment and tools added to an attempt, mean"),
-    "rollout/observed_tokens/max": ("tokens", "tokens that environment and tools added to an attempt, the most"),
-    "rollout/segments/mean": ("sequences", "sequences that an attempt is trained in, mean"),
-    "rollout/forks": ("count", "how often attempts did not go on from the tokens that they had"),
-    "rollout/restarted": ("count", "how often attempts were begun anew"),
-    "rollout/ended/WHY": ("share", "attempts that ended so: done, length, error and so on"),
-    "rollout/errors/KIND": ("count", "attempts that an error of this kind ended"),
+    "rollout/observed_tokens/mean": ("tokens", "tokens added to an attempt by environment and tools, mean"),
+    "rollout/observed_tokens/max": ("tokens", "tokens added to an attempt by environment and tools, the most"),
+    "rollout/segments/mean": ("sequences", "training sequences per attempt, mean"),
+    "rollout/forks": (
+        "count",
+        "how often an attempt's prompt did not extend its earlier tokens and began a new sequence",
+    ),
+    "rollout/restarted": ("count", "how often attempts were restarted from the beginning"),
+    "rollout/ended/WHY": ("share", "attempts ended for this reason: done, length, error and so on"),
+    "rollout/errors/KIND": ("count", "attempts ended by an error of this kind"),
     "rollout/kept_tokens/mean": (
         "tokens",
-        "tokens that top-p, top-k and min-p left to sample from, where they cut any off, mean",
+        "candidate tokens left by top-p, top-k and min-p, mean over positions where any was cut",
     ),
     "rollout/kept_tokens/max": (
         "tokens",
-        "tokens that top-p, top-k and min-p left to sample from, where they cut any off, the most",
+        "candidate tokens left by top-p, top-k and min-p, the most over positions where any was cut",
     ),
-    "rollout/kept_tokens_bytes": ("bytes", "size of the sets of tokens that top-p, top-k and min-p left"),
+    "rollout/kept_tokens_bytes": ("bytes", "size of the recorded candidate sets left by top-p, top-k and min-p"),
     "time/engine_wait_seconds/mean": (
         "seconds",
         "how long an attempt waited for completions (after a resume, since then), mean",
@@ -60,24 +63,27 @@ METRICS = {
     "time/environment_wait_seconds/max": ("seconds", "how long an attempt waited for its environment, the longest"),
     "staleness/mean": (
         "versions",
-        "weight versions from a trajectory's oldest token to the weights that it updates, mean",
+        "weight versions between a trajectory's oldest token and the weights it updates, mean",
     ),
     "staleness/max": (
         "versions",
-        "weight versions from a trajectory's oldest token to the weights that it updates, the most",
+        "weight versions between a trajectory's oldest token and the weights it updates, the most",
     ),
-    "environment/SOURCE/share": ("share", "attempts that are this source's, in a mixture"),
+    "environment/SOURCE/share": ("share", "attempts of this source, in a mixture"),
     "environment/OWN": (
         "own",
-        "a number of the environment's own, mean over the attempts that have it; in a mixture SOURCE/ and any "
-        "metric of rewards and rollouts, of this source",
+        "a number reported by the environment itself, mean over the attempts having it; in a mixture also SOURCE/ "
+        "and any metric of rewards and rollouts for this source",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Reduce the metrics of a step's updates of one model: the loss, a sum within an update, to the updates' mean."""
+    """Merge the metrics of a step's updates of one model.
+
+    The loss is a sum within an update; over the updates it becomes a mean.
+    """
     return merge({**update, **_loss_of(update)} for update in updates)
 
 
@@ -86,15 +92,15 @@ def _loss_of(update: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """The metrics of a step's updates together; `logprob_gap/` is the gap between trainer and engine.
+    """Return the merged metrics of a step's updates. `logprob_gap/` compares the trainer's log-probs with the engine's.
 
-    Both log-probs of a token are those of the weights that sampled it: in a later update, and for trajectories that
-    waited since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/measured` is 1, but with
-    algorithm.old_logprobs rollout the share of the first update's tokens which did not wait.
+    Both log-probs of a token are computed with the weights used to sample it. In a later update, and for trajectories
+    waiting since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/measured` is 1, with one exception:
+    under algorithm.old_logprobs = rollout it is the share of the first update's tokens sampled in this step.
     """
     found = values(merge_updates(updates))
     if len(updates) == 1:
-        # Measured in the pass before the update: there the policy is still that of before the step.
+        # It is measured in an update's forward pass, before the optimizer step: there one update has moved nothing.
         found.pop("kl/update", None)
     gap = {
         name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
@@ -107,11 +113,12 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 def step_metrics(
     sampled: Sequence[Trajectory], groups: Sequence[Group], recipe: Recipe, weight_version: int
 ) -> dict[str, float]:
-    """Rewards and rollouts of what was sampled for a step, and the staleness of the groups that it was trained on.
+    """Return reward and rollout metrics of a step's samples, and the staleness of the groups trained on.
 
-    Where nothing was sampled, since enough groups had waited, all is of these.
+    If nothing was sampled, because enough groups were waiting, all metrics describe the groups trained on.
     """
     kept = in_one(groups)
+    # Sampled trajectories include the ones filtered out, so a filter does not bias the metrics.
     measured = sampled or kept
     rewards = reward_metrics(measured, kept=kept if recipe.reward.model else None)
     rewards |= data_source_metrics(measured, recipe.reward.source_field)
@@ -122,10 +129,10 @@ def step_metrics(
 
 
 def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of one source of a mixture, of those trajectories that are its.
+    """Return the metrics of one source of a mixture, computed from its own trajectories.
 
-    `environment/NAME/reward/...`, `/tools/...` and the others are those of `reward_metrics` and `rollout_metrics`,
-    there without `rollout/` and `environment/`: `/observed_tokens/mean`, `/time/engine_wait_seconds/mean`.
+    `environment/NAME/reward/...`, `/tools/...` and others come from `reward_metrics` and `rollout_metrics`. The
+    prefixes `rollout/` and `environment/` are removed: `/observed_tokens/mean`, `/time/engine_wait_seconds/mean`.
     """
     own = [t for t in trajectories if t.environment == name]
     metrics = {"share": len(own) / len(trajectories)}
@@ -136,9 +143,9 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
 
 
 def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
-    """The trajectories of each data source that this field of records names (`rewards.scores.by_source_name`).
+    """Group trajectories by data source, read from this field of their records (`rewards.scores.by_source_name`).
 
-    Those whose record has no such text are left out.
+    Trajectories without a text in the field are omitted.
     """
     if field is None:
         return {}
@@ -147,9 +154,9 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
 
 
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
-    """Metrics of the rewards of each data source (`rewards.scores.source_metrics`); without those that have none."""
+    """Return reward metrics per data source (`rewards.scores.source_metrics`). Unscored trajectories are omitted."""
     rewarded = [t for t in trajectories if t.reward is not None]
-    # Accuracy may have ended within these attempts: then the verdicts before that do not count by themselves.
+    # A source may lose its verdicts in the middle of a step (`Answers`): earlier ones then do not count alone.
     unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
     rewards: dict[str, list[Reward]] = {}
     for name, own in by_data_source(rewarded, field).items():
@@ -161,16 +168,16 @@ def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
-    """`staleness/` of trajectories that update these weights."""
+    """Return `staleness/` of trajectories used to update weights of this version."""
     staleness = [weight_version - t.oldest_version for t in trajectories if t.num_sampled]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
 def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory] | None = None) -> dict[str, float]:
-    """Reward metrics of a step's completions, and of each reward function (`rewards.scores.function_metrics`).
+    """Return reward metrics of a step's completions, per reward function too (`rewards.scores.function_metrics`).
 
-    Attempts that were not scored are left out of those of rewards. All are of the attempts drawn in this step,
-    `trajectories`; but where a reward model scores only those `kept`, the metrics of the whole reward are of these.
+    Unscored attempts do not count in reward metrics. Metrics describe all attempts of the step (`trajectories`). An
+    exception is a reward model: it scores only the `kept` ones, so metrics of the total reward describe these.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
     scored = [(t, t.reward) for t in (trajectories if kept is None else kept) if t.reward is not None]
@@ -198,9 +205,9 @@ def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of a step's attempts.
+    """Return rollout metrics of a step's attempts.
 
-    Numbers of the environment's own are `environment/OWN`, but `tools/...` go by their own names
+    An environment's own numbers are named `environment/OWN`. Names beginning with `tools/` stay as they are
     (`environments.tools.ToolEnvironment`).
     """
     count = len(trajectories)
@@ -227,16 +234,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     for name, found in by_attempt.items():
         metrics |= {f"{name}/mean": sum(found) / count, f"{name}/max": float(max(found))}
+    # All reasons, zeros too: a curve without gaps can be plotted.
     for why in get_args(Ended):
         metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
     kept_sets = [s.kept_sets for t in trajectories for s in t.segments if s.kept_sets is not None]
     if kept_sets:
+        # Count 0: nothing was cut off at this position, or nothing was sampled.
         sizes = np.concatenate([kept.counts[kept.counts > 0] for kept in kept_sets])
         metrics["rollout/kept_tokens/mean"] = float(sizes.mean())
         metrics["rollout/kept_tokens/max"] = float(sizes.max())
         metrics["rollout/kept_tokens_bytes"] = float(sum(kept.nbytes for kept in kept_sets))
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:
+            # A failure is "Kind: reason"; only the kind makes a bounded number of metrics.
             name = f"rollout/errors/{trajectory.failure.partition(':')[0]}"
             metrics[name] = metrics.get(name, 0.0) + 1
     for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
@@ -246,6 +256,6 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _first_prompt_tokens(trajectory: Trajectory) -> int:
-    """Tokens before the first that was sampled; of an attempt without any, those of its problem."""
+    """Return the number of tokens before the first sampled one, or of the problem's prompt if none was sampled."""
     sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
     return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())

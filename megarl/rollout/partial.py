@@ -1,4 +1,4 @@
-"""Partial rollouts: a step trains on the first groups that are complete, those of the stragglers come later."""
+"""Partial rollouts: a step trains on the first complete groups; stragglers continue into later steps."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ METRICS = {
     "partial/kept_tokens": ("tokens", "tokens of earlier weight versions"),
     "staleness/span/mean": ("versions", "weight versions from a trajectory's oldest token to its newest, mean"),
     "staleness/span/max": ("versions", "weight versions from a trajectory's oldest token to its newest, the most"),
-    "staleness/dropped": ("count", "groups that were given up for their age"),
-    "staleness/waited_seconds": ("seconds", "how long only groups that may not grow older were waited for"),
-    "rollout/aborted": ("count", "groups that were given up as surplus"),
-    "rollout/in_flight": ("count", "groups that go on into the next step"),
-    "rollout/ready": ("count", "complete groups that wait for a later step"),
-    "rollout/drawn": ("count", "groups that were started since the run began"),
-    "rollout/used": ("count", "groups that steps trained on since the run began"),
+    "staleness/dropped": ("count", "groups dropped for exceeding the staleness bound"),
+    "staleness/waited_seconds": ("seconds", "how long the step waited only for groups at the staleness bound"),
+    "rollout/aborted": ("count", "groups dropped as surplus"),
+    "rollout/in_flight": ("count", "groups continuing into the next step"),
+    "rollout/ready": ("count", "complete groups waiting for a later step"),
+    "rollout/drawn": ("count", "groups started since the run began"),
+    "rollout/used": ("count", "groups trained on since the run began"),
     "rollout/given_up": (
         "count",
-        "groups that were dropped, aborted or filtered out since the run began; all others that were drawn are used, "
-        "in flight or ready",
+        "groups dropped, aborted or filtered out since the run began; every other group drawn is used, in flight or "
+        "ready",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 _LEAVE_SECONDS = 5.0
+"""Seconds to wait at the end for cancelled attempts."""
 
 
 class PartialBuffer(Buffer):
-    """Starts `algorithm.oversampling` times the groups of a step and gives out the first that are complete.
+    """A buffer that starts `algorithm.oversampling` times a step's groups and returns the first complete ones.
 
-    The others go on: while the engines sleep their requests are parked and their environments run. Under
-    `rollout.stragglers` abort they are given up instead. Each group is given out once, none later than
-    `rollout.max_staleness` allows: the step waits for it, or drops it (`rollout.on_stale`).
+    The other groups continue. While the engines sleep, their requests are paused and their environments run on. With
+    `rollout.stragglers` abort they are aborted instead. Each group is returned once, and within `rollout.max_staleness`
+    weight versions. For a group at this bound the step waits, or it drops the group (`rollout.on_stale`).
 
-    `state.started` are the groups under way, by the number of their prompt; a checkpoint has them as they are.
+    `state.started` holds the groups in flight by the number of their prompt. Checkpoints save them.
     """
 
     def __init__(self, recipe: Recipe, sources: Sequence[Source], state: RLState) -> None:
@@ -64,35 +65,38 @@ class PartialBuffer(Buffer):
         self._completed = asyncio.Event()
         self._counts: dict[str, float] = {}
         self._collected: list[Group] = []
-        """Complete groups since the newest step was given its own."""
+        """Complete groups since the last step received its own."""
         self._num_started = 0
-        """Groups that were started since then."""
+        """Groups started since the last step received its own."""
 
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
-        """The groups that a step is trained on, ordered by when their prompts were drawn.
+        """Return the groups to train a step on, ordered by when their prompts were drawn.
 
-        Raises MegarlError if `algorithm.max_attempts` times the groups of a step do not fill it, AbandonedError where
-        the run is to stop, and the error of an attempt.
+        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill it. Raises AbandonedError if
+        the run must stop, and the error of a failed attempt.
         """
         state = self._state
         self._step, self._num_groups = weight_version, num_groups
         self._engine_version = weight_version if engine_version is None else engine_version
         self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
+        # The previous step is trained: `forget_step` must no longer return its groups.
         state.give([])
         self._drop_stale()
         while True:
             self._collect()
             self._start_more(self._num_live)
+            # Filtered-out groups make room, so new ones start before each check.
             if (taken := self._chosen()) is not None:
                 break
             self._refuse_starved()
+            # With enough groups ready, only groups at the staleness bound can delay the step.
             is_waited_for = len(state.waiting) >= num_groups
             began = time.monotonic()
             await self._wait_for_a_group()
             self._counts["staleness/waited_seconds"] += is_waited_for * (time.monotonic() - began)
             if any(source.sampler.is_abandoned() for source in self._sources.values()):
                 raise AbandonedError
-        # What `forget_step` goes back to has all that is drawn: nothing is sampled twice.
+        # `forget_step` returns these groups to the waiting ones, so that nothing is sampled twice.
         state.give(taken)
         if self._recipe.rollout.stragglers == "abort":
             self._abort_all()
@@ -102,41 +106,42 @@ class PartialBuffer(Buffer):
     async def add_old_logprobs(
         self, groups: Sequence[Group], forward: Callable[[TokenBatch], Awaitable[np.ndarray]]
     ) -> list[Group]:
-        """As `Buffer.add_old_logprobs`, of these groups alone.
+        """Differs from `Buffer.add_old_logprobs`: only these groups get log-probs, waiting ones do not.
 
-        The old policy of a group that waits is the trainer's before the update that trains on it: no one's weights
-        sampled all of its tokens.
+        No single weight version sampled all tokens of a waiting group. So its old policy is the trainer's just before
+        the update training on it.
         """
-        # Groups that complete meanwhile join those that wait.
+        # Groups may complete and join `state.waiting` during the forward pass, so leave that list untouched.
         taken, _ = await self._with_old_logprobs(groups, [], forward)
         return taken
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest step."""
+        """Return the metrics of the last step."""
         counts = self._counts | self._position_metrics()
         if self._recipe.algorithm.dynamic_sampling is not None:
             counts["rollout/kept"] = self._num_passed / max(self._num_batches, 1)
         return counts
 
     async def aclose(self) -> None:
-        """Cancel all that is under way; an environment that does not heed it is left behind."""
+        """Cancel all groups in flight. Environments that ignore the cancellation are left running after 5 seconds."""
         self._leave(list(self._tasks))
         if self._leaving:
             await asyncio.wait(self._leaving, timeout=_LEAVE_SECONDS)
 
     @property
     def _num_live(self) -> int:
-        """The groups, complete ones too, that there may be while the step's own are waited for."""
+        """Maximum number of groups, in flight or complete, while a step waits for its own."""
         return ceil(self._num_groups * self._recipe.algorithm.oversampling)
 
     def _start_more(self, num_live: int) -> None:
-        """Go on with the groups of a checkpoint, and start as many as are missing to so many."""
+        """Resume the groups of a checkpoint, then start new ones until `num_live` exist."""
         state = self._state
         for group in state.started.values():
             if group.draw not in self._tasks:
                 self._start(group)
         while len(state.started) + len(state.waiting) < num_live and not self._has_drawn_enough:
             problem = self._next_problem()
+            # All attempts of a group share one temperature, even if its schedule moves on during a long group.
             temperature = self._sources[problem.source].sampling(self._step).temperature
             group = StartedGroup(state.drawn, problem, temperature)
             state.started[group.draw] = group
@@ -146,12 +151,12 @@ class PartialBuffer(Buffer):
 
     @property
     def _has_drawn_enough(self) -> bool:
-        """Whether a step has drawn all prompts that it may draw to fill itself."""
+        """Whether a step has drawn the maximum number of prompts allowed to fill it."""
         algorithm = self._recipe.algorithm
         return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._num_live
 
     def _refuse_starved(self) -> None:
-        """Raise a MegarlError where no group is left that could fill the step."""
+        """Raise MegarlError if no remaining group can fill the step."""
         state = self._state
         if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._num_live:
             found = f"{self._num_started} prompts gave {len(state.waiting)} groups"
@@ -163,11 +168,11 @@ class PartialBuffer(Buffer):
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """An attempt at a group has ended, in whatever way."""
+        """Wake `take` after an attempt at a group ended in any way."""
         self._completed.set()
 
     async def _sample(self, group: StartedGroup) -> None:
-        """Make the attempts at a group's problem that have not ended."""
+        """Run the unfinished attempts at a group's problem concurrently."""
         seed = self._seed(group.draw + 1, group.problem)
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._recipe.train.samples_per_prompt):
@@ -184,7 +189,7 @@ class PartialBuffer(Buffer):
         group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
 
     async def _wait_for_a_group(self) -> None:
-        """Wait until a group is complete or failed, but not for long: the run may be asked to stop."""
+        """Wait until a group completes or fails, at most 1 second: the run may have to stop."""
         self._completed.clear()
         if any(task.done() for task in self._tasks.values()):
             return
@@ -192,12 +197,13 @@ class PartialBuffer(Buffer):
             await asyncio.wait_for(self._completed.wait(), BUDGET_SECONDS)
 
     def _collect(self) -> None:
-        """Move complete groups to those that wait, if they pass the filter. Raises the error of an attempt."""
+        """Move complete groups to the waiting ones, if they pass the filter. Raises the error of an attempt."""
         state, recipe = self._state, self._recipe
         for draw in [draw for draw, task in self._tasks.items() if task.done()]:
             try:
                 self._tasks[draw].result()
             except ExceptionGroup as errors:
+                # TaskGroup wraps errors. The first is the cause; the others are cancellations or repeats.
                 raise errors.exceptions[0] from None
             del self._tasks[draw], self._pools[draw]
             finished = state.started.pop(draw).finished
@@ -210,18 +216,19 @@ class PartialBuffer(Buffer):
                 state.given_up += 1
 
     def _chosen(self) -> list[Group] | None:
-        """The step's groups, those first that may not grow older; None while some are missing."""
+        """Return the step's groups, those at the staleness bound first; None while too few are ready."""
         rollout, state = self._recipe.rollout, self._state
         newest = self._step - rollout.staleness_bound
         waits = rollout.stragglers == "park" and rollout.on_stale == "wait"
         is_awaited = any(group.oldest_version(self._engine_version) <= newest for group in state.started.values())
         if len(state.waiting) < self._num_groups or (waits and is_awaited):
             return None
+        # False sorts before True: groups at the bound come first. The sort is stable, so ties keep their order.
         by_age = sorted(state.waiting, key=lambda group: _oldest(group, self._step) > newest)
         return sorted(by_age[: self._num_groups], key=draw_of)
 
     def _drop_stale(self) -> None:
-        """Give up the groups whose oldest token is older than the bound."""
+        """Drop groups with tokens older than the staleness bound."""
         state, oldest = self._state, self._step - self._recipe.rollout.staleness_bound
         stale = [g.draw for g in state.started.values() if g.oldest_version(self._engine_version) < oldest]
         fresh = [group for group in state.waiting if _oldest(group, self._step) >= oldest]
@@ -234,7 +241,7 @@ class PartialBuffer(Buffer):
             state.started.pop(draw)
 
     def _abort_all(self) -> None:
-        """Give up the surplus: what is under way, and complete groups that the step does not train on."""
+        """Drop the surplus: groups in flight, and complete groups unused by the step."""
         state = self._state
         surplus = len(state.started) + len(state.waiting)
         self._counts["rollout/aborted"] += surplus
@@ -244,7 +251,7 @@ class PartialBuffer(Buffer):
         state.waiting = []
 
     def _measure(self, taken: Sequence[Group]) -> None:
-        """Note what was sampled since the step before, and where all groups are."""
+        """Record what was sampled since the previous step, and where all groups are."""
         state = self._state
         collected, self._collected = self._collected, []
         self._num_started = 0
@@ -260,10 +267,12 @@ class PartialBuffer(Buffer):
         }
 
     def _leave(self, draws: Sequence[int]) -> None:
-        """Cancel groups; their requests leave the engines."""
+        """Cancel these groups and withdraw their requests from the engines."""
         for draw in draws:
             if (task := self._tasks.pop(draw, None)) is not None:
                 for pool in self._pools.pop(draw):
+                    # Close the pools before cancelling: an environment may swallow its cancellation and request more
+                    # samples.
                     pool.close()
                 task.cancel()
                 self._leaving.add(task)
@@ -272,11 +281,11 @@ class PartialBuffer(Buffer):
     def _left(self, task: asyncio.Task[None]) -> None:
         self._leaving.discard(task)
         if not task.cancelled():
-            task.exception()  # it was given up: nobody waits for its error
+            task.exception()  # retrieve it: asyncio would log an error that nobody awaits
 
 
 def draw_of(group: Group) -> int:
-    """The number of a waiting group's prompt among all that were drawn."""
+    """Return the number of a waiting group's prompt in the order of drawing."""
     return group[0].group
 
 
@@ -296,5 +305,5 @@ def _metrics_of_taken(groups: Sequence[Group], weight_version: int) -> dict[str,
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray:
-    """The weight versions of a trajectory's sampled tokens, int32 [sampled]."""
+    """Return the weight versions of a trajectory's sampled tokens, int32 [sampled]."""
     return np.concatenate([segment.weight_versions[segment.loss_mask] for segment in trajectory.segments])

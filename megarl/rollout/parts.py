@@ -1,4 +1,4 @@
-"""A completion in parts: what a park keeps of it, the request for the rest, and the whole."""
+"""A completion sampled in parts: tokens before a pause, the request for the remainder, and the joined whole."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megarl.types import Completion, Request
 
 
 def num_kept(parts: Sequence[Completion]) -> int:
-    """How many tokens the parts of a completion have together."""
+    """Return the number of tokens in all parts of a completion."""
     return sum(len(part.token_ids) for part in parts)
 
 
 def rest_of(request: Request, parts: Sequence[Completion]) -> Request:
-    """The request for what is left of a completion: its tokens so far are the end of the prompt.
+    """Return the request for the remainder of a completion. Its prompt ends with the tokens sampled so far.
 
-    The rest has a seed of its own, a function of the request's and of the number of tokens kept: under the same seed it
-    would repeat the draws of its beginning. Without tokens it is the request itself.
+    The remainder gets a new seed, derived from the request's seed and the number of retained tokens. With the same seed
+    it would repeat the draws of its beginning. Without retained tokens the result is the request itself.
     """
     kept = num_kept(parts)
     if not kept:
@@ -37,9 +37,9 @@ def rest_of(request: Request, parts: Sequence[Completion]) -> Request:
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """The completion whose parts these are, in order: the last one tells how it ended.
+    """Return the completion made of these parts, in order. The last part says how it ended.
 
-    Its routed experts are the last part's, whose prompt held all the others.
+    Its routed experts are the last part's, whose prompt contained all earlier parts.
     """
     return replace(
         parts[-1],
@@ -51,5 +51,6 @@ def joined(parts: Sequence[Completion]) -> Completion:
 
 
 def seed_of(*parts: object) -> int:
-    """A 31-bit hash of the parts."""
+    """Return a 31-bit hash of the parts."""
+    # Not `hash`: Python randomises it per process, and a resumed run must draw the same.
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

@@ -1,4 +1,4 @@
-"""The driver's side of the engines: a pool that any number of coroutines sample from. No torch."""
+"""The driver's pool of engine replicas, shared by any number of sampling coroutines. No torch."""
 
 from __future__ import annotations
 
@@ -19,90 +19,90 @@ from megarl.types import Completion, PeerLostError, Request
 METRICS = {
     "time/engines_idle": (
         "share",
-        "the engines' time with nothing to sample, but for that in which they are held: for training, or asleep while "
-        "rewards are awaited (time/rollout_late_rewards_seconds)",
+        "the engines' idle time: share of open time with nothing to sample. Pauses (for training, or asleep while "
+        "rewards are computed, time/rollout_late_rewards_seconds) do not count",
     ),
-    "rollout/held_seconds": ("seconds", "how long the engines were held while requests waited"),
+    "rollout/held_seconds": ("seconds", "how long the engines were paused while requests waited"),
     "perf/engines_open_seconds": (
         "seconds",
-        "how long the engines were open to requests, from one reshard to the next hold",
+        "how long the engines accepted requests, from one reshard to the next pause",
     ),
     "rollout/sampled_tokens": (
         "tokens",
-        "tokens that the engines sampled for the step, those of requests that a reshard interrupts included",
+        "tokens sampled by the engines for the step, including requests interrupted by a reshard",
     ),
-    "rollout/evaluation_tokens": ("tokens", "tokens that the engines sampled for the step's evaluation"),
+    "rollout/evaluation_tokens": ("tokens", "tokens sampled by the engines for the step's evaluation"),
     "rollout/beside_evaluation_tokens": (
         "tokens",
-        "tokens that they sampled meanwhile for training, where it goes on; rollout/sampled_tokens, rates and idle "
-        "shares leave both out, with the time of the evaluation",
+        "tokens sampled for training during an evaluation, where training continues; rollout/sampled_tokens, rates "
+        "and idle shares exclude them, and the evaluation's time",
     ),
-    "rollout/prefix_hits": ("share", "the prompts' tokens that an engine had in its prefix cache"),
+    "rollout/prefix_hits": ("share", "prompt tokens found in an engine's prefix cache"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 BUDGET_SECONDS = 1.0
-"""Time limit of one call of `advance`: how long an engine runs between two exchanges with the driver."""
+"""Time limit of one `advance` call: how long an engine runs between two exchanges with the driver."""
 _MARGIN = 2
-"""Requests that a replica may have beyond the least loaded one and still receive its trajectories' next requests."""
+"""Requests by which a replica may exceed the least loaded one and still get its trajectories' next requests."""
 Result = TypeVar("Result")
 Queue = OrderedDict[str, Request]
-"""Requests by id, first in first out; any of thousands may be removed before its turn, in constant time."""
+"""Requests by id, first in first out. Any of thousands can be removed early in constant time."""
 
 
 class AbandonedError(Exception):
-    """Sampling was abandoned; all its requests have left the engines."""
+    """Raised when the run must stop while it samples. By then all requests have left the engines."""
 
 
 class Asks(Protocol):
-    """The ranks that have engines, by number: a `WorkerGroup`, or `RunRanks`."""
+    """Ranks with engines, addressed by number: a `WorkerGroup`, or `RunRanks`."""
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """As `WorkerGroup.ask`."""
+        """Call `method` on these ranks and return one result per rank; see `WorkerGroup.ask`."""
         ...
 
 
 class Generates(Protocol):
-    """Where an attempt has its completions from."""
+    """Source of completions for one attempt. `EnginePool` implements it; wrappers add timing or recording."""
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """As `EnginePool.generate`."""
+        """Sample one completion; see `EnginePool.generate`."""
         ...
 
     def forget(self, affinity: str) -> None:
-        """As `EnginePool.forget`."""
+        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
         ...
 
     @property
     def seconds_held(self) -> float:
-        """As `EnginePool.seconds_held`."""
+        """Total seconds for which the pool has been paused so far."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A completion that someone waits for: the request, who is told, and the parts of it that parks kept."""
+    """A request with a waiting caller: its future, and the parts sampled before earlier pauses."""
 
     request: Request
     future: asyncio.Future[tuple[Completion, _Replica | None]]
     parts: list[Completion]
     purpose: str = field(default_factory=COUNTED_FOR.get)
-    """Whom its tokens are counted for."""
+    """Purpose to count its tokens under: `training` or `evaluation`."""
 
     def finish(self, last: Completion, replica: _Replica | None) -> None:
-        """Tell the completion that this part ends."""
+        """Complete the future with all parts joined to `last`."""
         self.future.set_result((joined([*self.parts, last]) if self.parts else last, replica))
 
 
 class _Replica:
-    """The state of an engine replica: requests it runs, requests that wait for it, its pump."""
+    """State of an engine replica: running requests, waiting requests, and its pump task."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
         self.running: dict[str, None] = {}
-        """Ids in the order in which they were admitted."""
+        """Request ids in the order of admission."""
         self.waiting: Queue = OrderedDict()
         self.aborts: list[str] = []
         self.is_lost = False
@@ -123,18 +123,20 @@ class _Replica:
 
 
 class EnginePool:
-    """Engine replicas for any number of coroutines, with one pump per replica, independent of the others.
+    """Engine replicas shared by many coroutines, with one independent pump task per replica.
 
-    `max_running` bounds the requests that a replica runs. Requests are admitted in the order in which they were filed,
-    so that those of one prompt share a replica's prefix cache; a replica that finishes early is given more.
+    A replica runs at most `max_running` requests. Requests are admitted in the order of their arrival, so samples of
+    one prompt share a replica's prefix cache. A replica that finishes early gets more of them.
 
-    An engine runs until an eighth of its requests have finished, or all of them where no request can follow on any, at
-    most `budget_seconds`; the driver's other tasks, such as scoring, go on meanwhile. The error of a pump is raised by
-    all requests, later ones too; but a replica that is lost while others are not is cut off, and its requests go to
-    those, with the tokens that parks kept.
+    An engine runs until an eighth of its requests have finished, for at most `budget_seconds`. If no request can follow
+    any completion, it runs until all have finished. Other tasks of the driver, for example scoring, continue meanwhile.
 
-    While the pool is held the engines have no request: those that ran are parked, with their tokens kept here, and go
-    on as new requests once it is released. Or they rest in the engines. Nobody who waits for a completion sees it.
+    All requests, later ones too, raise the error of a failed pump. Losing a replica while others live is not a failure:
+    its requests move to the others, with the tokens retained so far.
+
+    A paused pool (`hold`) runs no request. Running ones are aborted and their tokens retained here; after `release`
+    they continue as new requests. With `hold(parks=False)` they stay in their engines instead. Callers of `generate`
+    notice neither.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class EnginePool:
         budget_seconds: float = BUDGET_SECONDS,
         slow: SlowReplicas | None = None,
     ) -> None:
-        """`slow` judges the replicas' paces, where that is wanted."""
+        """Create a pool over the layout's replicas. `slow` detects straggling replicas; None: off."""
         self._ranks, self._slow = ranks, slow
         self._max_running = max_running
         self._budget_seconds = budget_seconds
@@ -157,7 +159,7 @@ class EnginePool:
         self._pending: dict[str, _Pending] = {}
         self._homes: dict[str, _Replica] = {}
         self._open: set[str] = set()
-        """Affinities whose next request may come at any time, and requests without one that others may follow."""
+        """Affinities, and ids of requests without one, after whose completion another request may follow."""
         self._failure: Exception | None = None
         self._is_held = False
         self._advanced = asyncio.Event()
@@ -165,9 +167,9 @@ class EnginePool:
         self._seconds_held = self._held_before = self._seconds_waited = 0.0
         self._num_prompt_tokens = self._num_cached = 0
         self._num_sampled: Counter[str] = Counter()
-        """By the purpose of the requests."""
+        """Sampled tokens by purpose of their requests."""
         self._num_counted: dict[str, int] = {}
-        """By request id: the tokens of a request that stayed in its engine over a hold, which were counted then."""
+        """Tokens already counted by request id, for requests that stayed in their engine during a pause."""
 
     async def generate(
         self,
@@ -177,14 +179,14 @@ class EnginePool:
         is_last: bool = False,
         parts: list[Completion] | None = None,
     ) -> Completion:
-        """Sample one completion, however often the pool is held meanwhile; cancelling this aborts it.
+        """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
-        Requests of one `affinity`, a trajectory's name, go to the replica that has its tokens in its prefix cache,
-        unless that has a much higher load than another. `is_last`: no request will follow on this completion, which may
-        be told `budget_seconds` late. `parts` are what was sampled of the completion before, if anything; while it is
-        awaited, each park adds one to the list.
+        `affinity` is a trajectory's name. Its requests go to the replica with its prefix cached, unless that replica's
+        load is much higher than another's. `is_last` promises no further request after this completion; it may then
+        arrive up to `budget_seconds` late. `parts` are completions sampled earlier for this request; each pause appends
+        one to the list.
 
-        Raises ValueError for a request id that is in use, and the error of a pump that failed.
+        Raises ValueError for a request id in use, and the error of a failed pump.
         """
         if self._failure is not None:
             raise self._failure
@@ -202,6 +204,7 @@ class EnginePool:
             del self._pending[request.request_id]
             if affinity is None:
                 self._open.discard(opened)
+            # The future is pending only if this coroutine was cancelled, and then it is cancelled too.
             if future.cancelled() or future.exception():
                 self._withdraw(request)
         if affinity is not None and replica is not None:
@@ -209,15 +212,15 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Drop the affinity of a trajectory that has ended."""
+        """Drop the affinity of a finished trajectory."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
     async def hold(self, *, parks: bool = True) -> None:
-        """Bring the pumps to rest between two steps of their engines and park all requests that run.
+        """Pause the pool: stop every pump between two engine steps, and abort all running requests.
 
-        Afterwards the engines have none; but without `parks` what ran stays as it is in its engine. Requests wait, new
-        ones too, until `release`. Raises a rank's error.
+        Aborted requests retain their tokens. With `parks` False running requests stay in their engines instead. New
+        requests wait until `release`. Raises the error of a failed rank.
         """
         if not self._is_held:
             self._is_held, self._held_at = True, time.monotonic()
@@ -225,22 +228,24 @@ class EnginePool:
             await asyncio.wait(pumps)
         come_to_rest = self._park if parks else self._count_resting
         await asyncio.gather(*(come_to_rest(replica) for replica in self._replicas if replica.running))
-        # The keys and values of a trajectory's tokens do not outlive the weights, nor does every replica.
+        # Weights may change during the pause, and cached keys and values with them. Replicas may be lost too.
+        # So affinities are void, and replica queues merge into the common queue.
         self._homes.clear()
         for replica in self._replicas:
             while replica.waiting:
+                # Newest first, each moved to the front: the common queue ends up in the original order.
                 name, request = replica.waiting.popitem()
                 self._waiting[name] = request
                 self._waiting.move_to_end(name, last=False)
 
     def release(self) -> None:
-        """Let the requests go on that wait since `hold`."""
+        """Resume all requests waiting since `hold`."""
         self._count_hold()
         self._is_held = False
         self._start_pumps()
 
     def _count_hold(self) -> None:
-        """Count how long the pool has been held, if it is, up to now."""
+        """Add the length of the current pause, up to now, to the totals."""
         if self._is_held:
             now = time.monotonic()
             seconds, self._held_at = now - self._held_at, now
@@ -249,13 +254,14 @@ class EnginePool:
 
     @property
     def is_held(self) -> bool:
-        """Whether requests wait, from a `hold` to the next `release`."""
+        """Whether the pool is paused: True from a `hold` to the next `release`."""
         return self._is_held
 
     def settle(self, leaders: Collection[int]) -> None:
-        """Sample with the replicas of these first ranks, while the pool is held; a lost one may be among them again.
+        """Use exactly the replicas with these first ranks; call it while the pool is paused.
 
-        Requests that rest in the engine of another one go to these.
+        A lost replica may return this way. Requests still in the engine of an excluded replica move to the included
+        ones.
         """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
@@ -266,7 +272,7 @@ class EnginePool:
                 self._file_again(replica)
 
     def take_lost(self) -> int:
-        """How many requests' replica was lost since the call before."""
+        """Return how many requests lost their replica since the last call."""
         taken, self._num_lost = self._num_lost, 0
         return taken
 
@@ -276,7 +282,7 @@ class EnginePool:
 
     @property
     def seconds_held(self) -> float:
-        """For how long the pool has been held so far, in all: what waits for a completion is not slow then."""
+        """Total seconds for which the pool has been paused. Time limits of attempts exclude this time."""
         return self._seconds_held + (time.monotonic() - self._held_at if self._is_held else 0.0)
 
     async def drained(self) -> None:
@@ -285,10 +291,9 @@ class EnginePool:
             await self._advanced.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Since the call before; of a time in which the pool is held up to now.
+        """Return METRICS since the last call. A pause in progress counts up to now.
 
-        What an engine has in its prefix cache are the prompts of a group's samples but the first, and of an attempt's
-        earlier turns.
+        An engine's prefix cache holds the prompts of a group's later samples, and the earlier turns of an attempt.
         """
         self._count_hold()
         now = time.monotonic()
@@ -296,6 +301,7 @@ class EnginePool:
         seconds = open_seconds * len(self._live)
         busy_seconds = sum(replica.pace.seconds for replica in self._replicas)
         found = {
+            # Busy time is measured around calls, so it can exceed the open time slightly: clamp the share.
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
             "rollout/held_seconds": self._seconds_waited,
             "perf/engines_open_seconds": open_seconds,
@@ -312,20 +318,21 @@ class EnginePool:
         return found
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """Of an evaluation that has just ended; `metrics` begin anew."""
+        """Return the token counts of an evaluation that just ended, and reset `metrics`."""
         found = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
         if beside := self.metrics()["rollout/sampled_tokens"]:
             found["rollout/beside_evaluation_tokens"] = beside
         return found
 
     async def _park(self, replica: _Replica) -> None:
-        """Abort what a replica runs and put the rest of it first in the queue."""
+        """Abort a replica's running requests, and queue their remainders before all others."""
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
         try:
             parked = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
         except PeerLostError as error:
+            # `_cut_off` requeues the ids in `running`, which this method has already cleared.
             replica.running = dict.fromkeys(running)
             self._cut_off(replica, error)
             if self._failure is not None:
@@ -335,12 +342,13 @@ class EnginePool:
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
+                # A request aborted in the engine's queue has no tokens: it adds no part.
                 if len(parked[name].token_ids):
                     pending.parts.append(parked[name])
                 self._file(pending, self._waiting, last=False)
 
     async def _count_resting(self, replica: _Replica) -> None:
-        """Count what the requests that stay in an engine have sampled: their completions may be of a later step."""
+        """Count tokens sampled by requests staying in an engine: they may complete in a later step."""
         try:
             found, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
@@ -349,10 +357,11 @@ class EnginePool:
                 raise
             return
         replica.pace.num_tokens += sum(self._count_new(name, num_tokens) for name, num_tokens in found.items())
+        # A completion reports all of its tokens; `_count_new` subtracts the ones counted here.
         self._num_counted |= found
 
     def _file(self, pending: _Pending, queue: Queue, *, last: bool = True) -> None:
-        """Queue the request for what is left of a completion; one of which nothing is left is told its parts."""
+        """Queue the remainder of a request. If its token limit is already reached, complete it from its parts."""
         name = pending.request.request_id
         if num_kept(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
@@ -362,13 +371,13 @@ class EnginePool:
 
     def _queue_for(self, affinity: str | None) -> Queue:
         home = self._homes.get(affinity) if affinity is not None else None
-        # One that was lost since has no pump: whoever waited for it would wait for ever.
+        # A lost replica has no pump, so a request in its queue would wait for ever.
         if home is None or home.is_lost or home.load > min(replica.load for replica in self._live) + _MARGIN:
             return self._waiting
         return home.waiting
 
     def _withdraw(self, request: Request) -> None:
-        """Remove a cancelled request from its queue, or have its engine abort it."""
+        """Remove a cancelled request from its queue, or schedule its abort in the engine."""
         self._waiting.pop(request.request_id, None)
         for replica in self._replicas:
             replica.waiting.pop(request.request_id, None)
@@ -385,14 +394,14 @@ class EnginePool:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
     async def _pump(self, replica: _Replica) -> None:
-        """Run an engine while it has requests and the pool is not held."""
+        """Step one engine until it has no requests or the pool is paused."""
         try:
             while not self._is_held:
                 new = self._admitted(replica)
                 if not replica.running:
                     return
                 await self._advance(replica, new)
-                # Who waited for a completion files its next request now.
+                # Yield once: coroutines resumed by these completions can queue their next request before admission.
                 await asyncio.sleep(0)
         except PeerLostError as error:
             self._cut_off(replica, error)
@@ -402,8 +411,10 @@ class EnginePool:
             self._tell_advance()
 
     def _admitted(self, replica: _Replica) -> tuple[Request, ...]:
-        """Dequeue the requests that a replica has room for: its own, then its share of those for all."""
+        """Dequeue as many requests as a replica may start: its own queue first, then its share of the common one."""
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
+        # Round up. No replica takes more than its even share of the common queue: one with a free engine would
+        # otherwise drain the queue before the other pumps start.
         share = -(-unfinished // len(self._live))
         own = min(len(replica.waiting), self._max_running - len(replica.running))
         new = [replica.waiting.popitem(last=False)[1] for _ in range(own)]
@@ -414,11 +425,13 @@ class EnginePool:
 
     async def _advance(self, replica: _Replica, new: tuple[Request, ...]) -> None:
         self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
+        # A request may have finished between its cancellation and this call; the engine does not know its id then.
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
         began, load = time.monotonic(), len(replica.running)
         completions = await self._ask(replica, new, aborts, self._budget_seconds)
         seconds = time.monotonic() - began
+        # Requests that finish in this call ran for half of it on average.
         replica.pace.add(Pace(self._count(completions), seconds, seconds * (load - len(completions) / 2)))
         for completion in completions:
             replica.running.pop(completion.request_id, None)
@@ -431,8 +444,9 @@ class EnginePool:
     async def _ask(
         self, replica: _Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
     ) -> list[Completion]:
-        """Give a replica's leader requests and aborts, and let it sample; the completions that it ended with."""
+        """Send new requests and aborts to a replica's leader, let it sample, and return its finished completions."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
+        # Only the leader has vLLM's scheduler; the other ranks of the replica follow it.
         per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
         completions, *_ = await self._ranks.ask(
             replica.ranks,
@@ -445,31 +459,33 @@ class EnginePool:
         return completions
 
     def _leave_after(self, replica: _Replica) -> int | None:
-        """How many completions the driver is to be told of at once; None: there is no hurry to tell it of any.
+        """Return after how many completions the engine must return to the driver; None: no early return.
 
-        Each exchange costs both sides what some sampled tokens cost.
+        Each exchange costs both sides as much as some sampled tokens.
         """
         may_follow = self._waiting or replica.waiting or self._open
+        # An eighth: early completions let next turns start, but frequent returns would slow sampling.
         return max(1, len(replica.running) // 8) if may_follow else None
 
     def _count(self, completions: Iterable[Completion]) -> int:
-        """Count what was sampled and is not counted yet; the number of tokens."""
+        """Count tokens not yet counted, and return their number."""
         return sum(self._count_new(part.request_id, len(part.token_ids)) for part in completions)
 
     def _count_new(self, name: str, num_tokens: int) -> int:
-        """Count a request's tokens that are not, by purpose. Nobody waits for a cancelled one: training's."""
+        """Count a request's uncounted tokens by purpose. Cancelled requests count as training."""
         pending = self._pending.get(name)
         num_new = num_tokens - self._num_counted.pop(name, 0)
         self._num_sampled["training" if pending is None else pending.purpose] += num_new
         return num_new
 
     def _tell_advance(self) -> None:
-        """Wake those who wait for a change of what the engines run."""
+        """Wake all waiters for a change in the set of running requests."""
+        # Waiters keep the old event. A new one makes the next wait block again.
         self._advanced.set()
         self._advanced = asyncio.Event()
 
     def _cut_off(self, replica: _Replica, error: Exception) -> None:
-        """Give a lost replica's requests to the others, first in the queue; where there is no other, all fail."""
+        """Mark a replica as lost and requeue its requests first. Without another live replica all requests fail."""
         replica.is_lost = True
         if not self._live:
             self.fail(error)
@@ -479,11 +495,12 @@ class EnginePool:
         self._start_pumps()
 
     def _file_again(self, replica: _Replica) -> None:
-        """Put a lost replica's requests first in the queue, with the tokens that parks kept."""
+        """Requeue a lost replica's requests before all others, with the tokens retained so far."""
         names = [*replica.running, *replica.waiting]
         replica.running.clear()
         replica.waiting.clear()
         replica.aborts.clear()
+        # Each request goes to the front, so the reverse order keeps the oldest first.
         for name in reversed(names):
             self._num_counted.pop(name, None)
             pending = self._pending.get(name)
@@ -492,7 +509,7 @@ class EnginePool:
                 self._file(pending, self._waiting, last=False)
 
     def fail(self, error: Exception) -> None:
-        """Raise this error in all requests, later ones too, unless they failed before."""
+        """Fail all requests, later ones too, with this error. The first error wins."""
         self._failure = self._failure or error
         for pending in self._pending.values():
             if not pending.future.done():
@@ -502,15 +519,16 @@ class EnginePool:
 async def gather_unless_abandoned(
     pool: EnginePool, attempts: Iterable[Coroutine[Any, Any, Result]], is_abandoned: Callable[[], bool]
 ) -> list[Result]:
-    """Run attempts concurrently; returns their results in order.
+    """Run attempts concurrently and return their results in order.
 
-    Raises AbandonedError once `is_abandoned` is true, and the first error of an attempt; then all others are cancelled
-    and their requests have left the engines.
+    Raises AbandonedError once `is_abandoned` returns True, or the first error of an attempt. Before raising, it cancels
+    all other attempts and waits until their requests have left the engines.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
     waiting = set(tasks)
     try:
         while waiting:
+            # A timeout, because `is_abandoned` is polled: nothing notifies this coroutine of a requested stop.
             done, waiting = await asyncio.wait(waiting, timeout=BUDGET_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()

@@ -1,4 +1,4 @@
-"""A record of the model calls of attempts under way: what a checkpoint needs to go on with them."""
+"""Records of model calls made by attempts in flight. A checkpoint needs them to continue these attempts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """A model call: its prompt, int32 [prompt], and its completion in parts, of which parks made all but the last.
+    """A model call: its prompt, int32 [prompt], and its completion in parts.
 
-    Without `is_done` the completion goes on.
+    A pause ended every part except the last. Without `is_done` the completion is unfinished.
     """
 
     prompt_token_ids: NDArray[np.int32]
@@ -30,38 +30,38 @@ class RecordedCall:
 
 @dataclass(slots=True, eq=False)
 class StartedGroup:
-    """A group under way: the number of its prompt among all that were drawn, what is finished, what is recorded.
+    """A group in flight: the number of its prompt in the order of drawing, finished attempts, and recorded calls.
 
-    `finished` are the trajectories that ended, by their number in the group, `calls` the model calls of the others, by
-    the same number, in the order in which they began.
+    `finished` holds ended trajectories by their number in the group. `calls` holds the model calls of the other
+    attempts, by the same number, in the order of their start.
     """
 
     draw: int
     problem: Problem
     temperature: float = 1.0
-    """The temperature that all of it is sampled at."""
+    """Sampling temperature of the whole group."""
     finished: dict[int, Trajectory] = field(default_factory=dict)
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Keep the trajectory of an attempt that ended, in place of its calls."""
+        """Store the trajectory of an ended attempt in place of its calls."""
         self.finished[trajectory.number] = trajectory
         self.calls.pop(trajectory.number, None)
 
     def oldest_version(self, weight_version: int) -> int:
-        """The weight version of its oldest token; `weight_version`, the engines', where none is known yet."""
+        """Return the weight version of its oldest token, or `weight_version` (the engines') if it has no token."""
         of_finished = [trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled]
         of_parts = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
         return min([weight_version, *of_finished, *of_parts])
 
     @property
     def num_kept(self) -> int:
-        """The tokens of its attempts that have not ended."""
+        """Number of tokens retained for unfinished attempts."""
         return num_kept(self._parts)
 
     @property
     def experts(self) -> list[ExpertsHandle]:
-        """Handles of the routed experts of what it has so far."""
+        """Handles of the routed experts of all its tokens."""
         segments = [segment.routed_experts for t in self.finished.values() for segment in t.segments]
         return [handle for handle in [*(part.routed_experts for part in self._parts), *segments] if handle is not None]
 
@@ -71,12 +71,12 @@ class StartedGroup:
 
 
 class RecordedPool:
-    """The engines for one attempt: what they sample is added to `calls`, and what is in them is not sampled anew.
+    """The engines for one attempt, with a record: completions are added to `calls`, and recorded ones are replayed.
 
-    An attempt that is made again, after a resume, is given the completions of its calls as they were, each once, as
-    long as it asks with the same prompts: an environment or an agent that is a function of its problem, its seed and
-    the turns comes to where it was. At the first other prompt what it has not asked for again is forgotten, and it is
-    sampled anew from there (`is_restarted`).
+    After a resume, an attempt runs again from its start. As long as its prompts are the same, it receives the recorded
+    completions, each once. So a deterministic environment or agent (a function of problem, seed and turns) reaches its
+    earlier state without sampling. At the first different prompt the remaining records are discarded, and sampling
+    starts there (`is_restarted`).
     """
 
     def __init__(self, pool: EnginePool, calls: list[RecordedCall]) -> None:
@@ -87,15 +87,17 @@ class RecordedPool:
 
     @property
     def seconds_held(self) -> float:
-        """As `EnginePool.seconds_held`."""
+        """Total pause of the pool; see `EnginePool.seconds_held`."""
         return self._pool.seconds_held
 
     def close(self) -> None:
-        """Let the attempt sample no more: one that does not heed that it is cancelled ends here."""
+        """Stop further sampling. An attempt ignoring its cancellation ends at its next request."""
         self._is_closed = True
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """As `EnginePool.generate`, but that no completion is the last: another group waits for its place."""
+        """Differs from `EnginePool.generate`: no completion counts as the last, because another group waits for the
+        slot.
+        """
         if self._is_closed:
             raise asyncio.CancelledError
         call = self._recorded(request.prompt_token_ids)
@@ -104,20 +106,23 @@ class RecordedPool:
             self._calls.append(call)
         if not call.is_done:
             completion = await self._pool.generate(request, affinity=affinity, parts=call.parts)
+            # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
             call.parts[:] = [completion]
             call.is_done = True
         return call.parts[0]
 
     def forget(self, affinity: str) -> None:
-        """As `EnginePool.forget`."""
+        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
         self._pool.forget(affinity)
 
     def _recorded(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
-        """The call of this prompt that is to be repeated."""
+        """Return the recorded call with this prompt, if one remains to be replayed."""
+        # Search all: parallel calls of an attempt may come in another order after a resume.
         for place, call in enumerate(self._to_repeat):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):
                 return self._to_repeat.pop(place)
         for call in self._to_repeat:
+            # Also from the group's record: discarded calls must not enter the next checkpoint.
             self._calls.remove(call)
             self.is_restarted = True
         self._to_repeat.clear()

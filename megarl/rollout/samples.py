@@ -1,4 +1,4 @@
-"""Records of samples/ and of an evaluation's answers, with the prompts as the policy was shown them."""
+"""Records of samples and evaluation answers for people, with the prompts as shown to the policy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 def with_rendered_prompts(
     records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory], tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """The records of these trajectories, each with `rendered_prompt`: the text of its first prompt's tokens.
+    """Yield the records of these trajectories, each with `rendered_prompt`: the text of its first prompt's tokens.
 
-    It has what the chat template adds to the messages: the tools, control tokens, the opening of the assistant's turn.
-    A trajectory that sampled nothing has none.
+    It includes everything added by the chat template: tools, control tokens, and the opening of the assistant's turn. A
+    trajectory without sampled tokens has no `rendered_prompt`.
     """
-    known: dict[bytes, str] = {}  # Attempts at a problem share their prompt.
+    known: dict[bytes, str] = {}  # Attempts at one problem share their prompt: decode it once.
     for record, trajectory in zip(records, trajectories, strict=True):
         prompt = trajectory.first_prompt
         if prompt is None:
@@ -27,5 +27,6 @@ def with_rendered_prompts(
             continue
         key = prompt.tobytes()
         if key not in known:
+            # Control tokens are the point here: a wrong chat template shows in them.
             known[key] = str(tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
         yield {**record, "rendered_prompt": known[key]}

@@ -1,4 +1,4 @@
-"""Engine replicas that are far slower than their siblings."""
+"""Detection of straggling engine replicas, far slower than the others."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ from statistics import median
 METRICS = {
     "rollout/slow_replicas": (
         "count",
-        "engine replicas whose tokens a second are far below their siblings', in all and for each request, over the "
-        "newest steps",
+        "engine replicas with far fewer tokens per second than the others, in total and per request, over the last "
+        "steps",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 WINDOW = 5
-"""Steps that a judgement is of, at most."""
+"""Maximum number of steps to judge a replica by."""
 FEWEST = 3
-"""Steps before the first judgement; the first of a replica, which carries what is only done once, is none of them."""
+"""Minimum number of steps before a judgement. A replica's first step is not counted, because it
+includes one-time work.
+"""
 FEWEST_SECONDS = 10.0
-"""Seconds of sampling that a judgement is of, at least."""
+"""Minimum seconds of sampling to judge a replica by."""
 SHARE = 0.5
-"""A replica is slow that has less than this share of its siblings' median."""
+"""A replica below this share of the other replicas' median is slow."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens that a replica sampled, and how long it took: in seconds, and in seconds of all its requests together."""
+    """Tokens sampled by a replica, its sampling time in seconds, and that time summed over its requests."""
 
     num_tokens: int = 0
     seconds: float = 0.0
     request_seconds: float = 0.0
 
     def add(self, other: Pace) -> None:
-        """Count what another time brought."""
+        """Add the counts of another period."""
         self.num_tokens += other.num_tokens
         self.seconds += other.seconds
         self.request_seconds += other.request_seconds
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
     @property
     def rate_of_request(self) -> float:
-        """Tokens a second of one of the requests that run at a time."""
+        """Tokens per second of one running request."""
         return self.num_tokens / max(self.request_seconds, 1e-9)
 
 
 class SlowReplicas:
-    """Judges after each step which replicas are slow, by name; each is told once, with numbers.
+    """Finds slow replicas after each step, by name. Each is reported once, with its numbers.
 
-    A replica with few requests samples few tokens a second, one with many samples few for each of them: who is slow at
-    a like load is behind in both.
+    Load alone explains one slow rate: with few requests, a replica samples few tokens per second; with many, few per
+    request. A replica counts as slow only if both rates are low.
     """
 
     def __init__(self, tell: Callable[[str], object], fewest_seconds: float = FEWEST_SECONDS) -> None:
@@ -64,13 +66,14 @@ class SlowReplicas:
         self._told: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """A replica was lost: who comes back in its name is another one."""
+        """Forget a lost replica. A replica returning under its name is judged anew."""
         self._paces.pop(name, None)
         self._told.discard(name)
 
     def of_step(self, paces: Mapping[str, Pace]) -> dict[str, float]:
-        """METRICS of a step, from the paces of the replicas that are there."""
+        """Return METRICS of a step, from the paces of the live replicas."""
         for name, pace in paces.items():
+            # The first step is dropped: it includes one-time work, such as kernel compilation.
             if name not in self._paces:
                 self._paces[name] = deque(maxlen=WINDOW)
             else:
@@ -80,7 +83,7 @@ class SlowReplicas:
         return {"rollout/slow_replicas": float(len(slow))}
 
     def _over_window(self, name: str) -> Pace | None:
-        """A replica's pace over the newest steps; None while that is too little to judge it by."""
+        """Return a replica's pace over the last steps; None if that is too little for a judgement."""
         total = Pace()
         for pace in self._paces[name]:
             total.add(pace)
@@ -91,6 +94,7 @@ class SlowReplicas:
         others = [pace for other, pace in paces.items() if other != name]
         if not others:
             return False
+        # The median of the others: one more slow replica does not hide this one.
         own, rate = paces[name], median(pace.rate for pace in others)
         rate_of_request = median(pace.rate_of_request for pace in others)
         if own.rate >= SHARE * rate or own.rate_of_request >= SHARE * rate_of_request:

@@ -1,4 +1,4 @@
-"""Sources: problems, and the attempts that are made at them. A run has those of its mixture, or one."""
+"""Sources of problems, each with the sampler for its attempts. A run has one, or one per entry of its mixture."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from megarl.types import Problem, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source of problems by its name; `recipe` is the run's with what this source has for itself."""
+    """A named source of problems. `recipe` is the run's recipe with this source's own settings applied."""
 
     name: str
     weight: float
     recipe: Recipe
     sampler: GroupSampler
     problems: Sequence[Problem] = ()
-    """Those of training, each with this source's name."""
+    """Training problems, each with this source's name."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Takes the counts of the reward pool, such as calls of servers that score (`rewards.scoring.RewardPool`)."""
+    """Returns and resets the reward pool's counters, such as calls to scoring servers
+    (`rewards.scoring.RewardPool`).
+    """
 
     def sampling(self, step: int) -> SamplingSettings:
-        """The sampling parameters of training in a step, at its temperature."""
+        """Return the sampling parameters of a training step, with the temperature scheduled for it."""
         config = self.recipe.rollout.sampling
         return sampling_settings(config, config.temperature_at(step, self.recipe.train.steps))
 
@@ -43,7 +45,7 @@ def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
 
 
 def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
-    """The draws of training problems from these sources."""
+    """Return the generator of training problems drawn from these sources."""
     streams = [
         SourceStream(
             source.name,
@@ -60,7 +62,7 @@ def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
 def sampling_settings(
     config: SamplingConfig, temperature: float | None = None, *, repetition_penalty: float = 1.0
 ) -> SamplingSettings:
-    """The sampling parameters of requests, from a section of the recipe; at another temperature, if one is given."""
+    """Return request parameters from a recipe section. `temperature` replaces the section's own if given."""
     return SamplingSettings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature if temperature is None else temperature,

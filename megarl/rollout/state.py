@@ -1,4 +1,4 @@
-"""The driver's state of an RL run: position in the data, waiting groups, KL coefficient; how checkpoints store it."""
+"""The driver's state of an RL run (data positions, waiting groups, KL coefficient), and its files in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,39 +21,43 @@ from megarl.rollout.recording import RecordedCall, StartedGroup
 from megarl.types import Completion, ConfigError, ExpertsHandle, KeptSets, Problem, Reward, Segment, Trajectory
 
 METRICS = {
-    "kl/coefficient": ("1", "weight of the KL in this step, where algorithm.kl_target adapts it"),
+    "kl/coefficient": ("1", "coefficient of the KL in this step, if algorithm.kl_target adapts it"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 Find = Callable[[str, int], Problem | None]
-"""Finds the problem of a source with an index; None where there is none."""
+"""Returns the problem of a source with an index; None if there is none."""
 Group = list[Trajectory]
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
-"""The seconds of trajectories, by the clock: two equal runs do not share them, but all else of this state."""
+"""File of measured times of trajectories. They differ between two otherwise equal runs, unlike
+the rest of this state.
+"""
 SEGMENT_ARRAYS = [part.name for part in fields(Segment) if part.name != "kept_sets"]
+"""Array fields of a segment, stored under these names."""
 COMPLETION_ARRAYS = ["token_ids", "rollout_logprobs", "weight_versions", "routed_experts"]
+"""Array fields of a completion, stored under these names."""
 KEPT_SETS = [part.name for part in fields(KeptSets)]
 SECONDS = ["engine_seconds", "environment_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    """Arrays and seconds of trajectories, which are in files of their own; names begin with that of the trajectory."""
+    """Arrays and times of trajectories, saved in separate files. Names begin with the trajectory's prefix."""
 
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class RLState:
-    """The state that an RL run carries from step to step; with `save` and `load` a resumed run is bit-equal.
+    """State carried from step to step of an RL run. With `save` and `load` a resumed run is bit-equal.
 
-    `drawn` is the number of prompt batches drawn so far, `positions` are those of the sources in their data, `waiting`
-    are groups sampled for a later step, `kl_coefficient` is the coefficient as adapted so far.
+    `drawn` counts prompt batches. `positions` are the sources' positions in their data. `waiting` holds groups sampled
+    for a later step. `kl_coefficient` is the adapted coefficient.
 
-    Where groups go on over steps (`carries_groups`), `drawn` counts prompts, each group's number is that of its draw,
-    and `started` are the groups under way by that number; tokens that waited are of several weight versions. Every
-    group that was drawn is then one of those `used`, given to a step, `given_up`, `started` or `waiting`.
+    If groups continue over steps (`carries_groups`), `drawn` counts prompts, and a group's number is its draw.
+    `started` holds groups in flight by this number. Tokens of waiting groups have several weight versions. Every group
+    drawn is then `used` (given to a step), `given_up` (dropped), `started` or `waiting`.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, *, carries_groups: bool = False) -> None:
@@ -67,20 +71,20 @@ class RLState:
         self._given: list[Group] = []
 
     def begin_step(self) -> None:
-        """Remember what `forget_step` goes back to."""
+        """Save the state for `forget_step` to restore."""
         self._before_step = self.drawn, self.waiting, self.positions
 
     def give(self, groups: Sequence[Group]) -> None:
-        """Take groups that wait out for a step, where groups go on over steps."""
+        """Take waiting groups out for a step. Only for runs with groups continuing over steps."""
         draws = {group[0].group for group in groups}
         self.waiting = [group for group in self.waiting if group[0].group not in draws]
         self.used += len(groups)
         self._given = list(groups)
 
     def forget_step(self) -> None:
-        """Return to the state before the newest step's prompts were drawn.
+        """Restore the state before the last step's prompts were drawn.
 
-        Where groups go on over steps, what was drawn stays so, and what the step was given waits again.
+        If groups continue over steps, all draws remain; only the groups given to the step wait again.
         """
         if not self.carries_groups:
             self.drawn, self.waiting, self.positions = self._before_step
@@ -91,29 +95,30 @@ class RLState:
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
-        """Handles of the routed experts of waiting groups and of those under way, if there are any."""
+        """Handles of the routed experts of all groups waiting or in flight."""
         segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
         started = [handle for group in self.started.values() for handle in group.experts]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
 
     def adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> dict[str, float]:
-        """Bring the KL's weight nearer to what holds algorithm.kl_target, after a step with these metrics.
+        """Adapt the KL coefficient towards algorithm.kl_target, using a step's metrics.
 
-        Metric: `kl/coefficient`, as it was in this step, where it is adapted at all.
+        Returns `kl/coefficient` as used in this step, if the recipe adapts it.
         """
         before = self.kl_coefficient
         divergence = metrics.get("kl/reference")
         if self._algorithm.kl_target is None or divergence is None:
             return {}
+        # A NaN would stay in the coefficient for the rest of the run.
         if math.isfinite(divergence):
             target, horizon = self._algorithm.kl_target, self._algorithm.kl_horizon
             self.kl_coefficient = adapted(before, divergence, target=target, horizon=horizon, num_samples=num_samples)
         return {"kl/coefficient": before}
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint's folder.
+        """Write the state into a checkpoint folder.
 
-        Of a completion under way it has what was sampled until the pool was last held.
+        A completion in flight is saved with the tokens sampled before the last pause of the pool.
         """
         flat = [(number, trajectory) for number, group in enumerate(self.waiting) for trajectory in group]
         beside = _Beside()
@@ -128,23 +133,26 @@ class RLState:
         }  # fmt: skip
         (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         (folder / TIMES).write_text(json.dumps(beside.times, indent=2) + "\n", encoding="utf-8")
+        # safetensors writes the underlying buffer: a strided view would be saved wrongly.
         arrays = {name: np.ascontiguousarray(array) for name, array in beside.arrays.items()}
         (folder / ARRAYS).write_bytes(save(arrays))
 
     def load(self, folder: Path, find: Find) -> int:
-        """Go on from a checkpoint's state; `find` finds the run's problems.
+        """Restore the state from a checkpoint folder; `find` looks up the run's problems.
 
-        Returns how many trajectories that wait lack the trainer's log-probs. The weights that sampled them are gone:
-        they get the engine's log-probs instead.
+        Returns the number of waiting trajectories lacking the trainer's log-probs. The weights used to sample them are
+        gone, so they get the engine's log-probs instead.
         """
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         beside = _Beside(load_file(folder / ARRAYS), json.loads((folder / TIMES).read_text(encoding="utf-8")))
         self.drawn, self.used, self.given_up = state["drawn"], state["used"], state["given_up"]
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
+            # Without a target the recipe's coefficient counts, so that a resumed run can change it.
             self.kl_coefficient = state["kl_coefficient"]
         trajectories: list[Trajectory] = []
         num_lacking = 0
+        # Carried groups get log-probs only before the update that uses them.
         is_old_kept = self._algorithm.old_logprobs == "trainer" and not self.carries_groups
         for index, plain in enumerate(state["waiting"]):
             trajectory = _trajectory(plain, find, beside, f"{index}.")
@@ -160,7 +168,8 @@ class RLState:
 
 
 def finder(problems: Mapping[str, Sequence[Problem]]) -> Find:
-    """Finds problems by their source and index."""
+    """Return a lookup of problems by source and index."""
+    # An index of places once: problems of a streamed data set must not be scanned per lookup.
     places = {source: Places(found) for source, found in problems.items()}
 
     def find(source: str, index: int) -> Problem | None:
@@ -171,43 +180,43 @@ def finder(problems: Mapping[str, Sequence[Problem]]) -> Find:
 
 
 def _problem(source: str, index: int, find: Find) -> Problem:
-    """The problem of a source with this index. Raises ConfigError where the run has it no longer."""
+    """Return a source's problem by index. Raises ConfigError if the run no longer has it."""
     if (found := find(source, index)) is None:
         raise ConfigError(
-            f"mixture.{source}: its problem {index} waits in the checkpoint with its samples, and the recipe has it no "
-            "longer; keep this source, with a small weight, or begin anew with --restart"
+            f"mixture.{source}: its problem {index} waits in the checkpoint with its samples, but the recipe no longer "
+            "has it; keep this source with a small weight, or start over with --restart"
         )
     return found
 
 
 def in_groups(trajectories: Sequence[Trajectory]) -> list[Group]:
-    """Split a list of trajectories, those of a group consecutive, by group."""
+    """Split a list of trajectories into groups. Trajectories of a group must be consecutive."""
     return [list(group) for _, group in groupby(trajectories, key=lambda t: t.group)]
 
 
 def in_one(groups: Sequence[Group]) -> list[Trajectory]:
-    """The trajectories of all groups in one list."""
+    """Flatten groups into one list of trajectories."""
     return [trajectory for group in groups for trajectory in group]
 
 
 def lacks_old_logprobs(trajectory: Trajectory) -> bool:
-    """Whether the trainer's log-probs of a segment were not computed."""
+    """Return whether a segment lacks the trainer's log-probs."""
     return any(segment.old_logprobs is None for segment in trajectory.segments)
 
 
 def lacks_entropies(trajectory: Trajectory) -> bool:
-    """Whether the trainer's entropies of a segment were not computed."""
+    """Return whether a segment lacks the trainer's entropies."""
     return any(segment.entropies is None for segment in trajectory.segments)
 
 
 def with_old_logprobs(trajectory: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
-    """The trajectory with log-probs, float32 [tokens] of each segment, where its tokens were sampled."""
+    """Return the trajectory with log-probs, float32 [tokens] per segment; zero on tokens not sampled."""
     parts = zip(trajectory.segments, logprobs, strict=True)
     return replace(trajectory, segments=tuple(replace(s, old_logprobs=_of_sampled(s, own)) for s, own in parts))
 
 
 def with_entropies(trajectory: Trajectory, entropies: Sequence[np.ndarray]) -> Trajectory:
-    """The trajectory with entropies, float32 [tokens] of each segment, where its tokens were sampled."""
+    """Return the trajectory with entropies, float32 [tokens] per segment; zero on tokens not sampled."""
     parts = zip(trajectory.segments, entropies, strict=True)
     return replace(trajectory, segments=tuple(replace(s, entropies=_of_sampled(s, own)) for s, own in parts))
 
@@ -217,7 +226,7 @@ def _of_sampled(segment: Segment, values: np.ndarray) -> np.ndarray:
 
 
 def _stored(record: Segment | Completion, names: Sequence[str], prefix: str) -> dict[str, np.ndarray]:
-    """These arrays of a record, and its kept sets, by names that begin so."""
+    """Return these arrays of a record, and its kept sets, under names beginning with `prefix`."""
     found = {name: getattr(record, name) for name in names}
     if (kept := record.kept_sets) is not None:
         found |= {f"kept_sets.{name}": getattr(kept, name) for name in KEPT_SETS}
@@ -225,8 +234,9 @@ def _stored(record: Segment | Completion, names: Sequence[str], prefix: str) -> 
 
 
 def _read(arrays: Mapping[str, np.ndarray], names: Sequence[str], prefix: str) -> dict[str, Any]:
-    """The fields of a record from the arrays that `_stored` made."""
+    """Return the fields of a record from the arrays written by `_stored`."""
     found: dict[str, Any] = {name: arrays[prefix + name] for name in names if prefix + name in arrays}
+    # A handle is a tuple of integers; it was stored as an array.
     if "routed_experts" in found:
         found["routed_experts"] = ExpertsHandle(*found["routed_experts"].tolist())
     if f"{prefix}kept_sets.counts" in arrays:
@@ -235,7 +245,7 @@ def _read(arrays: Mapping[str, np.ndarray], names: Sequence[str], prefix: str) -
 
 
 def _put_beside(trajectory: Trajectory, prefix: str, beside: _Beside) -> None:
-    """Add the arrays of a trajectory's segments and its times, by names that begin so."""
+    """Add the arrays and times of a trajectory under names beginning with `prefix`."""
     for place, segment in enumerate(trajectory.segments):
         beside.arrays.update(_stored(segment, SEGMENT_ARRAYS, f"{prefix}{place}."))
     beside.times[prefix] = {
@@ -245,12 +255,12 @@ def _put_beside(trajectory: Trajectory, prefix: str, beside: _Beside) -> None:
 
 
 def _is_time(metric: str) -> bool:
-    """Whether a metric of an environment is one of the clock."""
+    """Return whether an environment's metric measures time."""
     return metric.endswith("seconds")
 
 
 def _trajectory(plain: dict[str, Any], find: Find, beside: _Beside, prefix: str) -> Trajectory:
-    """A trajectory from its JSON values and what is beside them under names that begin so."""
+    """Return a trajectory from its JSON values, and its arrays and times under `prefix`."""
     num_segments, reward = plain.pop("segments"), plain.pop("reward")
     plain["turn_rewards"] = tuple((turn, value) for turn, value in plain["turn_rewards"])
     plain["texts"] = tuple(plain["texts"])
@@ -266,7 +276,7 @@ def _trajectory(plain: dict[str, Any], find: Find, beside: _Beside, prefix: str)
 
 
 def _plain_started(group: StartedGroup, beside: _Beside) -> dict[str, Any]:
-    """A group under way as JSON values; the rest is added to `beside`."""
+    """Return a group in flight as JSON values; its arrays and times are added to `beside`."""
     home = f"started.{group.draw}."
     for number, trajectory in group.finished.items():
         _put_beside(trajectory, f"{home}{number}.", beside)
@@ -288,7 +298,7 @@ def _plain_started(group: StartedGroup, beside: _Beside) -> dict[str, Any]:
 
 
 def _started(plain: Mapping[str, Any], find: Find, beside: _Beside) -> StartedGroup:
-    """A group under way from its JSON values and what is beside them, as `_plain_started` made them."""
+    """Return a group in flight from the JSON values and arrays written by `_plain_started`."""
     home = f"started.{plain['draw']}."
     group = StartedGroup(plain["draw"], _problem(plain["source"], plain["problem"], find), plain["temperature"])
     for one in plain["finished"]:
@@ -306,7 +316,7 @@ def _started(plain: Mapping[str, Any], find: Find, beside: _Beside) -> StartedGr
 
 
 def _plain(number: int, trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as JSON values; `segments` is their number."""
+    """Return a trajectory as JSON values; `segments` is their number."""
     return {
         "environment": trajectory.environment,
         "problem": trajectory.problem.index,

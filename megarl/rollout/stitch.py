@@ -1,4 +1,4 @@
-"""Segments from model calls; sampled tokens are kept as they are and never tokenised again."""
+"""Training segments built from model calls. Sampled tokens are reused unchanged, never tokenised again."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ class ModelCall:
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """Prompt and completion [prompt + new_tokens]."""
+        """Prompt and completion, int64 [prompt + new_tokens]."""
         return np.concatenate([self.prompt_token_ids.astype(np.int64), self.completion.token_ids])
 
 
 @dataclass(slots=True)
 class _Chain:
-    """Model calls each of whose prompts begins with all tokens of the call before: so many tokens, with this digest."""
+    """Model calls in which each prompt begins with all tokens of the previous call.
+
+    `num_tokens` and `digest` describe the tokens of the last call.
+    """
 
     numbers: list[int]
     num_tokens: int
@@ -39,12 +42,12 @@ class _Chain:
 
 
 def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
-    """The segments of model calls in order of their start: every sampled token is trained in exactly one of them.
+    """Return the segments of model calls, ordered by start. Every sampled token is trained in exactly one segment.
 
-    A call extends the segment whose whole tokens are the longest prefix of its prompt; the tokens between two
-    completions, the observations, are masked. Where no segment's are, as after a history was rewritten or where
-    another call went on from there, it opens a segment, in which all of its prompt is masked, what was sampled too.
-    The work is linear in the tokens of all calls. Raises ValueError for no calls.
+    A call extends the segment forming the longest prefix of its prompt. Tokens between two completions (observations)
+    are masked. Without such a segment the call opens a new one, with its whole prompt masked, including tokens sampled
+    earlier. This happens after a history was rewritten, or where another call already continued the prefix. The work is
+    linear in the tokens of all calls. Raises ValueError for an empty sequence.
     """
     if not calls:
         raise ValueError("a segment needs a model call")
@@ -62,17 +65,19 @@ def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
 
 
 def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Chain | None:
-    """The chain whose tokens are the longest prefix of a prompt, the first of equals.
+    """Return the chain with the longest prefix of a prompt; the first of equals.
 
-    The prompt is digested once, whatever the number of chains: a comparison with each would read it as often.
+    The prompt is hashed once for all chains. Comparing it with each chain would read it once per chain.
     """
     found: _Chain | None = None
     so_far, end = blake2b(), 0
+    # By length, so that one running hash reaches each chain's end in turn.
     for chain in sorted(chains, key=lambda chain: chain.num_tokens):
         if chain.num_tokens > len(prompt):
             break
         so_far.update(prompt[end : chain.num_tokens].tobytes())
         end = chain.num_tokens
+        # `sorted` is stable: of equal chains the first is met first, and an equal length is not longer.
         is_longer = found is None or chain.num_tokens > found.num_tokens
         if is_longer and so_far.digest() == chain.digest:
             found = chain
@@ -80,8 +85,9 @@ def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Cha
 
 
 def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
-    """The segment of the calls with these numbers, each of which extends the one before."""
+    """Return the segment of the calls with these numbers; each call extends the one before."""
     last = calls[numbers[-1]]
+    # The last call's prompt holds all earlier completions, so its tokens are the whole segment.
     token_ids = last.token_ids
     rollout_logprobs = np.zeros(len(token_ids), np.float32)
     weight_versions = np.full(len(token_ids), -1, np.int32)

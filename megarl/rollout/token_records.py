@@ -1,4 +1,4 @@
-"""Samples of a step token by token, for people to look at: a few of its trajectories, of bounded size."""
+"""Token-level records of a few trajectories of a step, for people to read. Their size is bounded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MOST_TOKENS = 512
-"""Tokens of a sample that are recorded; of a longer one the first and the last half as many."""
+"""Recorded tokens per sample. A longer sample keeps half of them from its beginning and half from its end."""
 _BYTES_OF_CHARACTER = 4
+"""Maximum bytes of a UTF-8 character, so also the maximum number of tokens in one character."""
 
 
 async def token_records(
@@ -30,14 +31,17 @@ async def token_records(
     weight_version: int,
     starts_from_rollout: bool = False,
 ) -> list[dict[str, Any]]:
-    """Records of `count` trajectories of a step before its update: half with the highest advantages, half the lowest.
+    """Return records of `count` trajectories before the update: half with the highest advantages, half with the lowest.
 
-    `batch` is that of `groups`, with its advantages. A record has the fields of `Trajectory.record` but the completion,
-    and in `columns` an entry for each token of the last segment from its first sampled one on: `text`, `advantage`,
-    `rollout_logprob` and `trainer_logprob` in nats and `logprob_gap`, trainer minus engine (of tokens that
-    `weight_version`, the trainer's weights now, sampled), `weight_version`, `turn`; null where a token was not sampled.
-    `cut`: the tokens left out in the middle. `forward` computes the trainer's log-probs, float32 [tokens], unless the
-    batch has them; with `starts_from_rollout` its old log-probs are the engine's.
+    `batch` belongs to `groups` and has advantages. A record has the fields of `Trajectory.record` except the
+    completion. Its `columns` have one entry per token of the last segment, from the first sampled token on:
+
+    `text`; `advantage`; `rollout_logprob` and `trainer_logprob` in nats; `logprob_gap`, trainer minus engine, only for
+    tokens sampled by `weight_version`, the trainer's current weights; `weight_version`; `turn`. Entries are null for
+    tokens not sampled. `cut` is the number of tokens omitted in the middle.
+
+    `forward` computes the trainer's log-probs, float32 [tokens], unless the batch has them. With `starts_from_rollout`
+    the batch's old log-probs are the engine's.
     """
     trajectories = in_one(groups)
     chosen = _extremes(batch, count)
@@ -59,6 +63,7 @@ async def token_records(
         cut = max(0, len(kept) - MOST_TOKENS)
         if cut:
             kept = np.concatenate([kept[: MOST_TOKENS // 2], kept[-(MOST_TOKENS // 2) :]])
+        # Log-probs computed now belong to the current weights; older tokens had other ones.
         is_of_now = is_known | (segment.weight_versions == weight_version)
         columns = {
             "text": kept_texts(tokenizer, segment.token_ids[first:], kept - first),
@@ -69,21 +74,24 @@ async def token_records(
             "weight_version": _numbers(segment.weight_versions, is_sampled, kept),
             "turn": _numbers(segment.turns, is_sampled, kept),
         }
+        # The columns contain their text already.
         record = {name: value for name, value in trajectory.record().items() if name not in ("completion", "turns")}
         records.append({**record, "segments": len(trajectory.segments), "cut": cut, "columns": columns})
     return records
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
-    """The text of each token; of tokens that are parts of one character, the last has it and the others are empty."""
+    """Return the text of each token [tokens]. For tokens sharing a character, the last has it; the others are empty."""
     texts: list[str] = []
     pending: list[int] = []
     for number, token in enumerate(token_ids.tolist(), 1):
         pending.append(token)
         text = str(tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        # U+FFFD is the decoder's sign of an incomplete character. A token may also mean U+FFFD itself, so wait for at
+        # most 4.
         is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and number < len(token_ids)
         if not is_part:
-            # Decoders of SentencePiece leave out the space before the first word.
+            # SentencePiece decoders drop the space before the first word of a text: restore it.
             name = tokenizer.convert_ids_to_tokens(pending[0])
             has_space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
             pending = []
@@ -93,9 +101,9 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
 
 
 def kept_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], kept: NDArray[np.int64]) -> list[str]:
-    """The texts of the kept tokens, decoded with the few around them that may be parts of the same characters.
+    """Return the texts of the tokens at the places `kept`, decoded together with neighbours sharing a character.
 
-    Only these: to decode a whole segment of 32k tokens takes seconds.
+    Only these are decoded: decoding a whole segment of 32k tokens takes seconds.
     """
     texts: list[str] = []
     for run in np.split(kept, 1 + (np.diff(kept) > 1).nonzero()[0]):
@@ -108,15 +116,16 @@ def kept_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], kept: NDArray
 
 
 def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> bool:
-    """Whether the first of these tokens is no later part of a character."""
+    """Return whether the first of these tokens begins a character."""
     start = token_ids[:_BYTES_OF_CHARACTER].tolist()
     text = str(tokenizer.decode(start, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return not text.startswith("\ufffd")
 
 
 def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
-    """The places of `count` samples: those of the highest mean advantages first, then those of the lowest."""
+    """Return the places of `count` samples: highest mean advantages first, then the lowest."""
     sums = np.add.reduceat(np.where(batch.loss_mask, batch.per_token["advantages"], 0.0), batch.cu_samples[:-1])
+    # Per token, because a sum would prefer long trajectories.
     means = sums / np.maximum(batch.num_sampled, 1)
     order = np.argsort(-means, kind="stable")
     order = order[batch.num_sampled[order] > 0]
@@ -125,7 +134,7 @@ def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
 
 
 def _numbers(values: NDArray[Any], is_known: NDArray[np.bool_], kept: NDArray[np.int64]) -> list[float | int | None]:
-    """Numbers of the kept tokens, of six significant digits; None where not known or not finite."""
+    """Return the values of the kept tokens with six significant digits; None where unknown or not finite."""
     shown = is_known & np.isfinite(values)
     return [
         (value if isinstance(value, int) else float(f"{value:.6g}")) if known else None

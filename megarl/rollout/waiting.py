@@ -1,4 +1,4 @@
-"""How long an attempt waits for the engines."""
+"""Measurement of an attempt's waiting time for the engines."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megarl.types import Completion, Request
 
 
 class TimedPool:
-    """The engines for one attempt, and how long it waited for them; for several completions at once it waits once.
+    """The engines for one attempt, with a measurement of its waiting time. Concurrent completions count once.
 
-    `seconds` is that time but for what of it the engines were held, `seconds_by_clock` all of it. `is_followed`:
-    another attempt waits for this one's end, and its requests follow on this one's last.
+    `seconds` excludes pauses of the engines, `seconds_by_clock` includes them. `is_followed` says another attempt waits
+    for the end of this one. Then no request of this attempt counts as the last one.
     """
 
     def __init__(self, pool: Generates, *, is_followed: bool = False) -> None:
@@ -23,8 +23,8 @@ class TimedPool:
         self.seconds = self.seconds_by_clock = 0.0
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """As `EnginePool.generate`."""
-        # A server that asks for an attempt, in a context of its own, asks for whom the attempt is made.
+        """Sample one completion, and add the waiting time; see `EnginePool.generate`."""
+        # The caller may be a server task with its own context variables: set the purpose of this attempt there.
         COUNTED_FOR.set(self._purpose)
         if not self._num_awaited:
             self._began, self._held_before = time.monotonic(), self.seconds_held
@@ -39,10 +39,10 @@ class TimedPool:
                 self.seconds += max(0.0, seconds - (self.seconds_held - self._held_before))
 
     def forget(self, affinity: str) -> None:
-        """As `EnginePool.forget`."""
+        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
         self._pool.forget(affinity)
 
     @property
     def seconds_held(self) -> float:
-        """As `EnginePool.seconds_held`."""
+        """Total pause of the pool; see `EnginePool.seconds_held`."""
         return self._pool.seconds_held

@@ -1,4 +1,4 @@
-"""Token weights of a minibatch, by the aggregation that a recipe names."""
+"""Token weights of a minibatch, by the aggregation named in the recipe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from megarl.data.batch import TokenBatch
 
 
 def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:
-    """Set a minibatch's `token_weights`: the share of each token's loss in the whole minibatch.
+    """Set a minibatch's `token_weights` [tokens]: the factor of each token's loss in the minibatch's total loss.
 
-    A sample's segments count together, as one sequence of `algorithms.reduction.token_weights`.
+    All segments of a sample count together, as one sequence of `algorithms.reduction.token_weights`.
     """
+    # For the whole minibatch at once, so the loss does not depend on its split into ranks and microbatches.
     weights = token_weights(
         torch.from_numpy(batch.cu_samples),
         torch.from_numpy(batch.loss_mask),
