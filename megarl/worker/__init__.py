@@ -1,4 +1,4 @@
-"""The workers of the ranks, verb by verb, as the driver calls them.
+"""Worker classes of the ranks, with one method per call of the driver.
 
-A rank trains (`trainer`), samples (`engine`), or does both (`colocated`); `weights` is its end of the reshard.
+A rank trains (`trainer`), samples (`engine`), or does both (`colocated`). `weights` is a rank's side of the reshard.
 """

@@ -1,4 +1,4 @@
-"""The worker of a rank that both trains and samples: trainer and engine take turns with its device."""
+"""The worker of a rank both training and sampling: trainer and engine alternate on its device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.worker.weights import WeightsEnd
 
 
 class Worker(TrainerWorker):
-    """A trainer's rank with its share of an engine beside it, if the recipe has one."""
+    """A trainer's rank with a shard of an engine, if the recipe has one."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Worker(TrainerWorker):
         topology: RankTopology,
         teacher_layout: ParallelConfig | None = None,
     ) -> None:
-        """`topology` is that of the world; `teacher_layout` as of `TrainerWorker`."""
+        """Build engine and models. `topology` describes the world; `teacher_layout` as in `TrainerWorker`."""
         self._join_world(rank, world_size, recipe, layout)
-        # The engine first: what it needs of memory must be free before the trainer takes its share. Then it sleeps, for
-        # building the models takes as much.
+        # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
+        # building the models needs that memory.
         self.engine: RolloutEngine | None = None
         if recipe.has_engine:
             self.engine = build_engine(recipe, self.held_experts.keep)
@@ -53,34 +53,35 @@ class Worker(TrainerWorker):
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
     ) -> list[Completion]:
-        """Step the engine: new requests and aborts in, finished completions out (leaders only).
+        """Step the engine: new requests and aborts in, finished completions out. Leaders only.
 
-        `work` is (requests, ids to abort); `budget_seconds` and `leave_after` as in `RolloutEngine.advance`.
+        `work` is (requests, ids to abort). `budget_seconds` and `leave_after`: see `RolloutEngine.advance`.
         """
         assert self.engine is not None
         return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def engine_metrics(self) -> dict[str, Metric]:
-        """Metrics of the engine since the call before, on leaders."""
+        """Return the engine's metrics since the last call. Leaders only."""
         return self.engine.metrics() if self.engine else {}
 
     def start_notices(self) -> list[str]:
         return super().start_notices() + (self.engine.sleep_notices if self.engine else [])
 
     def sleep_engine(self) -> None:
-        """Free the engine's memory for the trainer until the next reshard."""
+        """Free the engine's memory for the trainer, until the next reshard."""
         if self.engine:
             self.engine.sleep()
+        # After the engine's sleep: the device has no room for both.
         self.policy.onload()
 
     def load_checkpoint(self, folder: Path) -> None:
-        """As of a trainer."""
+        """Differs from the trainer's: the engine takes over the loaded weight version."""
         super().load_checkpoint(folder)
         if self.engine:
+            # The next reshard adds 1 to it, so versions continue where the saved run stopped.
             self.engine.weight_version = self.weight_version
 
     def close(self) -> None:
-        """Close the engine and leave `torch.distributed`'s world."""
         if self.engine:
             self.engine.close()
         super().close()

@@ -1,4 +1,4 @@
-"""A rank's end of the reshard: the trainer's weights, the engine's, or both."""
+"""A rank's side of the reshard: the trainer's weights, the engine's weights, or both."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 
 class WeightsEnd:
-    """The reshard from the trainers' weights into the engines', as one rank carries it out.
+    """The reshard of weights from trainers to engines, as executed by one rank.
 
-    The rank has a `policy`, or a `snapshot` of it, an `engine`, or both. `topology` is that of all ranks of the
-    reshard, which are the world's or those of `group`, trainers first. `version` is that of the weights that are there,
-    the engine's next one unless given. Making one is a collective of all ranks, which plans, moves all weights once and
-    verifies them; raises MegarlError with the first parameter that is not as it should be.
+    The rank has a `policy` (or a `snapshot` of it), an `engine`, or both. `topology` lists all ranks of the reshard,
+    trainers first: the world's, or the ranks of `group`. `version` is the version of the current weights; None: the
+    engine's next one.
+
+    Construction is a collective of all ranks. It plans the reshard, copies all weights once and verifies them. Raises
+    MegarlError naming the first wrong parameter.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class WeightsEnd:
         group: dist.ProcessGroup | None = None,
         version: int | None = None,
     ) -> None:
-        """`transformer_engine`: whether the trainer has its layers; None on a rank that does not know.
+        """Plan the reshard, run it once and verify it.
 
+        `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks without a trainer.
         `replica` is the number of this rank's engine, for messages.
         """
         self._recipe, self._layout, self._topology = recipe, layout, topology
@@ -64,25 +67,29 @@ class WeightsEnd:
         self._snapshot = snapshot
         self._shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
         self._transformer_engine = bool(
+            # Only ranks with a trainer know it, so ask all ranks and take the first answer.
             next(known for known in gathered(transformer_engine, group) if known is not None)
         )
         self.notices: list[str] = []
-        """Notices for the user about how the weights are moved."""
+        """Notices for the user about how the weights are copied."""
         with self._in_memory(version):
+            # Inside the context: planning and self-test need the live weights of both sides in memory.
             self.resharding = self._planned()
             self.first_report = self.resharding.self_test()
-            """Seconds and bytes of the reshard at the start, as `reshard` returns them of one that is verified."""
+            """Seconds and bytes of the first reshard, as returned by a verified `reshard`."""
             trainer_logprobs = self._probe_trainer() if self._is_probed else None
         if self._is_probed:
             started = time.perf_counter()
+            # After the context: the engine needs its KV cache to compute log-probs.
             self.first_report["probe_gap"] = self._check_probe(trainer_logprobs)
             self.first_report["verify_seconds"] = time.perf_counter() - started
 
     def reshard(self, *, verify: bool = False, version: int | None = None) -> dict[str, float]:
-        """Move the trainer's weights into the engines; with `verify`, compare. Returns seconds and bytes by stage.
+        """Copy the trainer's weights into the engines; with `verify` compare them. Returns seconds and bytes by stage.
 
-        Compared are checksums, or where an engine converts its weights log-probs: then `probe_gap` is the mean
-        distance in nats. Raises MegarlError with the first parameter that differs, or the rank whose log-probs do.
+        The comparison uses checksums. If an engine stores converted weights, it uses log-probs, and `probe_gap` is
+        their mean distance in nats. Raises MegarlError with the first differing parameter, or with the rank of
+        differing log-probs.
         """
         trainer_logprobs = None
         meet_seconds = self._meet()
@@ -90,6 +97,8 @@ class WeightsEnd:
             with span("move weights"):
                 report = self.resharding.run() | meet_seconds
             started = time.perf_counter()
+            # Checksums need the weights in memory on both sides; converted weights have no equal bytes, so they are
+            # probed.
             if verify and isinstance(self.resharding, Reshard):
                 self.resharding.verify()
             elif verify:
@@ -105,10 +114,10 @@ class WeightsEnd:
         return report
 
     def _meet(self) -> dict[str, float]:
-        """Wait on the host until all ranks of the bridge are here. Returns `meet_seconds`; nothing without a bridge.
+        """Wait on the host until all ranks of the group are ready. Returns `meet_seconds`; empty without a group.
 
-        A trainer that sends in the background comes before the engines have paused. If it began to send, kernels of
-        NCCL would wait on its GPU, on 16 to 32 multiprocessors, while it trains.
+        A trainer sending in the background arrives before the engines have paused. If it started to send, NCCL kernels
+        would wait on its GPU, occupying 16 to 32 multiprocessors during training.
         """
         if self._group is None:
             return {}
@@ -118,6 +127,9 @@ class WeightsEnd:
         return {"meet_seconds": time.perf_counter() - started}
 
     def _planned(self) -> Reshard | GatheredReshard:
+        """Return the planned reshard: in place, or via full tensors if the engine's weights cannot be
+        written in place.
+        """
         policy, engine = self._policy, self._engine
         dtype = getattr(torch, self._recipe.model.dtype)
         ends = reshard_ends(self._shape, self._layout, len(self._topology), transformer_engine=self._transformer_engine)
@@ -132,12 +144,12 @@ class WeightsEnd:
         if recorded is None and not self._recipe.rollout.recompute_kv:
             raise ConfigError(
                 f"rollout.recompute_kv = false: the engine takes its weights as full tensors, because of {refusal}, "
-                "and these are verified by a prompt that it is given alone; set it to true"
+                "and verifies them with a probe prompt, for which it must run no other request; set it to true"
             )
         if recorded is None and self._group is not None and self._recipe.weights.overlap:
             raise ConfigError(
-                f"weights.overlap = true: the engine takes its weights as full tensors, because of {refusal}, and they "
-                "are verified by a forward pass of the trainer, which trains meanwhile; set it to false"
+                f"weights.overlap = true: the engine takes its weights as full tensors, because of {refusal}, and "
+                "verifies them with a forward pass of the trainer, but the trainer is training then; set it to false"
             )
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
@@ -166,31 +178,35 @@ class WeightsEnd:
 
     @contextmanager
     def _in_memory(self, version: int | None) -> Iterator[None]:
-        """Within it only the weights of trainer and engine are on the device; afterwards the engine can sample.
+        """Keep only the weights of trainer and engine on the device inside the context. Afterwards the engine can
+        sample.
 
-        A trainer with a device of its own keeps what it has there.
+        A trainer without an engine on its device keeps everything else there too.
         """
         policy, engine = self._policy, self._engine
         with ExitStack() as stack:
             if policy is not None:
                 if engine is not None:
+                    # Gradients and optimizer state leave the device to make room for the engine's weights.
                     policy.offload(but=("parameters",))
                 policy.onload(("parameters",))
             if engine is not None:
                 with self._of_engine():
                     engine.wake(["weights"])
             if policy is not None:
+                # Engines take full weights: merge LoRA adapters for the time of the reshard.
                 stack.enter_context(policy.merged())
             yield
         if engine is not None:
             if policy is not None:
                 policy.offload()
             with self._of_engine():
+                # The KV cache last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Have the engine load tensors as they come from the reshard, whose errors are not its own world's."""
+        """Have the engine load tensors as the reshard yields them. Errors of the reshard are raised as they are."""
         failed: list[Exception] = []
 
         def coming() -> Iterator[tuple[str, Tensor]]:
@@ -206,31 +222,35 @@ class WeightsEnd:
                 self._engine.load_tensors(coming())
         except OwnWorldError:
             if failed:
+                # The engine failed only because its input did: raise the cause, which may name a lost rank.
                 raise failed[0] from None
             raise
 
     def _of_engine(self) -> AbstractContextManager[None]:
-        """Where the engine has a world of its own, errors of that within are told from those of the bridge."""
+        """Return a context marking errors of the engine's own world, to distinguish them from the
+        cross-world group's.
+        """
         return nullcontext() if self._group is None else in_own_world()
 
     @property
     def _is_probed(self) -> bool:
-        """Whether a reshard is verified by log-probs: the engines hold the weights in another form."""
+        """Whether reshards are verified by log-probs, because the engines store converted weights."""
         return isinstance(self.resharding, GatheredReshard)
 
     def _probe_trainer(self) -> NDArray[np.float32] | None:
-        """The probe prompt's log-probs by the trainer, on ranks that report. A collective of all ranks."""
-        # Where some trainers had an engine leave, the others do not begin to wait for them.
+        """Return the trainer's log-probs of the probe prompt, float32 [prompt], on reporting ranks. A collective."""
+        # Synchronise first. If an engine left and some trainers noticed, the others must not start waiting for them.
         gathered(None, self._group)
         if self._policy is None:
             return None
         prompt = self._probe_prompt()
         row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
+        # A forward pass needs a multiple of this many rows; repeat the prompt to fill them.
         found = self._policy.forward([row] * self._layout.rows_multiple)
         return found[0] if found else None
 
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
-        """Mean distance, in nats, of the engines' log-probs of the probe prompt from the trainer's; see `probe`."""
+        """Return the mean distance, in nats, between the engines' and the trainer's log-probs of the probe prompt."""
         tolerance = self._recipe.weights.probe_tolerance or TOLERANCES[self._recipe.model.dtype]
         with self._of_engine():
             logprobs = None if self._engine is None else self._engine.prompt_logprobs(self._probe_prompt())
@@ -243,5 +263,6 @@ class WeightsEnd:
         )
 
     def _probe_prompt(self) -> NDArray[np.int64]:
-        # One less: the engine samples a token behind a prompt that it scores.
+        # One token less: vLLM samples one token after a prompt even if only its log-probs are needed.
+        """Return the token ids of the probe prompt, int64 [prompt]."""
         return probe_prompt(self._shape.vocab_size, self._recipe.trained_tokens - 1)
